@@ -1,0 +1,76 @@
+# Every target makes the environment it needs, once: `make demo` and `make test` work on a fresh machine.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# TORCH names another build or release: make install TORCH=./torch-2.13.0+cpu-cp311-....whl
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+# what tests and lint install besides the package; without DeepSpeed its tests skip: make test EXTRAS=dev
+EXTRAS ?= dev,deepspeed
+# processes that run tests, one torch thread each; 0 runs them in the calling process
+WORKERS ?= 2
+# more arguments for pytest: make test ARGS="tests/unit/data -k order"
+ARGS ?=
+
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
+# in the order of collection, heavy folders come first and light ones fill the end
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full test-gpu lint format docs install clean distclean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.run-installed ## train a tiny model on made-up pictures and sample it, on one CPU
+	$(BIN)/sd3-light demo
+
+test: $(VENV)/.dev-installed ## the tests that every change must pass (under 15 minutes on 2 cores)
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" $(ARGS)
+
+test-full: $(VENV)/.dev-installed ## every test but the GPU ones; a missing tool skips by name
+	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.dev-installed ## the tests that need CUDA
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(VENV)/.dev-installed ## style, types and import order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev-installed ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.run-installed ## write docs/config.md anew from the config schema
+	$(BIN)/python -m sd3_light.config.docs
+
+install: ## make the environment anew: make install [PYTHON=...] [TORCH=...] [EXTRAS=...]
+	rm -rf $(VENV)
+	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
+
+clean: ## remove caches, build output and the demo's run
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environment too
+	rm -rf $(VENV)
+
+# The stamps: a second call finds them and installs nothing, until one of the two files changes.
+# torch comes first and leaves the constraints, so TORCH may differ from the pin and nothing replaces it.
+$(VENV)/.run-installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: SD3-Light needs Python 3.11 or newer and '$(PYTHON)' is not; name one: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install --constraint $(VENV)/constraints.txt "$(TORCH)"
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.run-installed
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@

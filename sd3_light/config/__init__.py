@@ -1,0 +1,46 @@
+"""The strict, typed config: TOML in, frozen objects out, all faults in one report (law 7)."""
+
+from sd3_light.config.faults import ConfigFaults, Fault, UserError
+from sd3_light.config.load import LoadedConfig, cache_dir_of, load_config
+from sd3_light.config.resolved import resolved_toml
+from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
+from sd3_light.config.schema_tables import (
+    AdapterConfig,
+    EmaConfig,
+    EmaTrack,
+    ModelConfig,
+    MonitoringConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
+from sd3_light.config.schema_train import BatchSize, EvalDataset, Resolution, TrainConfig, batch_size_for
+from sd3_light.config.sizes import SIZES, ModelSize, size_from_transformer_config, size_name, size_of
+
+__all__ = [
+    "SIZES",
+    "AdapterConfig",
+    "BatchSize",
+    "ConfigFaults",
+    "DatasetConfig",
+    "DirectoryConfig",
+    "EmaConfig",
+    "EmaTrack",
+    "EvalDataset",
+    "Fault",
+    "LoadedConfig",
+    "ModelConfig",
+    "ModelSize",
+    "MonitoringConfig",
+    "OptimizerConfig",
+    "Resolution",
+    "SamplingConfig",
+    "TrainConfig",
+    "UserError",
+    "batch_size_for",
+    "cache_dir_of",
+    "load_config",
+    "resolved_toml",
+    "size_from_transformer_config",
+    "size_name",
+    "size_of",
+]

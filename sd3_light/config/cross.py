@@ -1,0 +1,191 @@
+"""Checks that look at more than one key of the train TOML. Pure; a check is skipped when a key it reads is faulty."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sd3_light.config.schema_train import TrainConfig
+from sd3_light.config.sizes import SIZES, size_name
+
+UNSHARDED_OPTIMIZERS = ("adamw8bit", "muon")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault that does not know its file yet."""
+
+    key: str
+    problem: str
+    given: str | None = None
+    allowed: str | None = None
+    hint: str | None = None
+
+
+def depth_of(train: TrainConfig) -> int | None:
+    """Number of joint blocks; None when only the weights' folder can tell."""
+    name = size_name(train.model)
+    if train.model.num_layers is not None:
+        return train.model.num_layers
+    return SIZES[name].num_layers if name else None
+
+
+def length(train: TrainConfig) -> Iterator[Finding]:
+    """A run must know when it ends."""
+    if train.epochs is None and train.max_steps is None:
+        yield Finding("epochs", "neither epochs nor max_steps is given", hint="give one: the run must end")
+
+
+def saving(train: TrainConfig) -> Iterator[Finding]:
+    """A run that never saves is a mistake."""
+    saves = (train.save_every_n_steps, train.save_every_n_epochs, train.save_every_n_examples)
+    points = (train.checkpoint_every_n_steps, train.checkpoint_every_n_epochs, train.checkpoint_every_n_minutes)
+    if not any((*saves, *points)):
+        hint = "give one of save_every_n_steps|epochs|examples or checkpoint_every_n_steps|epochs|minutes"
+        yield Finding(
+            "save_every_n_steps", "nothing is ever saved: no save_every_n_* and no checkpoint_every_n_*", hint=hint
+        )
+
+
+def text_recon(train: TrainConfig) -> Iterator[Finding]:
+    """The text stream can be read after the context embedder and after every block but the last."""
+    depth, layer = depth_of(train), train.model.text_recon_target_layer
+    if train.model.text_recon_gamma > 0 and depth is not None and layer > depth - 1:
+        yield Finding(
+            "model.text_recon_target_layer",
+            f"the model has {depth} layers and the last has no text output",
+            given=str(layer),
+            allowed=f"0 to {depth - 1} (0: after the context embedder, k: after block k)",
+        )
+
+
+def shifts(train: TrainConfig) -> Iterator[Finding]:
+    """One time shift at most."""
+    if train.model.shift is not None and train.model.flux_shift:
+        yield Finding("model.shift", "shift and flux_shift are both given", hint="keep one")
+
+
+def schedule(train: TrainConfig) -> Iterator[Finding]:
+    """`step` needs its two keys, and they mean nothing elsewhere."""
+    for key, value in (("lr_step_size", train.lr_step_size), ("lr_step_gamma", train.lr_step_gamma)):
+        if train.lr_scheduler == "step" and value is None:
+            yield Finding(key, 'is required with lr_scheduler = "step"')
+        if train.lr_scheduler != "step" and value is not None:
+            yield Finding(key, 'has no meaning without lr_scheduler = "step"', given=str(value), hint="remove it")
+
+
+def pipeline(train: TrainConfig) -> Iterator[Finding]:
+    """Pipelines are DeepSpeed's, with ZeRO-1 only."""
+    stages, depth = train.pipeline_stages, depth_of(train)
+    if stages == 1:
+        return
+    if train.zero_stage != 1:
+        why = "clips by one stage's gradients" if train.zero_stage == 0 else "does not work with pipelines"
+        given, hint = str(train.zero_stage), "or pipeline_stages = 1"
+        yield Finding("zero_stage", f"with pipeline_stages = {stages} it {why}", given=given, allowed="1", hint=hint)
+    if train.parallel == "fsdp2":
+        hint = "remove parallel, or pipeline_stages = 1"
+        yield Finding(
+            "parallel", "pipelines are the DeepSpeed engine's, fsdp2 is the torch engine's", '"fsdp2"', hint=hint
+        )
+    if depth is not None and stages > depth + 2:
+        problem = f"more stages than the {depth + 2} layers (embedding, {depth} blocks, output)"
+        yield Finding("pipeline_stages", problem, given=str(stages), allowed=f"1 to {depth + 2}")
+
+
+def partition(train: TrainConfig) -> Iterator[Finding]:
+    """`partition_split` cuts the list of layers into `pipeline_stages` parts that are not empty."""
+    split, stages, depth = train.partition_split, train.pipeline_stages, depth_of(train)
+    given = str(list(split))
+    if train.partition_method != "manual":
+        if split:
+            hint = 'write partition_method = "manual", or remove it'
+            yield Finding("partition_split", 'has no meaning without partition_method = "manual"', given, hint=hint)
+        return
+    if len(split) != stages - 1:
+        allowed = f"{stages - 1} numbers, one less than pipeline_stages"
+        yield Finding("partition_split", f"cuts the layers into {len(split) + 1} parts, not {stages}", given, allowed)
+    if any(a >= b for a, b in pairwise(split)):
+        yield Finding("partition_split", "must increase", given)
+    if depth is not None and any(index >= depth + 2 for index in split):
+        yield Finding("partition_split", f"beyond the last of {depth + 2} layers", given, f"1 to {depth + 1}")
+
+
+def optimizer(train: TrainConfig) -> Iterator[Finding]:
+    """Muon needs whole matrices, and 8-bit state is not sharded."""
+    kind = train.optimizer.type
+    if kind not in UNSHARDED_OPTIMIZERS:
+        return
+    problem, hint = "runs on the torch engine without sharding only", 'write type = "adamw"'
+    if train.parallel == "fsdp2":
+        yield Finding(
+            "optimizer.type", problem, f'"{kind}" with parallel = "fsdp2"', hint=f'{hint} or parallel = "ddp"'
+        )
+    if train.pipeline_stages > 1:
+        given = f'"{kind}" with pipeline_stages = {train.pipeline_stages}'
+        yield Finding("optimizer.type", problem, given, hint=f"{hint} or pipeline_stages = 1")
+
+
+def ema(train: TrainConfig) -> Iterator[Finding]:
+    """A track has a name of its own."""
+    if train.ema.track and not train.ema.enable:
+        yield Finding(
+            "ema.track", "has no meaning with ema.enable = false", hint="write enable = true, or remove the tracks"
+        )
+    names = Counter(track.name for track in train.ema.track)
+    for index, track in enumerate(train.ema.track):
+        if names[track.name] > 1 or track.name == "ema":
+            yield Finding(
+                f"ema.track[{index}].name", "names a track twice (`ema` is the main one's)", f'"{track.name}"'
+            )
+
+
+def sampling(train: TrainConfig) -> Iterator[Finding]:
+    """Prompts and interval go together."""
+    table = train.sampling
+    if table.prompts and table.every_n_steps is None:
+        yield Finding("sampling.every_n_steps", "is required with sampling.prompts: no image would be drawn")
+    if table.every_n_steps is not None and not table.prompts:
+        yield Finding("sampling.prompts", "is required with sampling.every_n_steps: there is nothing to draw")
+
+
+def eval_names(train: TrainConfig) -> Iterator[Finding]:
+    """Two evaluation sets of one name would share a curve."""
+    names = Counter(entry.name for entry in train.eval_datasets)
+    for index, entry in enumerate(train.eval_datasets):
+        if names[entry.name] > 1:
+            hint = "give {name = ..., config = ...}"
+            yield Finding(f"eval_datasets[{index}]", "two eval datasets have one name", f'"{entry.name}"', hint=hint)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check and the keys it reads."""
+
+    run: Callable[[TrainConfig], Iterator[Finding]]
+    keys: tuple[str, ...]
+
+
+_SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
+_CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
+_DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.train_type")
+CHECKS = (
+    Check(length, ("epochs", "max_steps")),
+    Check(saving, (*_SAVE_KEYS, *_CHECKPOINT_KEYS)),
+    Check(text_recon, (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer")),
+    Check(shifts, ("model", "model.shift", "model.flux_shift")),
+    Check(schedule, ("lr_scheduler", "lr_step_size", "lr_step_gamma")),
+    Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
+    Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
+    Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
+    Check(ema, ("ema", "ema.enable", "ema.track")),
+    Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
+    Check(eval_names, ("eval_datasets",)),
+)
+
+
+def cross_findings(train: TrainConfig, bad: frozenset[str]) -> Iterator[Finding]:
+    """All findings of the checks whose keys are sound."""
+    for check in CHECKS:
+        if not bad.intersection(check.keys):
+            yield from check.run(train)

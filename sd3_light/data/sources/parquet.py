@@ -1,0 +1,142 @@
+"""Parquet with picture bytes: a binary column, or ``struct{bytes, path}`` as Hugging Face's datasets write it.
+
+A scan reads the captions alone. Pictures are read through one cursor a thread, which moves forward in small batches, so
+that memory does not grow with the size of row groups; reading in the order of the keys is quick, jumping back is not.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.captions import TEXT_NAMES, decode_text, texts
+from sd3_light.data.sources.records import Found
+from sd3_light.data.sources.scope import Scope
+
+IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
+"""Column names of the picture, in order of precedence, compared in lower case."""
+
+_CAPTION_ROWS = 1024
+_IMAGE_ROWS = 16
+_FAULTS = (pa.ArrowException, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetCell:
+    """The picture in one row of a row group."""
+
+    path: str
+    column: str
+    group: int
+    row: int
+
+    def read(self) -> bytes:
+        """The cell's bytes; none for a null, which `decode` rejects as an empty file."""
+        try:
+            value = _cursor(self.path, self.column).value(self.group, self.row)
+        except _FAULTS as fault:
+            _forget_cursor()
+            raise Reject("unreadable", f"{self.path}: {fault}") from fault
+        data = value.get("bytes") if isinstance(value, dict) else value
+        return data or b""
+
+
+def scan_parquet(scope: Scope, path: str, name: str, may_lack_images: bool) -> Iterator[Found]:
+    """The samples of one Parquet file, in its order; their names are their row numbers."""
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            image, text = _column(schema, IMAGE_NAMES, _holds_bytes), _column(schema, TEXT_NAMES, _holds_text)
+            if image is None and may_lack_images:
+                return
+            if image is None or text is None:
+                reason = "no_image_column" if image is None else "no_caption_column"
+                yield scope.broken(name, reason, f"it has {', '.join(schema.names)}")
+                return
+            yield from _rows(scope, file, path, name, image, text)
+    except _FAULTS as fault:
+        yield scope.broken(name, "broken_parquet", f"{type(fault).__name__}: {fault}")
+
+
+def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) -> Iterator[Found]:
+    number = 0
+    masks = name.removesuffix(".parquet")
+    for group in range(file.num_row_groups):
+        row = 0
+        for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=[text]):
+            for value in batch.column(0).to_pylist():
+                cell = ParquetCell(path, image, group, row)
+                row_name = f"{number:09d}"
+                yield from scope.found(f"{name}/{row_name}", cell, partial(_texts, value), f"{masks}/{row_name}")
+                row, number = row + 1, number + 1
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return texts(decode_text(value) if isinstance(value, bytes) else value)
+
+
+def _column(schema: Any, names: tuple[str, ...], fits: Any) -> str | None:
+    lowered = {field.name.lower(): field for field in schema if fits(field.type)}
+    return next((lowered[name].name for name in names if name in lowered), None)
+
+
+def _holds_bytes(kind: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _holds_text(kind: Any) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_dictionary(kind):
+        return _holds_text(kind.value_type)
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(test(kind) for test in tests)
+
+
+class _Cursor:
+    """Reads one column of one file, row after row, a few rows at a time."""
+
+    def __init__(self, path: str, column: str) -> None:
+        # a buffered stream of pages, in place of whole column chunks
+        self._file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+        self._column = column
+        self._start(0)
+
+    def _start(self, group: int) -> None:
+        self._group, self._first = group, 0
+        self._values: list[Any] = []
+        self._batches = self._file.iter_batches(_IMAGE_ROWS, row_groups=[group], columns=[self._column])
+
+    def value(self, group: int, row: int) -> Any:
+        if group != self._group or row < self._first:
+            self._start(group)
+        while row >= self._first + len(self._values):
+            self._first += len(self._values)
+            self._values = next(self._batches).column(0).to_pylist()
+        return self._values[row - self._first]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_held = threading.local()
+
+
+def _cursor(path: str, column: str) -> _Cursor:
+    """The thread's cursor; another file's takes its place."""
+    if getattr(_held, "place", None) != (path, column):
+        _forget_cursor()
+        _held.cursor, _held.place = _Cursor(path, column), (path, column)
+    cursor: _Cursor = _held.cursor
+    return cursor
+
+
+def _forget_cursor() -> None:
+    if getattr(_held, "place", None) is not None:
+        _held.cursor.close()
+        _held.cursor = _held.place = None

@@ -1,0 +1,58 @@
+"""The front door: one directory of a data set as a stream of records and rejects."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.sources.parquet import scan_parquet
+from sd3_light.data.sources.records import Found
+from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.tars import scan_tar
+from sd3_light.data.sources.walk import scan_folder
+
+
+def scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
+    """All samples of a directory, lazily, always in the same order; what cannot be used comes as Rejected.
+
+    ``index`` becomes part of every key and must tell directories of the same name apart (see `occurrences`). What
+    ``subsample_ratio`` leaves out, a pure function of the key, does not come at all. Raises UserError at once, not at
+    the first sample, when a path that the directory names is not there.
+    """
+    for key in ("path", "mask_path", "default_mask_file"):
+        place: Path | None = getattr(directory, key)
+        if place is not None and not place.exists():
+            raise UserError(f"{key}: {place} does not exist; correct the [[directory]] that names it")
+    if directory.mask_path is not None and not directory.mask_path.is_dir():
+        raise UserError(f"mask_path: {directory.mask_path} is not a folder; one mask for all is `default_mask_file`")
+    scope, path = Scope(directory, index), directory.path
+    if path.is_dir():
+        return scan_folder(scope, path)
+    if path.suffix.lower() == ".tar":
+        return scan_tar(scope, str(path), path.name)
+    if path.suffix.lower() == ".parquet":
+        return scan_parquet(scope, str(path), path.name, may_lack_images=False)
+    raise UserError(f"path: {path} is neither a folder nor a .tar or .parquet file; name the folder that holds it")
+
+
+def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Found]:
+    """All samples of a data set, directory by directory."""
+    directories = tuple(directories)
+    scans = [scan(directory, index) for directory, index in zip(directories, occurrences(directories), strict=True)]
+    for found in scans:
+        yield from found
+
+
+def occurrences(directories: Iterable[DirectoryConfig]) -> tuple[int, ...]:
+    """For each directory, how many of the same name come before it.
+
+    As indices for `scan` these make keys unique, and unlike places in the list they do not change when a directory of
+    another name is added, so its samples alone are new to the cache.
+    """
+    met: Counter[str] = Counter()
+    numbers = []
+    for directory in directories:
+        numbers.append(met[directory.path.name])
+        met[directory.path.name] += 1
+    return tuple(numbers)

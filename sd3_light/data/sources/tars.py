@@ -1,0 +1,104 @@
+"""WebDataset tars as img2dataset writes them: ``KEY.jpg``, ``KEY.txt``, ``KEY.json``, a sample's members together.
+
+Only headers and captions are read during a scan; a record keeps its picture's offset, so later reads are random.
+"""
+
+import json
+import os
+import posixpath
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, TEXT_NAMES, decode_text, named, texts
+from sd3_light.data.sources.records import FileRange, Found
+from sd3_light.data.sources.scope import IMAGE_SUFFIXES, Scope
+from sd3_light.randomness import sample_id
+
+_Group = dict[str, FileRange]
+
+
+def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
+    """The samples of one tar, in its order."""
+    seen: set[int] = set()
+    groups = _groups(path)
+    while True:
+        try:
+            base, members = next(groups)
+        except StopIteration:
+            return
+        except (tarfile.TarError, OSError, EOFError, ValueError) as fault:
+            yield scope.broken(name, "broken_tar", f"{type(fault).__name__}: {fault}")
+            return
+        yield from _sample(scope, name, base, members, seen)
+
+
+def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: set[int]) -> Iterator[Found]:
+    image = next((suffix for suffix in members if suffix in IMAGE_SUFFIXES), None)
+    if image is None:
+        detail = f"no picture among {', '.join(members)}; a sample's name ends at its first dot"
+        yield from scope.rejected(f"{tar}/{base}", "missing_file", detail)
+        return
+    name = f"{tar}/{base}{image}"
+    identity = sample_id(base.encode("utf-8", "backslashreplace").decode())
+    if identity in seen:
+        yield from scope.rejected(name, "duplicate_key")
+        return
+    seen.add(identity)
+    # masks lie in a folder named as the tar
+    mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
+    yield from scope.found(name, members[image], lambda: _captions(members), mask_name)
+
+
+def _captions(members: _Group) -> Sequence[str]:
+    if ".txt" in members:
+        return (decode_text(_small(members[".txt"])),)
+    if ".json" in members:
+        return texts(named(_json_row(_small(members[".json"])), TEXT_NAMES))
+    raise Reject("no_caption", "no .txt or .json stands beside it in the tar")
+
+
+def _small(member: FileRange) -> bytes:
+    return FileRange(member.path, member.offset, min(member.size, MAX_CAPTION_BYTES + 1)).read()
+
+
+def _json_row(data: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(decode_text(data))
+    except (ValueError, RecursionError) as fault:
+        raise Reject("bad_caption", f"its .json: {fault}") from fault
+    if not isinstance(row, dict):
+        raise Reject("bad_caption", "its .json is not an object")
+    return row
+
+
+def _groups(path: str) -> Iterator[tuple[str, _Group]]:
+    """Neighbouring members that share a name up to the first dot, by suffix in lower case."""
+    base, members = "", _Group()
+    for name, member in _members(path):
+        folder, file = posixpath.split(name)
+        stem, dot, rest = file.partition(".")
+        if not stem:
+            continue
+        if posixpath.join(folder, stem) != base:
+            if members:
+                yield base, members
+            base, members = posixpath.join(folder, stem), _Group()
+        members.setdefault((dot + rest).lower(), member)
+    if members:
+        yield base, members
+
+
+def _members(path: str) -> Iterator[tuple[str, FileRange]]:
+    with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        while (info := tar.next()) is not None:
+            # tarfile remembers every member it has seen; a long tar would fill the memory
+            tar.members = []  # type: ignore[attr-defined]
+            if info.isreg() and not info.issparse():
+                yield posixpath.normpath(info.name), FileRange(path, info.offset_data, info.size)
+        # tarfile takes garbage between members for the end: only zeros, or nothing, are one
+        file.seek(tar.offset)
+        if any(file.read(tarfile.BLOCKSIZE)):
+            size = os.fstat(file.fileno()).st_size
+            raise tarfile.ReadError(f"damaged at byte {tar.offset} of {size}")

@@ -1,0 +1,37 @@
+"""Law 1: a sample's randomness belongs to the sample.
+
+Every draw is a pure function of ``(seed, purpose, epoch, repeat, sample id)``. The generator is counter-based (Philox
+4x64): seed and purpose make its key, epoch, repeat and sample id its counter, so streams never overlap and none has to
+be saved.
+"""
+
+from hashlib import blake2b
+
+import numpy as np
+
+_MASK_32 = (1 << 32) - 1
+_MASK_63 = (1 << 63) - 1
+
+
+def sample_id(key: str) -> int:
+    """The stable 63-bit id of the sample whose source key is ``key`` (63 bits, so that it fits a signed tensor)."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") & _MASK_63
+
+
+def stream(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int) -> np.random.Generator:
+    """The generator of one purpose for one occurrence of one sample in one epoch."""
+    assert 0 <= epoch <= _MASK_32, epoch
+    assert 0 <= repeat <= _MASK_32, repeat
+    key = np.array([seed & ((1 << 64) - 1), _purpose_key(purpose)], dtype=np.uint64)
+    # the lowest word counts the draws; the others name the sample
+    counter = np.array([0, 0, (epoch << 32) | repeat, sample_id], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+_PURPOSES: dict[str, int] = {}
+
+
+def _purpose_key(purpose: str) -> int:
+    if purpose not in _PURPOSES:
+        _PURPOSES[purpose] = sample_id(f"purpose/{purpose}")
+    return _PURPOSES[purpose]

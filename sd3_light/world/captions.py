@@ -1,0 +1,159 @@
+"""Scene <-> caption: one short sentence a scene in English and in Chinese, and the way back."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from sd3_light.config.faults import UserError
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, RELATIONS, SHAPES, SIZES, Item, Scene
+
+LANGUAGES: tuple[str, ...] = ("en", "zh")
+
+_EN_PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}
+_EN_COUNTS = {2: "two", 3: "three", 4: "four"}
+
+_ZH_SHAPES = {
+    "circle": "圆形",
+    "square": "正方形",
+    "triangle": "三角形",
+    "star": "星形",
+    "cross": "十字形",
+    "ring": "圆环",
+    "diamond": "菱形",
+}
+_ZH_COLOURS = {
+    "red": "红色",
+    "green": "绿色",
+    "blue": "蓝色",
+    "yellow": "黄色",
+    "purple": "紫色",
+    "orange": "橙色",
+    "cyan": "青色",
+}
+_ZH_BACKGROUNDS = {"white": "白色", "black": "黑色", "grey": "灰色", "pink": "粉色"}
+_ZH_SIZES = {"small": "小的", "large": "大的"}
+_ZH_COUNTS = {2: "两个", 3: "三个", 4: "四个"}
+_ZH_RELATIONS = {"left of": "左边", "right of": "右边", "above": "上方", "below": "下方"}
+
+
+def captions(scene: Scene) -> dict[str, str]:
+    """The scene's sentence in each language, by `LANGUAGES`' keys."""
+    return {"en": _english(scene), "zh": _chinese(scene)}
+
+
+def parse(caption: str) -> Scene:
+    """The scene that a caption of ours describes; a `UserError` names the words that are not ours otherwise."""
+    text = caption.strip().rstrip(".。").lower()
+    chinese = any("\u4e00" <= letter <= "\u9fff" for letter in text)
+    text = re.sub(r"\s+", "", text).replace(",", "，") if chinese else " ".join(text.split())
+    for kind, pattern in (_ZH_PATTERNS if chinese else _EN_PATTERNS).items():
+        if match := pattern.fullmatch(text):
+            return _scene(kind, match.groupdict(), caption)
+    unknown = _unknown_chinese(text) if chinese else _unknown_english(text)
+    raise UserError(f"caption {caption!r} is not one of the demo world's: {unknown}")
+
+
+def _english(scene: Scene) -> str:
+    ground = f" on a {scene.background} background"
+    first = scene.items[0]
+    if scene.kind == "single":
+        return f"a {first.size} {first.colour} {first.shape}{ground}"
+    if scene.kind == "count":
+        return f"{_EN_COUNTS[scene.count]} {first.colour} {_EN_PLURALS[first.shape]}{ground}"
+    one, other = (f"{'an' if item.colour[0] in 'aeiou' else 'a'} {item.colour} {item.shape}" for item in scene.items)
+    return f"{one} {scene.relation} {other}{ground}"
+
+
+def _chinese(scene: Scene) -> str:
+    ground = _ZH_BACKGROUNDS[scene.background] + "背景上"
+    first, *_ = names = [_ZH_COLOURS[item.colour] + _ZH_SHAPES[item.shape] for item in scene.items]
+    if scene.relation is not None:
+        return f"{ground}，{first}在{names[1]}的{_ZH_RELATIONS[scene.relation]}"
+    size = scene.items[0].size
+    return f"{ground}有{'一个' + _ZH_SIZES[size] if size else _ZH_COUNTS[scene.count]}{first}"
+
+
+# Every word of either language -> what it means; the two languages share no word.
+_MEANINGS: dict[str, str | int] = {
+    **{word: word for words in (SHAPES, COLOURS, BACKGROUNDS, SIZES, RELATIONS) for word in words},
+    **{plural: shape for shape, plural in _EN_PLURALS.items()},
+    **{word: count for table in (_EN_COUNTS, _ZH_COUNTS) for count, word in table.items()},
+    **{
+        word: name
+        for table in (_ZH_SHAPES, _ZH_COLOURS, _ZH_BACKGROUNDS, _ZH_SIZES, _ZH_RELATIONS)
+        for name, word in table.items()
+    },
+}
+
+
+def _scene(kind: str, words: dict[str, str], caption: str) -> Scene:
+    """The scene of a matched caption; `words` are the pattern's named groups."""
+    meaning = {name: _MEANINGS[word] for name, word in words.items()}
+    first = Item(str(meaning["shape"]), str(meaning["colour"]), str(meaning["size"]) if "size" in meaning else None)
+    items: tuple[Item, ...] = (first,)
+    relation = None
+    if kind == "pair":
+        items += (Item(str(meaning["other_shape"]), str(meaning["other_colour"])),)
+        relation = str(meaning["relation"])
+        if items[0] == items[1]:
+            raise UserError(f"caption {caption!r} relates two equal objects; give them another colour or shape")
+    count = int(meaning.get("count", len(items)))
+    return Scene(kind, items, relation, count, str(meaning["background"]))
+
+
+def _any(name: str, words: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(words)})"
+
+
+def _en_patterns() -> dict[str, re.Pattern[str]]:
+    ground = f" on a {_any('background', BACKGROUNDS)} background"
+    colour, shape = _any("colour", COLOURS), _any("shape", SHAPES)
+    other = f"an? {_any('other_colour', COLOURS)} {_any('other_shape', SHAPES)}"
+    return {
+        "single": re.compile(f"a {_any('size', SIZES)} {colour} {shape}{ground}"),
+        "count": re.compile(
+            f"{_any('count', _EN_COUNTS.values())} {colour} {_any('shape', _EN_PLURALS.values())}{ground}"
+        ),
+        "pair": re.compile(f"an? {colour} {shape} {_any('relation', RELATIONS)} {other}{ground}"),
+    }
+
+
+def _zh_patterns() -> dict[str, re.Pattern[str]]:
+    ground = f"{_any('background', _ZH_BACKGROUNDS.values())}背景上"
+    item = _any("colour", _ZH_COLOURS.values()) + _any("shape", _ZH_SHAPES.values())
+    other = _any("other_colour", _ZH_COLOURS.values()) + _any("other_shape", _ZH_SHAPES.values())
+    return {
+        "single": re.compile(f"{ground}有一个{_any('size', _ZH_SIZES.values())}{item}"),
+        "count": re.compile(f"{ground}有{_any('count', _ZH_COUNTS.values())}{item}"),
+        "pair": re.compile(f"{ground}，{item}在{other}的{_any('relation', _ZH_RELATIONS.values())}"),
+    }
+
+
+_EN_PATTERNS = _en_patterns()
+_ZH_PATTERNS = _zh_patterns()
+_EN_EXAMPLE = "a large red circle on a white background"
+_ZH_EXAMPLE = "白色背景上有一个大的红色圆形"
+_EN_WORDS = sorted(
+    {"a", "an", "on", "background"} | {part for word in _MEANINGS if word.isascii() for part in word.split()}
+)
+_ZH_WORDS = sorted({"背景上", "，", "有", "一个", "在", "的"} | {word for word in _MEANINGS if not word.isascii()})
+
+
+def _unknown_english(text: str) -> str:
+    """What to tell about an English sentence that matches no pattern."""
+    known = set(_EN_WORDS)
+    hints = [_hint(word, _EN_WORDS) for word in text.split() if word not in known]
+    return "; ".join(hints) or f"write it as {_EN_EXAMPLE!r}"
+
+
+def _unknown_chinese(text: str) -> str:
+    """What to tell about a Chinese sentence that matches no pattern: the stretches that no word of ours covers."""
+    longest_first = sorted(_ZH_WORDS, key=len, reverse=True)
+    rest = re.split("|".join(map(re.escape, longest_first)), text)
+    hints = [_hint(part, _ZH_WORDS) for part in rest if part]
+    return "; ".join(hints) or f"write it as {_ZH_EXAMPLE!r}"
+
+
+def _hint(word: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(word, words, n=2, cutoff=0.3)
+    return f"unknown word {word!r}" + (f", nearest: {', '.join(near)}" if near else "")

@@ -1,0 +1,134 @@
+"""What a picture of the demo world shows: a few flat coloured shapes, composed by a handful of words."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+Rgb = tuple[int, int, int]
+
+SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "star", "cross", "ring", "diamond")
+
+COLOURS: dict[str, Rgb] = {
+    "red": (215, 20, 40),
+    "green": (25, 160, 50),
+    "blue": (30, 60, 225),
+    "yellow": (255, 230, 30),
+    "purple": (155, 30, 190),
+    "orange": (255, 135, 0),
+    "cyan": (20, 205, 225),
+}
+
+# Far from every object colour, and far from one another: the palest pair is white and pink, 79 apart.
+BACKGROUNDS: dict[str, Rgb] = {
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+    "grey": (128, 128, 128),
+    "pink": (250, 190, 210),
+}
+
+SIZES: tuple[str, ...] = ("small", "large")
+COUNTS: tuple[int, ...] = (1, 2, 3, 4)
+RELATIONS: tuple[str, ...] = ("left of", "right of", "above", "below")
+KINDS: tuple[str, ...] = ("single", "count", "pair")
+
+_OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+_KIND_SHARES = (0.3, 0.3, 0.4)
+
+# One shape a colour and one colour a shape, so that each word is still seen in six other company.
+HELD_OUT_PAIRS: frozenset[tuple[str, str]] = frozenset(
+    (colour, SHAPES[(3 * index + 2) % len(SHAPES)]) for index, colour in enumerate(COLOURS)
+)
+_ALL_PAIRS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+_HELD_OUT = tuple(pair for pair in _ALL_PAIRS if pair in HELD_OUT_PAIRS)
+_SEEN = tuple(pair for pair in _ALL_PAIRS if pair not in HELD_OUT_PAIRS)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One object of a scene; only the object of a `single` scene has a size word."""
+
+    shape: str
+    colour: str
+    size: str | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows.
+
+    `single` has one item with a size; `count` has one item that is there `count` (2 to 4) times; `pair` has two
+    different items, the first standing in `relation` to the second.
+    """
+
+    kind: str
+    items: tuple[Item, ...]
+    relation: str | None
+    count: int
+    background: str
+
+    def __post_init__(self) -> None:
+        assert self.background in BACKGROUNDS, self.background
+        assert all(item.shape in SHAPES and item.colour in COLOURS for item in self.items), self.items
+        sized = [item.size in SIZES if self.kind == "single" else item.size is None for item in self.items]
+        assert all(sized), self.items
+        assert (self.relation in RELATIONS) if self.kind == "pair" else self.relation is None, self.relation
+        if self.kind == "pair":
+            assert len(self.items) == self.count == 2 and self.items[0] != self.items[1], self.items
+        elif self.kind == "count":
+            assert len(self.items) == 1 and 2 <= self.count <= max(COUNTS), (self.items, self.count)
+        else:
+            assert self.kind == "single" and len(self.items) == self.count == 1, self
+
+    @property
+    def objects(self) -> tuple[Item, ...]:
+        """Every object of the picture, equal ones repeated."""
+        return self.items * self.count if self.kind == "count" else self.items
+
+
+def is_held_out(scene: Scene) -> bool:
+    """Whether training never shows this scene: some item joins a colour and a shape that are kept apart there."""
+    return any((item.colour, item.shape) in HELD_OUT_PAIRS for item in scene.items)
+
+
+def canonical(scene: Scene) -> Scene:
+    """The one scene that stands for all that mean the same: "a right of b" becomes "b left of a"."""
+    if scene.relation not in ("right of", "below"):
+        return scene
+    return Scene(scene.kind, scene.items[::-1], _OPPOSITE[scene.relation], scene.count, scene.background)
+
+
+def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None) -> Scene:
+    """A random scene, of the given kind or of a random one; `held_out` says on which side of the held-out rule."""
+    if kind is None:
+        kind = KINDS[int(np.searchsorted(np.cumsum(_KIND_SHARES), rng.random()))]
+    assert kind in KINDS, kind
+    background = _pick(rng, tuple(BACKGROUNDS))
+    first = _pick(rng, _HELD_OUT if held_out else _SEEN)
+    if kind == "single":
+        return Scene(kind, (_item(first, _pick(rng, SIZES)),), None, 1, background)
+    if kind == "count":
+        return Scene(kind, (_item(first),), None, int(rng.integers(2, max(COUNTS) + 1)), background)
+    others = _ALL_PAIRS if held_out else _SEEN
+    second = _pick(rng, tuple(pair for pair in others if pair != first))
+    items = (_item(first), _item(second))
+    if rng.random() < 0.5:  # else the held-out item would always be named first
+        items = (items[1], items[0])
+    return Scene(kind, items, _pick(rng, RELATIONS), 2, background)
+
+
+def num_compositions() -> int:
+    """How many different scenes there are, held-out ones too, scenes that mean the same counted once."""
+    looks = len(_ALL_PAIRS)
+    singles, counts = looks * len(SIZES), looks * (len(COUNTS) - 1)
+    pairs = looks * (looks - 1) * len(RELATIONS) // 2
+    return (singles + counts + pairs) * len(BACKGROUNDS)
+
+
+def _pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
+    return options[int(rng.integers(len(options)))]
+
+
+def _item(look: tuple[str, str], size: str | None = None) -> Item:
+    return Item(shape=look[1], colour=look[0], size=size)

@@ -1,0 +1,100 @@
+"""Captions: fixed sentences, the way back, and what a reader is told about a sentence that is not ours."""
+
+import numpy as np
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.world import (
+    BACKGROUNDS,
+    COLOURS,
+    KINDS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    Item,
+    Scene,
+    captions,
+    draw_scene,
+    parse,
+)
+
+
+@pytest.mark.parametrize(
+    ("scene", "english", "chinese"),
+    [
+        (
+            Scene("single", (Item("circle", "red", "large"),), None, 1, "white"),
+            "a large red circle on a white background",
+            "白色背景上有一个大的红色圆形",
+        ),
+        (
+            Scene("count", (Item("star", "blue"),), None, 3, "black"),
+            "three blue stars on a black background",
+            "黑色背景上有三个蓝色星形",
+        ),
+        (
+            Scene("count", (Item("cross", "orange"),), None, 2, "pink"),
+            "two orange crosses on a pink background",
+            "粉色背景上有两个橙色十字形",
+        ),
+        (
+            Scene("pair", (Item("circle", "orange"), Item("square", "blue")), "left of", 2, "grey"),
+            "an orange circle left of a blue square on a grey background",
+            "灰色背景上，橙色圆形在蓝色正方形的左边",
+        ),
+    ],
+)
+def test_the_sentences(scene: Scene, english: str, chinese: str) -> None:
+    assert captions(scene) == {"en": english, "zh": chinese}
+
+
+def test_round_trip_of_all_singles_and_counts() -> None:
+    scenes = [
+        scene
+        for shape in SHAPES
+        for colour in COLOURS
+        for background in BACKGROUNDS
+        for scene in (
+            *(Scene("single", (Item(shape, colour, size),), None, 1, background) for size in SIZES),
+            *(Scene("count", (Item(shape, colour),), None, count, background) for count in (2, 3, 4)),
+        )
+    ]
+    assert all(parse(text) == scene for scene in scenes for text in captions(scene).values())
+    assert len({text for scene in scenes for text in captions(scene).values()}) == 2 * len(scenes)
+
+
+def test_round_trip_of_drawn_scenes() -> None:
+    rng = np.random.default_rng(0)
+    scenes = [draw_scene(rng, bool(index % 2), kind) for kind in KINDS for index in range(300)]
+    assert {scene.relation for scene in scenes} == {None, *RELATIONS}
+    assert all(parse(text) == scene for scene in scenes for text in captions(scene).values())
+
+
+def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
+    wanted = parse("a small red ring on a white background")
+    assert parse("  A small  red ring on a White background. ") == wanted
+    assert parse("白色背景上有一个小的红色圆环。") == wanted
+    assert parse("灰色背景上, 红色圆形在蓝色正方形的左边") == parse(
+        "a red circle left of a blue square on a grey background"
+    )
+
+
+@pytest.mark.parametrize(
+    ("caption", "told"),
+    [
+        ("a large red circel on a white background", "unknown word 'circel', nearest: circle"),
+        ("a large read circle on a white backgrund", "nearest: background"),
+        ("a red circle on a white background", "write it as 'a large red circle on a white background'"),
+        ("", "write it as"),
+        ("白色背景上有一个大的红色六角形", "unknown word '六角形', nearest: 三角形"),
+        ("白色背景上有红色圆形", "write it as '白色背景上有一个大的红色圆形'"),
+        ("a red circle above a red circle on a white background", "two equal objects"),
+    ],
+)
+def test_what_is_told_about_other_sentences(caption: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(caption)
+    message = str(caught.value)
+    assert told in message
+    assert repr(caption) in message
+    assert "\n" not in message

@@ -1,0 +1,77 @@
+"""Datasets and prompts of the demo world."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd3_light.config.faults import UserError
+from sd3_light.world import KINDS, canonical, captions, is_held_out, judge, parse, picture, prompts, write_dataset
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_dataset_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    folder = write_dataset(tmp_path / "a", 12, seed=1, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(done, 12) for done in range(1, 13)]
+    assert _bytes(folder) == _bytes(write_dataset(tmp_path / "b", 12, seed=1))
+    longer, other = write_dataset(tmp_path / "c", 16, seed=1), write_dataset(tmp_path / "d", 12, seed=2)
+    assert _bytes(longer)["000011.png"] == _bytes(folder)["000011.png"]
+    assert _bytes(other)["captions.json"] != _bytes(folder)["captions.json"]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_pictures_have_true_captions_on_one_side_of_the_rule(tmp_path: Path, held_out: bool) -> None:
+    folder = write_dataset(tmp_path, 200, seed=3, held_out=held_out)
+    texts = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
+    assert sorted(texts) == [f"{index:06d}.png" for index in range(200)]
+    right = []
+    sizes: Counter[tuple[int, int]] = Counter()
+    for name, (english, chinese) in texts.items():
+        scene = parse(english)
+        assert parse(chinese) == scene
+        assert is_held_out(scene) == held_out
+        image = Image.open(folder / name)
+        sizes[image.size] += 1
+        right.append(judge(image, scene).all)
+    assert np.mean(right) >= 0.99
+    assert sizes == {(64, 64): 100, (80, 48): 50, (48, 80): 50}
+
+
+def test_no_picture_or_prompt_of_training_is_held_out() -> None:
+    assert not any(is_held_out(picture(index, seed=0)[1]) for index in range(3000))
+    assert not any(is_held_out(prompt.scene) for prompt in prompts(1000, seed=0, held_out=False))
+
+
+def test_an_impossible_count_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="count must be"):
+        write_dataset(tmp_path, 0, seed=1)
+
+
+def test_prompts_are_balanced_distinct_and_repeatable() -> None:
+    drawn = prompts(120, seed=4, held_out=True, language="mixed")
+    assert drawn == prompts(120, seed=4, held_out=True, language="mixed")
+    assert Counter(prompt.scene.kind for prompt in drawn) == dict.fromkeys(KINDS, 40)
+    assert len({canonical(prompt.scene) for prompt in drawn}) == 120
+    assert all(parse(prompt.text) == prompt.scene and is_held_out(prompt.scene) for prompt in drawn)
+    chinese = Counter(prompt.scene.kind for prompt in drawn if not prompt.text.isascii())
+    assert chinese == dict.fromkeys(KINDS, 20)
+
+
+def test_prompts_of_one_kind_and_language() -> None:
+    for language in ("en", "zh"):
+        drawn = prompts(9, seed=0, held_out=False, kinds=["pair"], language=language)
+        assert all(p.scene.kind == "pair" and p.text == captions(p.scene)[language] for p in drawn)
+
+
+def test_unknown_kinds_and_languages_are_refused() -> None:
+    with pytest.raises(UserError, match="single, count, pair"):
+        prompts(1, seed=0, held_out=False, kinds=["triple"])
+    with pytest.raises(UserError, match="en, zh, mixed"):
+        prompts(1, seed=0, held_out=False, language="fr")
