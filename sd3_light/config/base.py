@@ -3,13 +3,14 @@
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, SecretStr, Strict, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, ValidationInfo
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -72,16 +73,15 @@ def slug(value: Any) -> Any:
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), BeforeValidator(slug), Allowed("a name of letters, digits, '.', '_' and '-'")]
-Real = Annotated[float, Strict()]
 Positive = Annotated[float, Strict(), Gt(0)]
 NotNegative = Annotated[float, Strict(), Ge(0)]
 Fraction = Annotated[float, Strict(), Ge(0), Le(1)]
 Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrZero = Annotated[int, Strict(), Ge(0)]
-TomlPath = Annotated[Path, PlainValidator(absolute), Allowed("a path")]
+TomlPath = Annotated[Path, BeforeValidator(absolute), Allowed("a path")]
 RandomOrPath = Annotated[
-    Path | Literal["random"], PlainValidator(random_or_path), Allowed('"random" or the path of a folder')
+    Literal["random"] | Path, BeforeValidator(random_or_path), Allowed('"random" or the path of a folder')
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -120,7 +120,8 @@ def table_of(annotation: Any) -> type[Table] | None:
     return bare if isinstance(bare, type) and issubclass(bare, Table) else None
 
 
-def annotations(table: type[Table]) -> dict[str, Any]:
+@cache
+def annotations(table: type[Table]) -> Mapping[str, Any]:
     """Key -> full type of a table, in the order of the schema."""
     hints = get_type_hints(table, include_extras=True)
     return {name: hints[name] for name in table.model_fields}

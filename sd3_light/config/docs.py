@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, annotations, element, table_of, tables, words
-from sd3_light.config.report import show
+from sd3_light.config.report import LIST_TABLES, show
 from sd3_light.config.retired import RETIRED
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
@@ -55,7 +55,7 @@ def render() -> str:
 
 
 def _section(title: str, table: type[Table], name: str) -> str:
-    title = f"`[[{name}]]`" if name == "ema.track" else title
+    title = f"`[[{name}]]`" if table is not DirectoryConfig and name in LIST_TABLES else title
     note = " Absent by default." if name == "adapter" else ""
     about = (table.__doc__ or "").splitlines()[0].removeprefix(f"[{name}]: ").removeprefix(f"[[{name}]]: ")
     return f"### {title}\n\n{about[0].upper()}{about[1:]}{note}\n\n{_key_table(table)}"

@@ -16,6 +16,7 @@ from sd3_light.config.faults import Fault
 from sd3_light.config.schema_dataset import DatasetFile
 from sd3_light.config.schema_train import ALIASES, TrainConfig
 
+LIST_TABLES = ("directory", "ema.track")
 KINDS: dict[str, type[Table]] = {"train": TrainConfig, "dataset": DatasetFile}
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 
@@ -177,5 +178,6 @@ def _keys(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _home(kind: str, file: str, where: str) -> str:
-    table = f"in [{where}]" if where else "at the top level, above the first [table]"
+    brackets = f"[[{where}]]" if where in LIST_TABLES else f"[{where}]"
+    table = f"in {brackets}" if where else "at the top level, above the first [table]"
     return table if file == kind else f"in the {file} TOML"

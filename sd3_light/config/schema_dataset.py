@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le, MinLen
-from pydantic import Field, PlainValidator, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from sd3_light.config.base import Allowed, Count, CountOrZero, Flag, Positive, Table, Text, TomlPath, bad
 from sd3_light.config.schema_train import Resolution, as_resolution
@@ -58,13 +58,13 @@ def parse_ratios(value: Any) -> tuple[float, ...]:
 
 
 Resolutions = Annotated[
-    tuple[Resolution, ...], PlainValidator(parse_resolutions), Allowed(f"a list of sides or [width, height]; {_SIDE}")
+    tuple[Resolution, ...], BeforeValidator(parse_resolutions), Allowed(f"a list of sides or [width, height]; {_SIDE}")
 ]
 SizeBuckets = Annotated[
-    tuple[Resolution, ...], PlainValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {_SIDE}")
+    tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {_SIDE}")
 ]
 Ratios = Annotated[
-    tuple[float, ...], PlainValidator(parse_ratios), Allowed("a list of ratios or [width, height] pairs")
+    tuple[float, ...], BeforeValidator(parse_ratios), Allowed("a list of ratios or [width, height] pairs")
 ]
 
 

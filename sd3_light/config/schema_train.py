@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BeforeValidator, Field, PlainValidator, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from sd3_light.config.base import (
     Allowed,
@@ -82,7 +82,7 @@ def _train_batch(data: dict[str, Any]) -> BatchSize:
     return batch_size
 
 
-Batch = Annotated[BatchSize, PlainValidator(parse_batch_size), Allowed(_BATCH_WORDS)]
+Batch = Annotated[BatchSize, BeforeValidator(parse_batch_size), Allowed(_BATCH_WORDS)]
 
 
 class EvalDataset(Table):

@@ -43,9 +43,10 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> tuple[set[
         key = ALIASES.get(key.strip(), key.strip())
         problem = None if equals and re.fullmatch(r"[\w\-]+(\.[\w\-]+)*", key) else "is not of the form key.path=VALUE"
         value, value_problem = _value(value_text.strip())
+        new = _first_new(raw, key.split("."))
         problem = problem or value_problem or _set(raw, key.split("."), value)
         if problem is None:
-            keys.add(key)
+            keys.add(new)
         else:
             faults.append(
                 Fault(SET, key.partition(" ")[0] or text, problem, hint="for example --set optimizer.lr=2e-4")
@@ -62,6 +63,15 @@ def _value(text: str) -> tuple[Any, str | None]:
             return None, f"the value is not TOML: {_line(str(error), text)[1]}"
         return text, None
     return (found["value"], None) if set(found) == {"value"} else (text, None)
+
+
+def _first_new(raw: Any, path: list[str]) -> str:
+    """The shortest part of a key path that the file does not have: what the command line answers for."""
+    for depth, name in enumerate(path, start=1):
+        if not isinstance(raw, dict) or name not in raw:
+            return ".".join(path[:depth])
+        raw = raw[name]
+    return ".".join(path)
 
 
 def _set(raw: dict[str, Any], path: list[str], value: Any) -> str | None:

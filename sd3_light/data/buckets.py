@@ -151,13 +151,13 @@ def _ratio_bucket(area: int, ratio: float) -> Bucket:
 
     def error(bucket: Bucket) -> tuple[float, float, Bucket]:
         shape = abs(math.log(bucket.width / bucket.height / ratio))
-        return round(abs(math.log(bucket.area / area)) + shape, 9), round(shape, 9), bucket
+        return round(math.hypot(math.log(bucket.area / area), shape), 9), round(shape, 9), bucket
 
     sides = product(_steps_around(math.sqrt(area * ratio)), _steps_around(math.sqrt(area / ratio)))
     return min((Bucket(width, height) for width, height in sides), key=error)
 
 
 def _steps_around(side: float) -> tuple[int, int]:
-    # the tiny term keeps 256.00000001, the root of an exact square, at 256
+    # the tiny term keeps 255.99999999, the root of an exact square, at 256
     below = max(SIDE_STEP, math.floor(side / SIDE_STEP + 1e-9) * SIDE_STEP)
     return below, below + SIDE_STEP

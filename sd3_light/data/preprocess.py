@@ -57,8 +57,20 @@ REASONS = {
 }
 """Every reason code and what it means. Codes are stable: reports and people's scripts count by them."""
 
-# What Pillow's readers raise on damaged input; found by cutting and scrambling files of every format.
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, RuntimeError, struct.error, zlib.error)
+# What Pillow's readers raise on damaged input: seen by cutting and scrambling files of every format, or told of by
+# their code. Only calls into Pillow stand under it.
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    struct.error,
+    zlib.error,
+)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _UPRIGHT = {
@@ -176,7 +188,7 @@ def _open(data: bytes) -> Image.Image:
     if not data:
         raise Reject("empty_file")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
         raise Reject("not_an_image", f"it starts with {data[:12]!r}") from None
     except _BOMB as fault:
@@ -189,6 +201,13 @@ def _open(data: bytes) -> Image.Image:
     return image
 
 
+@lru_cache(maxsize=1)
+def _formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that this Pillow knows: asking it for another would fail on every file."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
 def _load_upright(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
     """The first frame with its orientation applied, in one of the modes that we know how to convert."""
     image = _open(data)
@@ -199,9 +218,9 @@ def _load_upright(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
     except _BROKEN as fault:
         raise _broken(fault) from fault
     orientation, remark = _orientation(image, data)
-    # copies, so that the file's bytes are let go; a TIFF comes upright out of Pillow
+    # a TIFF comes upright out of Pillow
     turned = orientation in _UPRIGHT and image.format != "TIFF"
-    upright = image.transpose(_UPRIGHT[orientation]) if turned else image.copy()
+    upright = image.transpose(_UPRIGHT[orientation]) if turned else image
     return _eight_bit(upright), (remark,) if remark else ()
 
 

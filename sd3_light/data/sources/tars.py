@@ -17,6 +17,7 @@ from sd3_light.data.sources.scope import IMAGE_SUFFIXES, Scope
 from sd3_light.randomness import sample_id
 
 _Group = dict[str, FileRange]
+_FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 
 def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
@@ -28,7 +29,7 @@ def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
             base, members = next(groups)
         except StopIteration:
             return
-        except (tarfile.TarError, OSError, EOFError, ValueError) as fault:
+        except _FAULTS as fault:
             yield scope.broken(name, "broken_tar", f"{type(fault).__name__}: {fault}")
             return
         yield from _sample(scope, name, base, members, seen)
@@ -76,18 +77,25 @@ def _json_row(data: bytes) -> dict[str, Any]:
 def _groups(path: str) -> Iterator[tuple[str, _Group]]:
     """Neighbouring members that share a name up to the first dot, by suffix in lower case."""
     base, members = "", _Group()
-    for name, member in _members(path):
-        folder, file = posixpath.split(name)
-        stem, dot, rest = file.partition(".")
-        if not stem:
-            continue
-        if posixpath.join(folder, stem) != base:
-            if members:
-                yield base, members
-            base, members = posixpath.join(folder, stem), _Group()
-        members.setdefault((dot + rest).lower(), member)
+    fault: Exception | None = None
+    try:
+        for name, member in _members(path):
+            folder, file = posixpath.split(name)
+            stem, dot, rest = file.partition(".")
+            if not stem:
+                continue
+            if posixpath.join(folder, stem) != base:
+                if members:
+                    yield base, members
+                base, members = posixpath.join(folder, stem), _Group()
+            members.setdefault((dot + rest).lower(), member)
+    except _FAULTS as caught:
+        fault = caught
+    # what came before the damage is whole
     if members:
         yield base, members
+    if fault is not None:
+        raise fault
 
 
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:

@@ -1,0 +1,148 @@
+"""The demo's three tokenizers, made from the words of the demo world's captions.
+
+Every word of either language is one token, and no token spans two words: a token for "红色圆形" would be unknown for a
+colour and a shape that training never joins. `demo_text.py` writes them; nothing here is random.
+"""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+from transformers import CLIPTokenizer, T5TokenizerFast
+
+MAX_LENGTH = 16  # tokens of the longest caption, with their marks
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+SPACE = "▁"
+
+# Words that name a thing, in each language, by what they mean.
+MEANINGS: dict[str, tuple[str, ...]] = {
+    "circle": ("circle", "circles", "圆形"),
+    "square": ("square", "squares", "正方形"),
+    "triangle": ("triangle", "triangles", "三角形"),
+    "star": ("star", "stars", "星形"),
+    "cross": ("cross", "crosses", "十字形"),
+    "ring": ("ring", "rings", "圆环"),
+    "diamond": ("diamond", "diamonds", "菱形"),
+    "red": ("red", "红色"),
+    "green": ("green", "绿色"),
+    "blue": ("blue", "蓝色"),
+    "yellow": ("yellow", "黄色"),
+    "purple": ("purple", "紫色"),
+    "orange": ("orange", "橙色"),
+    "cyan": ("cyan", "青色"),
+    "white": ("white", "白色"),
+    "black": ("black", "黑色"),
+    "grey": ("grey", "灰色"),
+    "pink": ("pink", "粉色"),
+    "small": ("small", "小的"),
+    "large": ("large", "大的"),
+    "two": ("two", "两个"),
+    "three": ("three", "三个"),
+    "four": ("four", "四个"),
+    "left": ("left", "左边"),
+    "right": ("right", "右边"),
+    "above": ("above", "上方"),
+    "below": ("below", "下方"),
+}
+PLAIN_WORDS = ("a", "an", "of", "on", "background", "背景", "上", "有", "一个", "在", "的")
+WORDS: tuple[str, ...] = tuple(word for words in MEANINGS.values() for word in words) + PLAIN_WORDS
+ENGLISH = tuple(word for word in WORDS if word.isascii())
+CHINESE = tuple(word for word in WORDS if not word.isascii())
+
+Symbols = tuple[str, ...]
+Merge = tuple[str, str]
+
+
+def split_words(caption: str) -> list[str]:
+    """The caption's words and punctuation, in order; the longest Chinese word first."""
+    longest_first = sorted(CHINESE, key=len, reverse=True)
+    return re.findall("|".join((*longest_first, "[a-z]+", r"\S")), caption.lower())
+
+
+def byte_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte: the byte itself where it prints, else one past 255."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    return [chr(byte if byte in prints else next(rest)) for byte in range(256)]
+
+
+def learn_merges(sequences: list[Symbols]) -> list[Merge]:
+    """Byte-pair merges, most frequent pair first, until each of the sequences is one symbol."""
+    merges: list[Merge] = []
+    while counts := Counter(pair for sequence in sequences for pair in pairwise(sequence)):
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        merges.append(best)
+        sequences = [apply_merge(sequence, best) for sequence in sequences]
+    return merges
+
+
+def apply_merge(sequence: Symbols, merge: Merge) -> Symbols:
+    """The sequence with every occurrence of the pair joined, from left to right."""
+    merged: list[str] = []
+    joined = False  # whether the last symbol was made just now and may not join again
+    for symbol in sequence:
+        if merged and not joined and (merged[-1], symbol) == merge:
+            merged[-1], joined = merged[-1] + symbol, True
+        else:
+            merged.append(symbol)
+            joined = False
+    return tuple(merged)
+
+
+def clip_vocabulary() -> tuple[dict[str, int], list[Merge]]:
+    """Ids and merges in CLIP's order: bytes, bytes that end a word, merges, the two marks.
+
+    CLIP takes a run of Chinese for one word, so a word inside of it lacks the `</w>` that it has at the end. Characters
+    are merged before words: only pairs within a character or within a word can then ever merge.
+    """
+    letters = byte_letters()
+
+    def spell(text: str) -> Symbols:
+        return tuple(letters[byte] for byte in text.encode())
+
+    def ended(symbols: Symbols) -> Symbols:
+        return (*symbols[:-1], symbols[-1] + "</w>")
+
+    characters = sorted({character for word in CHINESE for character in word})
+    words = [tuple("".join(spell(character)) for character in word) for word in CHINESE]
+    stages = (
+        [ended(spell(word)) for word in ENGLISH],
+        [form(spell(character)) for character in characters for form in (tuple, ended)],
+        [form(word) for word in words for form in (tuple, ended)],
+        [ended(spell(mark)) for mark in "，。"],
+    )
+    merges = [merge for stage in stages for merge in learn_merges(stage)]
+    alphabet = sorted(letters)  # as in CLIP, where "!" is 0
+    symbols = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), BOS, EOS]
+    return {symbol: index for index, symbol in enumerate(dict.fromkeys(symbols))}, merges
+
+
+def clip_tokenizer(pad: str) -> CLIPTokenizer:
+    """A CLIP tokenizer; SD3's first pads with the end mark, its second with "!"."""
+    vocab, merges = clip_vocabulary()
+    return CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad, model_max_length=MAX_LENGTH)
+
+
+def t5_pieces() -> list[tuple[str, float]]:
+    """Pieces and scores: the marks, words, then letters for what is no word of ours.
+
+    A Chinese word has one piece wherever it stands, so a Chinese caption begins with a piece for the space before it.
+    """
+    english = [SPACE + form for word in ENGLISH for form in (word, word.capitalize())]
+    letters = [chr(code) for code in range(33, 127)] + list("，。")
+    letters += sorted({character for word in CHINESE if len(word) > 1 for character in word} - set(CHINESE))
+    words = [(piece, -4.0) for piece in (SPACE, *english, *CHINESE)]
+    return [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *((letter, -8.0) for letter in letters)]
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """The T5 tokenizer; a character that no piece has becomes <unk>, as in T5's own."""
+    return T5TokenizerFast(vocab=t5_pieces(), extra_ids=0, model_max_length=MAX_LENGTH)
+
+
+def write_tokenizers(out: Path) -> None:
+    """Write the three folders of tokenizers."""
+    clip_tokenizer(EOS).save_pretrained(out / "tokenizer")
+    clip_tokenizer("!").save_pretrained(out / "tokenizer_2")
+    t5_tokenizer().save_pretrained(out / "tokenizer_3")

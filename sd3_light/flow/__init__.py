@@ -1,0 +1,1 @@
+"""Flow matching: time, text dropout and the objective, as small functions of tensors."""

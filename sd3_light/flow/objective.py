@@ -1,0 +1,37 @@
+"""The flow-matching objective: the path, its velocity, and the losses. Every loss is a mean over samples of each
+sample's own mean, so a mean of equal micro-batches' means is exact."""
+
+import torch
+from torch import Tensor
+
+
+def interpolate(clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """x_t = (1 - t) x_0 + t noise, with t of shape [B]."""
+    t = t.view(-1, *[1] * (clean.dim() - 1))
+    return (1 - t) * clean + t * noise
+
+
+def velocity(clean: Tensor, noise: Tensor) -> Tensor:
+    """dx_t / dt = noise - x_0, what the model predicts."""
+    return noise - clean
+
+
+def flow_loss(
+    predicted: Tensor, target: Tensor, mask: Tensor | None = None, pseudo_huber_c: float | None = None
+) -> Tensor:
+    """Loss of each sample [B]: squared error, or pseudo-Huber, averaged over the sample's mask [B, H, W].
+
+    A mask says where, not how strongly, a sample teaches: its sum does not matter.
+    """
+    error = (predicted.float() - target.float()) ** 2
+    if pseudo_huber_c is not None:
+        error = torch.sqrt(error + pseudo_huber_c**2) - pseudo_huber_c
+    if mask is None:
+        return error.flatten(1).mean(1)
+    weight = mask.float().unsqueeze(1)
+    return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * error.shape[1])
+
+
+def text_reconstruction_loss(text: Tensor, target: Tensor) -> Tensor:
+    """Loss of each sample [B]: squared distance of the last text tokens from the (detached) earlier ones."""
+    return ((text.float() - target.float().detach()) ** 2).flatten(1).mean(1)

@@ -1,0 +1,109 @@
+"""The composition score: how often a model's pictures of the demo world show what their prompts ask for."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.grid import make_grid
+from sd3_light.world import KINDS, Prompt, Verdict, captions, judge
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusion3Pipeline
+
+# "all" is that everything a prompt asks for is right; the others are its parts, as in `Verdict`.
+DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
+TABLE_COLUMNS: tuple[str, ...] = ("prompts", *DEMANDS)
+
+Rates = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class CompositionScore:
+    """What a model got right. A rate is over the prompts that ask for the thing, and None where none does."""
+
+    prompts: tuple[Prompt, ...]
+    images: tuple[Image.Image, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts were drawn and judged."""
+        return len(self.prompts)
+
+    @property
+    def rates(self) -> Rates:
+        """The share of right pictures, by demand."""
+        return _rates(self.verdicts)
+
+    @property
+    def by_kind(self) -> Mapping[str, Rates]:
+        """The rates of each kind of scene that was asked for."""
+        kinds = [prompt.scene.kind for prompt in self.prompts]
+        pairs = list(zip(kinds, self.verdicts, strict=True))
+        return {kind: _rates(v for k, v in pairs if k == kind) for kind in KINDS if kind in kinds}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the pictures, for JSON."""
+        by_kind = {kind: dict(rates) for kind, rates in self.by_kind.items()}
+        return {"num_prompts": self.num_prompts, **self.rates, "by_kind": by_kind}
+
+    def as_table_row(self) -> tuple[str, ...]:
+        """The cells under `TABLE_COLUMNS`, in percent; a dash where nothing was asked."""
+        rates = self.rates
+        return (str(self.num_prompts), *(_percent(rates[demand]) for demand in DEMANDS))
+
+    def as_grid(self, columns: int = 8, scale: int = 2, title: str | None = None) -> Image.Image:
+        """The pictures with their prompts, marked as wholly right or not."""
+        return make_grid(
+            self.images,
+            [prompt.text for prompt in self.prompts],
+            columns,
+            scale,
+            title,
+            marks=[verdict.all for verdict in self.verdicts],
+            fallback_captions=[captions(prompt.scene)["en"] for prompt in self.prompts],
+        )
+
+
+def score(
+    pipe: "StableDiffusion3Pipeline",
+    prompts: Sequence[Prompt],
+    policy: TextPolicy,
+    steps: int,
+    guidance: float,
+    seed: int,
+    batch_size: int,
+    on_progress: Callable[[int, int], None] | None = None,
+    sizes: Sequence[tuple[int, int]] = ((64, 64),),
+) -> CompositionScore:
+    """Draw one picture for each prompt and judge it.
+
+    Picture i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.PICTURE_SIZES` for those of
+    training). `on_progress(done, total)` counts pictures drawn.
+    """
+    requests = [Request(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)]
+    images = generate(pipe, requests, policy, steps, guidance, batch_size, on_progress)
+    return judge_pictures(prompts, images)
+
+
+def judge_pictures(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
+    """The score of pictures that are there already, one for each prompt."""
+    verdicts = [judge(image, prompt.scene) for image, prompt in zip(images, prompts, strict=True)]
+    return CompositionScore(tuple(prompts), tuple(images), tuple(verdicts))
+
+
+def _rates(verdicts: Iterable[Verdict]) -> Rates:
+    asked: dict[str, list[bool]] = {demand: [] for demand in DEMANDS}
+    for verdict in verdicts:
+        for demand in DEMANDS:
+            right: bool | None = getattr(verdict, demand)
+            if right is not None:
+                asked[demand].append(right)
+    return {demand: sum(answers) / len(answers) if answers else None for demand, answers in asked.items()}
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.1f}%"

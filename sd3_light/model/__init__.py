@@ -1,0 +1,1 @@
+"""The denoiser: diffusers' MMDiT as an ordered list of layers, and what it costs."""

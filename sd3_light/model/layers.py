@@ -1,0 +1,141 @@
+"""The MMDiT as a list of layers: embed, N joint blocks, output.
+
+The list runs the modules of a stock `SD3Transformer2DModel` and equals its forward bit for bit in float32. It is what
+pipeline parallelism cuts, so layers pass tuples of tensors on. Shapes: B samples, C channels, H x W latent,
+N image tokens, T text tokens, D width.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+State = tuple[Tensor, ...]
+"""(image_BND, text_BTD, time_BD) and, with text reconstruction, the text tokens to reconstruct."""
+
+
+class Embed(nn.Module):
+    """(noisy_BCHW, timestep_B, prompt_BTE, pooled_BP) -> State."""
+
+    def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False) -> None:
+        super().__init__()
+        self.pos_embed = transformer.pos_embed
+        self.time_text_embed = transformer.time_text_embed
+        self.context_embedder = transformer.context_embedder
+        self.keep_text = keep_text
+
+    def forward(self, inputs: State) -> State:
+        """Patches with positions, embedded text, and time with pooled text."""
+        noisy_BCHW, timestep_B, prompt_BTE, pooled_BP = inputs[:4]
+        image_BND = self.pos_embed(noisy_BCHW).contiguous()
+        time_BD = self.time_text_embed(timestep_B, pooled_BP)
+        text_BTD = self.context_embedder(prompt_BTE)
+        kept = (text_BTD.detach(),) if self.keep_text else ()
+        return (image_BND, text_BTD, time_BD, *kept)
+
+
+class Block(nn.Module):
+    """State -> State through one joint block; the last block has no text output and passes its text input on."""
+
+    def __init__(self, block: nn.Module, keep_text: bool = False) -> None:
+        super().__init__()
+        self.block = block
+        self.keep_text = keep_text
+
+    def forward(self, state: State) -> State:
+        """One joint attention block."""
+        image_BND, text_BTD, time_BD, *kept = state
+        text_out, image_BND = self.block(hidden_states=image_BND, encoder_hidden_states=text_BTD, temb=time_BD)
+        text_BTD = text_BTD if text_out is None else text_out
+        if self.keep_text:
+            kept = [text_BTD.detach()]
+        return (image_BND, text_BTD, time_BD, *kept)
+
+
+class Output(nn.Module):
+    """State -> (patches_BNP, text_BTD, *kept): the predicted patches, and what text reconstruction compares."""
+
+    def __init__(self, transformer: SD3Transformer2DModel) -> None:
+        super().__init__()
+        self.norm_out = transformer.norm_out
+        self.proj_out = transformer.proj_out
+
+    def forward(self, state: State) -> State:
+        """The final modulated norm and projection."""
+        image_BND, text_BTD, time_BD, *kept = state
+        return (self.proj_out(self.norm_out(image_BND, time_BD)), text_BTD, *kept)
+
+
+def build_layers(transformer: SD3Transformer2DModel, text_target_layer: int | None = None) -> list[nn.Module]:
+    """The layers of a stock transformer; they share its modules. ``text_target_layer`` k keeps the text tokens after
+    block k (0: after the context embedder) for reconstruction."""
+    blocks = list(transformer.transformer_blocks)
+    assert text_target_layer is None or 0 <= text_target_layer < len(blocks), text_target_layer
+    layers: list[nn.Module] = [Embed(transformer, keep_text=text_target_layer == 0)]
+    layers += [Block(block, keep_text=text_target_layer == number) for number, block in enumerate(blocks, start=1)]
+    return [*layers, Output(transformer)]
+
+
+def run_layers(layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: bool = False) -> State:
+    """Run the list; with ``checkpointing`` the blocks' activations are computed again in the backward pass."""
+    state: Any = tuple(inputs)
+    for layer in layers:
+        if checkpointing and isinstance(layer, Block) and torch.is_grad_enabled():
+            state = checkpoint(layer, state, use_reentrant=False)
+        else:
+            state = layer(state)
+    return tuple(state)
+
+
+def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:
+    """Predicted patches back to a latent [B, C, height, width]."""
+    rows, columns = height // patch, width // patch
+    patches = patches_BNP.reshape(len(patches_BNP), rows, columns, patch, patch, -1)
+    return torch.einsum("nhwpqc->nchpwq", patches).reshape(len(patches_BNP), -1, height, width)
+
+
+def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
+    """A randomly initialised denoiser; a pure function of config and seed, with zeroed gates and output.
+
+    Modulation starts at zero, so every block starts as the identity (adaLN-zero, as SD3 is trained).
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = SD3Transformer2DModel(**config)
+        transformer.apply(_initialise)
+    for block in transformer.transformer_blocks:
+        for norm in (block.norm1, block.norm1_context):
+            nn.init.zeros_(norm.linear.weight)
+            nn.init.zeros_(norm.linear.bias)
+    for linear in (transformer.norm_out.linear, transformer.proj_out):
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+    for linear in _embedding_mlps(transformer):
+        nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
+    return transformer
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(module.weight.flatten(1) if isinstance(module, nn.Conv2d) else module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _embedding_mlps(transformer: SD3Transformer2DModel) -> list[nn.Linear]:
+    embed = transformer.time_text_embed
+    return [
+        embed.timestep_embedder.linear_1,
+        embed.timestep_embedder.linear_2,
+        embed.text_embedder.linear_1,
+        embed.text_embedder.linear_2,
+    ]
+
+
+def compile_blocks(transformer: SD3Transformer2DModel) -> None:
+    """Compile each block in place; blocks of one shape share their compiled code."""
+    for block in transformer.transformer_blocks:
+        block.compile()

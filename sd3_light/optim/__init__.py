@@ -1,0 +1,1 @@
+"""Parameter groups, learning-rate schedules and running averages of weights."""

@@ -1,0 +1,21 @@
+"""Which parameters decay: weights of matrix products inside the blocks do; norms, biases and embeddings do not."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+EMBEDDINGS = ("pos_embed.", "time_text_embed.", "context_embedder.")
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies to a parameter of the denoiser, by its canonical name."""
+    return parameter.dim() >= 2 and not name.startswith(EMBEDDINGS)
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups, decaying and not; an empty one is left out."""
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: []} if weight_decay == 0 else {weight_decay: [], 0.0: []}
+    for name, parameter in named:
+        groups[weight_decay if decays(name, parameter) else 0.0].append(parameter)
+    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]

@@ -1,0 +1,27 @@
+"""Plain words to the person who watches, from the main process only."""
+
+import os
+
+from rich.console import Console
+
+# The one console: lines that are printed while a bar is shown go above it.
+console = Console(stderr=True)
+
+_main_process: bool | None = None
+
+
+def set_main_process(main: bool) -> None:
+    """Say whether this process is the one that speaks; until then a launcher's RANK decides."""
+    global _main_process
+    _main_process = main
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that speaks and keeps the log."""
+    return os.environ.get("RANK", "0") == "0" if _main_process is None else _main_process
+
+
+def say(text: str) -> None:
+    """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent."""
+    if is_main_process():
+        console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,173 @@
+"""`log.jsonl`, the truth about a run: one JSON object a line, only ever appended to; and what mirrors it."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
+
+from sd3_light.config.faults import UserError
+from sd3_light.runlog.console import is_main_process
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+# The events that are curves, and the first part of their names in TensorBoard.
+_CURVES = {"step": "train", "eval": "eval"}
+
+
+class Tracker(Protocol):
+    """A service that draws curves too."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each named curve."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class RunLog:
+    """The log of a run folder. It is kept by the main process; on other ranks every call does nothing.
+
+    Every line is on disk (in the system's cache) when `event` returns. What a killed run left of its last line is cut
+    off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in a text.
+    `x_axis` names the field of "step" and "eval" events that is the x of their curves.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
+        secrets: Sequence[str] = (),
+        x_axis: str = "step",
+    ):
+        self.path = folder / "log.jsonl"
+        # the longest first, or a secret that begins with another would leave its end behind
+        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
+        self._trackers = tuple(trackers)
+        self._x_axis = x_axis
+        self._tensorboard = folder / "tensorboard" if tensorboard else None
+        self._writer: SummaryWriter | None = None
+        self._file: BinaryIO | None = None
+        if is_main_process():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            _repair(self.path)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a line `{"event": kind, "time": seconds since 1970, ...fields}`.
+
+        Fields are what JSON knows, and paths, numpy and torch scalars; nan and the infinities become strings, which
+        `float` reads back. Numbers of "step" and "eval" events are mirrored, nested ones as `eval/loss/0.1`.
+        """
+        if self._file is None:
+            return
+        assert not {"event", "time"} & fields.keys(), fields.keys()
+        clean = self._clean(fields)
+        line = json.dumps({"event": kind, "time": round(time.time(), 3), **clean}, ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        if kind in _CURVES:
+            self._mirror(_CURVES[kind], fields)
+
+    def close(self) -> None:
+        """Close the log and its mirrors; a second call does nothing."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        if self._writer is not None:
+            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _clean(self, value: Any) -> Any:
+        """The value as JSON takes it, without secrets."""
+        if isinstance(value, str | Path):
+            text = str(value)
+            for secret in self._secrets:
+                text = text.replace(secret, "***")
+            return text
+        if isinstance(value, Mapping):
+            return {self._clean(str(key)): self._clean(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._clean(inner) for inner in value]
+        value = _plain(value)
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    def _mirror(self, prefix: str, fields: Mapping[str, Any]) -> None:
+        x = _plain(fields[self._x_axis])
+        numbers = {name: number for name, number in _numbers(prefix, fields) if name != f"{prefix}/{self._x_axis}"}
+        if self._tensorboard is not None:
+            self._writer = self._writer or _open_tensorboard(self._tensorboard)
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, global_step=x)
+        for tracker in self._trackers:
+            tracker.log(numbers, step=x)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a log, in order; a last line that a killed run left unfinished is passed over.
+
+    Opening a broken log for append repairs it, so a broken line elsewhere is a `UserError`.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such log; give a run folder that training has written to")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise UserError(f"{path}: line {number} is not JSON; remove that line") from None
+
+
+def _repair(path: Path) -> None:
+    """Cut a log to its last newline."""
+    with path.open("r+b") as file:
+        data_end = file.seek(0, 2)
+        end = data_end
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < data_end:
+            file.truncate(end)
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as Python's."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers among the fields, nested ones too, by their full names."""
+    for key, value in fields.items():
+        name = f"{prefix}/{key}"
+        if isinstance(value, Mapping):
+            yield from _numbers(name, value)
+        elif isinstance(plain := _plain(value), int | float) and not isinstance(plain, bool):
+            yield name, plain
+
+
+def _open_tensorboard(folder: Path) -> "SummaryWriter":
+    # imported here: it costs a second that runs without curves need not pay
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(folder), flush_secs=10)

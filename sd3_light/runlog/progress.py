@@ -1,0 +1,170 @@
+"""How far a job is: a live bar on a terminal, plain lines now and then elsewhere, nothing on other ranks."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from sd3_light.runlog.console import console, is_main_process, say
+
+LINE_EVERY = 10.0  # seconds between plain lines, at least
+_FRAME_EVERY = 0.1  # seconds between updates of a live bar, at least
+_POINT_EVERY = 0.5  # seconds between the points that the rate is measured from, at least
+_NUM_POINTS = 60
+
+Field = float | int | str
+
+
+class Bar:
+    """The count of a running job. `done`, `total` and `fields` may be read at any time."""
+
+    def __init__(self, title: str, total: int | None, unit: str, done: int):
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self.fields: dict[str, Field] = {}
+        self._first = (time.monotonic(), done)
+        self._points = deque([self._first], maxlen=_NUM_POINTS)
+        self._display: _Display = _Silent()
+        self._next_update = 0.0
+
+    def advance(self, n: int = 1, **fields: Field) -> None:
+        """Count `n` more; the latest value of each field (loss=0.5) is shown behind the count."""
+        self.fields.update(fields)
+        self.reach(self.done + n)
+
+    def reach(self, done: int, total: int | None = None) -> None:
+        """Set the count; made to be given as an `on_progress(done, total)` callback."""
+        self.done = done
+        self.total = self.total if total is None else total
+        now = time.monotonic()
+        if now - self._points[-1][0] >= _POINT_EVERY:
+            self._points.append((now, done))
+        if now >= self._next_update:
+            self._next_update = now + self._display.update(self)
+
+    def status(self, finished: bool = False) -> str:
+        """The count in words: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`."""
+        now = time.monotonic()
+        since, before = self._first if finished else self._points[0]
+        rate = (self.done - before) / (now - since) if now > since else 0.0
+        parts = [str(self.done) if self.total is None else f"{self.done}/{self.total}"]
+        if self.total:
+            parts.append(f"{100 * self.done // self.total}%")
+        if rate > 0:
+            parts.append(f"{_number(rate)} {self.unit}/s")
+        if finished:
+            parts.append(f"took {_duration(now - since)}")
+        elif self.total is not None and rate > 0:
+            parts.append(f"{_duration((self.total - self.done) / rate)} left")
+        return " · ".join(parts + [f"{name} {_number(value)}" for name, value in self.fields.items()])
+
+
+@contextmanager
+def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> Iterator[Bar]:
+    """Show how far a job is while the block runs; `done` of `total` units may be behind us already.
+
+    Bars may follow or contain one another. Elsewhere than on a terminal a first line, a last one and at most one every
+    ten seconds are printed; a block that is left by an exception says so on its last line.
+    """
+    bar = Bar(title, total, unit, done)
+    bar._display = _display_for(bar)
+    finished = False
+    try:
+        yield bar
+        finished = True
+    finally:
+        bar._display.close(bar, finished)
+
+
+class _Display(Protocol):
+    """Where a bar is shown."""
+
+    def update(self, bar: Bar) -> float:
+        """Show the bar as it is now; how many seconds it may stay so is returned."""
+
+    def close(self, bar: Bar, finished: bool) -> None:
+        """Show the bar for the last time."""
+
+
+class _Silent:
+    def update(self, bar: Bar) -> float:
+        return float("inf")
+
+    def close(self, bar: Bar, finished: bool) -> None:
+        pass
+
+
+class _Lines:
+    """Plain lines; the first one is printed before any work is done, so that a slow start is seen to be one."""
+
+    def __init__(self, bar: Bar):
+        say(f"{bar.title} {bar.status()}")
+        bar._next_update = time.monotonic() + LINE_EVERY
+
+    def update(self, bar: Bar) -> float:
+        say(f"{bar.title} {bar.status()}")
+        return LINE_EVERY
+
+    def close(self, bar: Bar, finished: bool) -> None:
+        say(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
+
+
+class _Live:
+    """A line of the one live display that all bars share: a bar in a bar stands below it, and goes when it ends."""
+
+    _screen: Progress | None = None
+
+    def __init__(self, bar: Bar):
+        self._outermost = _Live._screen is None
+        screen = _Live._screen or _new_screen()
+        _Live._screen = self._mine = screen
+        self._task: TaskID = screen.add_task(bar.title, total=bar.total, completed=bar.done, status=bar.status())
+        screen.start()
+
+    def update(self, bar: Bar) -> float:
+        self._mine.update(self._task, total=bar.total, completed=bar.done, status=bar.status())
+        return _FRAME_EVERY
+
+    def close(self, bar: Bar, finished: bool) -> None:
+        if not self._outermost:
+            self._mine.remove_task(self._task)
+            return
+        status = bar.status(finished=True) + ("" if finished else " · stopped")
+        self._mine.update(self._task, total=bar.total, completed=bar.done, status=status)
+        self._mine.stop()
+        _Live._screen = None
+
+
+def _new_screen() -> Progress:
+    status = Column(no_wrap=True, overflow="ellipsis")
+    return Progress(
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}", markup=False, table_column=status),
+        console=console,
+    )
+
+
+def _display_for(bar: Bar) -> _Display:
+    if not is_main_process():
+        return _Silent()
+    return _Live(bar) if console.is_terminal and not console.is_dumb_terminal else _Lines(bar)
+
+
+def _number(value: Field) -> str:
+    """A number in four digits or so, whole ones as they are."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _duration(seconds: float) -> str:
+    """`8:02`, or `1:08:02` from an hour on."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,0 +1,174 @@
+"""Checks over several keys: each finds its fault, and only its fault."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sd3_light.config import ConfigFaults, Fault, load_config
+
+OnlyFault = Callable[..., Fault]
+RECON = "text_recon_gamma = 0.1\n"
+AR = "enable_ar_bucket = true\n"
+MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
+FSDP = 'parallel = "fsdp2"'
+
+
+@pytest.mark.parametrize(
+    ("top", "model", "tables", "key"),
+    [
+        ("", RECON + "text_recon_target_layer = 15", "", "model.text_recon_target_layer"),
+        ("", RECON + "num_layers = 4\ntext_recon_target_layer = 4", "", "model.text_recon_target_layer"),
+        ("", RECON + 'size = "tiny2"\ntext_recon_target_layer = 2', "", "model.text_recon_target_layer"),
+        ("", "shift = 3.0\nflux_shift = true", "", "model.shift"),
+        ("pipeline_stages = 2\nzero_stage = 0", "", "", "zero_stage"),
+        ("pipeline_stages = 2\nzero_stage = 2", "", "", "zero_stage"),
+        ("pipeline_stages = 2\nzero_stage = 3", "", "", "zero_stage"),
+        (f"pipeline_stages = 2\n{FSDP}", "", "", "parallel"),
+        ("pipeline_stages = 18", "", "", "pipeline_stages"),
+        ("partition_split = [3]\npipeline_stages = 2", "", "", "partition_split"),
+        (MANUAL + "partition_split = [3]", "", "", "partition_split"),
+        (MANUAL, "", "", "partition_split"),
+        (MANUAL + "partition_split = [4, 4]", "", "", "partition_split"),
+        (MANUAL + "partition_split = [4, 17]", "", "", "partition_split"),
+        (MANUAL + "partition_split = [2, 6]", "num_layers = 4", "", "partition_split"),
+        ('lr_scheduler = "step"\nlr_step_size = 3', "", "", "lr_step_gamma"),
+        ('lr_scheduler = "step"\nlr_step_gamma = 0.5', "", "", "lr_step_size"),
+        ("lr_step_size = 3", "", "", "lr_step_size"),
+        (FSDP, "", '[optimizer]\ntype = "muon"', "optimizer.type"),
+        (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
+        ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
+        ("", "", '[sampling]\nprompts = ["a"]', "sampling.every_n_steps"),
+        ("", "", "[sampling]\nevery_n_steps = 5", "sampling.prompts"),
+        ("", "", "[[ema.track]]\nname = 'a'\ndecay = 0.9", "ema.track"),
+        ("", "", "[ema]\nenable = true\n[[ema.track]]\nname = 'ema'\ndecay = 0.9", "ema.track[0].name"),
+        (
+            "prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 3",
+            "",
+            "",
+            "dataloader_prefetch_per_worker",
+        ),
+        ("micro_batch_size_per_gpu = [[512, 4]]", "", "", "micro_batch_size_per_gpu"),
+        (
+            'eval_datasets = ["data.toml"]\neval_micro_batch_size_per_gpu = [[512, 4]]',
+            "",
+            "",
+            "eval_micro_batch_size_per_gpu",
+        ),
+    ],
+)
+def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, key: str) -> None:
+    assert only_fault(top, model, tables).key == key
+
+
+@pytest.mark.parametrize(
+    ("top", "model", "tables"),
+    [
+        ("", RECON + "text_recon_target_layer = 14", ""),
+        ("", "text_recon_target_layer = 15", ""),
+        ("pipeline_stages = 2", "", ""),
+        ("zero_stage = 3", "", ""),
+        ("zero_stage = 0", "", ""),
+        (MANUAL + "partition_split = [1, 16]", "", ""),
+        ('partition_method = "manual"', "", ""),
+        ('lr_scheduler = "step"\nlr_step_size = 3\nlr_step_gamma = 0.5', "", ""),
+        (FSDP, "", ""),
+        ("", "", '[optimizer]\ntype = "muon"'),
+        ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
+        ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
+        ('eval_datasets = ["data.toml", {name = "b", config = "data.toml"}]', "", ""),
+    ],
+)
+def test_sound_neighbours_of_those_faults(files: Any, top: str, model: str, tables: str) -> None:
+    files.load(top, model, tables)
+
+
+def test_two_eval_datasets_of_one_name(files: Any) -> None:
+    found = files.faults('eval_datasets = ["data.toml", "./data.toml"]')
+    assert [fault.key for fault in found] == ["eval_datasets[0]", "eval_datasets[1]"]
+
+
+def test_layers_of_a_folder_are_not_guessed(files: Any) -> None:
+    path = files.write(model='train_type = ""\n' + RECON + "text_recon_target_layer = 23")
+    path.write_text(path.read_text().replace('train_type = ""\n', ""))
+    assert load_config(path).train.model.train_type is None
+
+
+@pytest.mark.parametrize("missing", ["max_steps", "save_every_n_steps"])
+def test_a_run_ends_and_saves(files: Any, missing: str) -> None:
+    path = files.write()
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith(missing)))
+    with pytest.raises(
+        ConfigFaults, match="neither epochs nor max_steps" if missing == "max_steps" else "save_every_n_"
+    ):
+        load_config(path)
+
+
+@pytest.mark.parametrize("line", ["checkpoint_every_n_minutes = 30", "save_every_n_epochs = 1"])
+def test_one_way_of_saving_is_enough(files: Any, line: str) -> None:
+    path = files.write(line)
+    load_config(path, ["epochs=1"])
+    path.write_text(
+        "\n".join(text for text in path.read_text().splitlines() if not text.startswith("save_every_n_steps"))
+    )
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("top", "directory", "key"),
+    [
+        ("resolutions = [250]", "", "resolutions"),
+        ("resolutions = [[256, 100]]", "", "resolutions"),
+        ("resolutions = []", "", "resolutions"),
+        ("resolutions = [256, 256]", "", "resolutions"),
+        ("size_buckets = [[256, 100]]", "", "size_buckets"),
+        ("size_buckets = [[256, 256, 1]]", "", "size_buckets"),
+        ("resolutions = [256]\nsize_buckets = [[256, 256]]", "", "resolutions"),
+        ("resolutions = [256]", "size_buckets = [[256, 256]]\nresolutions = [256]", "directory[0].resolutions"),
+        ("", "", "directory[0].resolutions"),
+        ("resolutions = [256]\nmin_ar = 0.5", "", "min_ar"),
+        ("resolutions = [256]\nar_buckets = [1.0]", "", "ar_buckets"),
+        ("resolutions = [256]", "num_ar_buckets = 3", "directory[0].num_ar_buckets"),
+        ("resolutions = [256]\n" + AR, "enable_ar_bucket = false\nmax_ar = 3.0", "directory[0].max_ar"),
+        ("resolutions = [256]\n" + AR + "min_ar = 2.0\nmax_ar = 0.5", "", "min_ar"),
+        ("resolutions = [256]\n" + AR, "min_ar = 3.0", "directory[0].min_ar"),
+        ("resolutions = [256]\n" + AR, "max_ar = 0.1", "directory[0].max_ar"),
+        ("resolutions = [256]\n" + AR + "ar_buckets = [1.0]\nmin_ar = 0.5", "", "ar_buckets"),
+        ("resolutions = [256]\n" + AR + "ar_buckets = [0]", "", "ar_buckets"),
+        ("resolutions = [256]\ncache_shuffle_num = 2", "", "cache_shuffle_num"),
+        ("resolutions = [256]", "cache_shuffle_num = 2", "directory[0].cache_shuffle_num"),
+        ('resolutions = [256]\ncache_shuffle_delimiter = "|"', "", "cache_shuffle_delimiter"),
+        ('resolutions = [256]\ncache_shuffle_delimiter = ""', "shuffle_tags = true", "cache_shuffle_delimiter"),
+        ("resolutions = [256]", "num_repeats = 0", "directory[0].num_repeats"),
+        ("resolutions = [256]", "subsample_ratio = 1.1", "directory[0].subsample_ratio"),
+    ],
+)
+def test_dataset_faults(only_fault: OnlyFault, top: str, directory: str, key: str) -> None:
+    fault = only_fault(dataset=f'{top}\n[[directory]]\npath = "a"\n{directory}')
+    assert fault.key == key
+    assert fault.file.endswith("data.toml")
+
+
+@pytest.mark.parametrize("dataset", ["resolutions = [256]", "resolutions = [256]\ndirectory = []", "directory = 3"])
+def test_a_dataset_needs_a_directory(only_fault: OnlyFault, dataset: str) -> None:
+    assert only_fault(dataset=dataset).key == "directory"
+
+
+def test_one_bracket_where_two_are_meant(only_fault: OnlyFault) -> None:
+    assert only_fault(dataset='[directory]\npath = "a"').hint == "write [[directory]], with two brackets"
+
+
+def test_a_fault_of_a_default_is_told_once(only_fault: OnlyFault) -> None:
+    fault = only_fault(dataset='resolutions = "big"\n[[directory]]\npath = "a"\n[[directory]]\npath = "b"')
+    assert fault.key == "resolutions"
+
+
+def test_batch_list_names_the_missing_resolution(only_fault: OnlyFault) -> None:
+    dataset = 'resolutions = [256, [320, 192]]\n[[directory]]\npath = "a"'
+    fault = only_fault("micro_batch_size_per_gpu = [[256, 4]]", dataset=dataset)
+    assert fault.hint == "add [[320, 192], SIZE]"
+
+
+def test_resolution_beyond_the_position_table(only_fault: OnlyFault) -> None:
+    fault = only_fault(model='size = "tiny2"', dataset='resolutions = [272]\n[[directory]]\npath = "a"')
+    assert (fault.key, fault.given) == ("resolutions", "[272, 272]")

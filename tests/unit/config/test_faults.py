@@ -1,0 +1,211 @@
+"""All faults in one report, each in plain words."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import ConfigFaults, Fault, UserError, load_config
+from sd3_light.config.report import looks_secret
+
+OnlyFault = Callable[..., Fault]
+
+
+def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
+    (files.folder / "eval.toml").write_text('resolutions = [250]\n[[directory]]\npath = "a"\nflip = "yes"\n')
+    dataset = 'num_repeat = 2\nresolutions = [256]\n[[directory]]\npath = "a"\n[[directory]]\nnum_repeats = -1\n'
+    found = files.faults(
+        top='epochs = "ten"\nmicro_batch_size = 4\neval_datasets = ["eval.toml"]\npipeline_stages = 2\nzero_stage = 0',
+        model="text_recon_gamma = 0.1\ntext_recon_target_layer = 15\nuncond_text_dropout_prob = 1.5",
+        tables='[optimizer]\ntype = "automagic"',
+        dataset=dataset,
+    )
+    assert {(Path(fault.file).name, fault.key) for fault in found} == {
+        ("train.toml", "epochs"),
+        ("train.toml", "micro_batch_size"),
+        ("train.toml", "zero_stage"),
+        ("train.toml", "model.text_recon_target_layer"),
+        ("train.toml", "model.uncond_text_dropout_prob"),
+        ("train.toml", "optimizer.type"),
+        ("data.toml", "num_repeat"),
+        ("data.toml", "directory[1].path"),
+        ("data.toml", "directory[1].num_repeats"),
+        ("eval.toml", "resolutions"),
+        ("eval.toml", "directory[0].flip"),
+    }
+    text = str(ConfigFaults(found))
+    assert text.startswith("11 faults in the config\n")
+    assert len(text.splitlines()) == 12
+    assert "pydantic" not in text
+
+
+def test_a_report_is_a_user_error(files: Any) -> None:
+    with pytest.raises(UserError):
+        load_config(files.write("epochs = 0"))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem", "allowed", "hint"),
+    [
+        ('warmup_steps = "64"', "wrong type", "a whole number >= 0", "write it without quotes"),
+        ("warmup_steps = 1.5", "wrong type", "a whole number >= 0", None),
+        ("warmup_steps = true", "wrong type", "a whole number >= 0", None),
+        ("gradient_clipping = true", "wrong type", "a number >= 0", None),
+        ("gradient_clipping = inf", "must be finite", "a number >= 0", None),
+        ('gradient_clipping = "1e-4"', "wrong type", "a number >= 0", "write it without quotes"),
+        ('compile = "true"', "wrong type", "true or false", "write it without quotes"),
+        ("compile = 1", "wrong type", "true or false", None),
+        ("cache_dir = 3", "wrong type", "a path", None),
+        ('cache_dir = ""', "wrong type", "a path", None),
+        ('freeze = "all"', "wrong type", "a list, each a text", None),
+        ("zero_stage = 4", "out of range", "a whole number >= 0 and <= 3", None),
+        ("pseudo_huber_c = 0", "out of range", "a number > 0", None),
+        ('parallel = "fsdp"', "not a known value", '"ddp", "fsdp2"', 'did you mean "fsdp2"?'),
+        (
+            'save_dtype = "BFloat16"',
+            "not a known value",
+            '"float32", "bfloat16", "float16"',
+            'did you mean "bfloat16"?',
+        ),
+    ],
+)
+def test_plain_words(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:
+    fault = only_fault(line)
+    key, _, given = line.partition(" = ")
+    assert (fault.key, fault.problem, fault.given, fault.allowed, fault.hint) == (key, problem, given, allowed, hint)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("micro_batch_size_per_gpu = 0", "not a batch size"),
+        ("micro_batch_size_per_gpu = [256, 64]", "not a list of [resolution, size] pairs"),
+        ("micro_batch_size_per_gpu = [[256, 64], [256, 32]]", "names the resolution 256 twice"),
+    ],
+)
+def test_batch_size_faults(only_fault: OnlyFault, line: str, words: str) -> None:
+    fault = only_fault(line)
+    assert (fault.key, fault.problem) == ("micro_batch_size_per_gpu", words)
+    assert fault.allowed is not None
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "hint"),
+    [
+        ("[optimizer]\nlearning_rte = 1", "optimizer.learning_rte", None),
+        ("[optimizer]\nweight_decy = 1", "optimizer.weight_decy", "did you mean `weight_decay`?"),
+        ("[optimizer]\nt5_max_length = 1", "optimizer.t5_max_length", "`t5_max_length` belongs in [model]"),
+        ("[ema]\nseed = 1", "ema.seed", "`seed` belongs at the top level, above the first [table]"),
+        ("[ema]\nresolutions = [1]", "ema.resolutions", "`resolutions` belongs in the dataset TOML"),
+        ("[ema]\nweight_decays = 1", "ema.weight_decays", "did you mean `weight_decay` in [optimizer]?"),
+        ("[ema]\npower_width = 1", "ema.power_width", "`power_width` belongs in [[ema.track]]"),
+        ("[optimiser]\nlr = 1", "optimiser", "did you mean `optimizer`?"),
+    ],
+)
+def test_unknown_keys_are_led_home(only_fault: OnlyFault, tables: str, key: str, hint: str | None) -> None:
+    fault = only_fault(tables=tables)
+    assert (fault.key, fault.problem, fault.hint) == (key, "unknown key", hint)
+
+
+def test_unknown_keys_of_the_dataset(only_fault: OnlyFault) -> None:
+    dataset = 'resolutions = [256]\n[[directory]]\npath = "a"\nmask_pth = "b"'
+    fault = only_fault(dataset=dataset)
+    assert (fault.key, fault.hint) == ("directory[0].mask_pth", "did you mean `mask_path`?")
+    fault = only_fault(dataset='mask_path = "m"\nresolutions = [256]\n[[directory]]\npath = "a"')
+    assert (fault.key, fault.hint) == ("mask_path", "`mask_path` belongs in [[directory]]")
+    fault = only_fault(dataset='seed = 1\nresolutions = [256]\n[[directory]]\npath = "a"')
+    assert (fault.key, fault.hint) == ("seed", "`seed` belongs in the train TOML")
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]"),
+        ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas[1]"),
+        ("[optimizer]\nbetas = [0.9, 0.99, 0.999]", "optimizer.betas"),
+        ("[sampling]\nseeds = [1, -2]", "sampling.seeds[1]"),
+        ("[[ema.track]]\nname = 'a b'\ndecay = 0.9", "ema.track[0].name"),
+        ("[[ema.track]]\nname = 'a'", "ema.track[0]"),
+        ("[[ema.track]]\nname = 'a'\ndecay = 0.9\npower_width = 0.1", "ema.track[0]"),
+        ("[ema]\ndecay = 1.0", "ema.decay"),
+        ("[[adapter]]\nrank = 1", "adapter"),
+    ],
+)
+def test_key_paths_reach_into_lists(only_fault: OnlyFault, tables: str, key: str) -> None:
+    assert only_fault(tables=tables).key == key
+
+
+def test_missing_tables_and_keys(files: Any) -> None:
+    files.write()
+    files.train_path.write_text("max_steps = 1\nsave_every_n_steps = 1\n")
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(files.train_path)
+    assert {fault.key for fault in caught.value.faults} == {"output_dir", "dataset", "model"}
+    assert {fault.problem for fault in caught.value.faults} == {"is required and missing"}
+
+
+def test_syntax_error_names_the_line(files: Any) -> None:
+    files.write(dataset="resolutions = [256]\n\npath = = 3\n")
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(files.train_path)
+    (fault,) = caught.value.faults
+    assert (Path(fault.file).name, fault.key) == ("data.toml", "line 3")
+    files.train_path.write_text('a = """never closed\n')
+    with pytest.raises(ConfigFaults, match="line 2: TOML syntax"):
+        load_config(files.train_path)
+
+
+def test_unreadable_files(files: Any) -> None:
+    with pytest.raises(ConfigFaults, match="No such file"):
+        load_config(files.folder / "absent.toml")
+    with pytest.raises(ConfigFaults, match="Is a directory"):
+        load_config(files.folder)
+    files.train_path.write_bytes(b"seed = 1 # \xff\n")
+    with pytest.raises(ConfigFaults, match="not UTF-8"):
+        load_config(files.train_path)
+
+
+def test_missing_dataset_files_are_named(files: Any) -> None:
+    found = files.faults('dataset = "gone.toml"\neval_datasets = [3, "lost.toml"]')
+    assert [(fault.key, fault.problem) for fault in found] == [
+        ("eval_datasets[0]", "wrong type"),
+        ("dataset", "no such file"),
+        ("eval_datasets[1]", "no such file"),
+    ]
+    assert found[1].given == str(files.folder / "gone.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr"),
+        ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]"),
+        ("optimizer.betas=[0.9", "optimizer.betas"),
+        ("optimiser.lr=1", "optimiser"),
+        ("dataset.resolutions=[512]", "dataset"),
+        ("max_steps", "max_steps"),
+        ("blocks_to_swap=3", "blocks_to_swap"),
+        ("zero_stage=9", "zero_stage"),
+    ],
+)
+def test_faults_of_overrides_name_the_flag(files: Any, override: str, key: str) -> None:
+    (fault,) = files.faults(overrides=(override,))
+    assert fault.file == "--set"
+    assert fault.key.startswith(key)
+
+
+def test_secrets_stay_out_of_reports(files: Any) -> None:
+    tables = '[monitoring]\nwandb_api_key = ["sk-1"]\nwandb_token = "sk-2"\n[monitorng]\nwandb_api_key = "sk-3"'
+    found = files.faults(
+        'api_key = "sk-4"', tables=tables, overrides=("monitoring.wandb_api_key sk-5", "a_token=[sk-6")
+    )
+    text = str(ConfigFaults(found))
+    assert len(found) == 6
+    assert "sk-" not in text
+    assert "(hidden)" in text
+
+
+def test_which_names_look_secret() -> None:
+    assert all(looks_secret(key) for key in ("wandb_api_key", "HF_TOKEN", "db-password", "secret"))
+    assert not any(looks_secret(key) for key in ("text_tokens", "uncond_text", "keep_last_n_exports"))

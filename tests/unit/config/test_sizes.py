@@ -1,0 +1,59 @@
+"""Sizes: arguments that diffusers accepts, and counts that are exact."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+
+from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, size_from_transformer_config, size_of
+
+
+def _count(size: ModelSize, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
+    with torch.device("meta"):
+        model = SD3Transformer2DModel(**size.transformer_config(num_layers, qk_norm))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
+def test_parameter_count_is_exact(size: ModelSize, qk_norm: bool) -> None:
+    assert size.num_parameters(qk_norm=qk_norm) == _count(size, qk_norm=qk_norm)
+
+
+@pytest.mark.parametrize("num_layers", [1, 7, 13, 16])
+def test_parameter_count_at_other_depths(num_layers: int) -> None:
+    size = SIZES["sd3.5_medium"]
+    assert size.num_parameters(num_layers) == _count(size, num_layers)
+
+
+def test_transformer_config_names_every_argument() -> None:
+    wanted = set(inspect.signature(SD3Transformer2DModel.__init__).parameters) - {"self"}
+    for size in SIZES.values():
+        assert set(size.transformer_config()) == wanted
+
+
+def test_config_of_a_real_model_gives_the_size_back() -> None:
+    size = SIZES["tiny3"]
+    with torch.device("meta"):
+        config = SD3Transformer2DModel(**size.transformer_config()).config
+    assert size_from_transformer_config(dict(config), "tiny3") == size
+
+
+def test_design_sizes() -> None:
+    light, square = SIZES["sd3_light"], SIZES["sd3_light_square"]
+    assert (light.num_layers, light.width, light.sample_size, light.pos_embed_max_size) == (15, 1536, 32, 192)
+    assert round(square.num_parameters() / 1e6) == 496
+    assert all(name == size.name for name, size in SIZES.items())
+
+
+def test_size_of_a_model_table() -> None:
+    folder = Path("folder")
+    pretrain = ModelConfig(diffusers_path=folder, train_type="sd3_light_pretrain")
+    assert size_of(pretrain) == SIZES["sd3_light"]
+    small = ModelConfig(diffusers_path=folder, size="sd3.5_medium", num_layers=4, qk_norm=False)
+    assert (size_of(small).num_layers, size_of(small).qk_norm) == (4, False)
+    assert size_of(small).dual_attention_layers == (0, 1, 2, 3)
+    with pytest.raises(UserError, match=r"model\.size"):
+        size_of(ModelConfig(diffusers_path=folder))

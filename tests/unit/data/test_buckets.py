@@ -1,0 +1,141 @@
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.data.buckets import (
+    SIDE_STEP,
+    Bucket,
+    aspect_ratios,
+    assign,
+    assign_all,
+    buckets_by_resolution,
+    buckets_for,
+    plan,
+)
+
+
+def directory(**keys: Any) -> DirectoryConfig:
+    return DirectoryConfig(path=Path("pictures"), **keys)
+
+
+def ratio_buckets(resolution: int | list[int], **keys: Any) -> tuple[Bucket, ...]:
+    return buckets_for(directory(resolutions=[resolution], enable_ar_bucket=True, **keys))
+
+
+def test_a_bucket_prints_as_width_x_height_and_sorts() -> None:
+    assert str(Bucket(64, 48)) == "64x48"
+    assert sorted([Bucket(64, 64), Bucket(48, 64), Bucket(64, 48)]) == [Bucket(48, 64), Bucket(64, 48), Bucket(64, 64)]
+
+
+def test_without_ratios_a_resolution_is_its_own_bucket() -> None:
+    here = directory(resolutions=[512, 256, [64, 48]])
+    assert buckets_by_resolution(here) == ((Bucket(512, 512),), (Bucket(256, 256),), (Bucket(64, 48),))
+    assert buckets_for(here) == (Bucket(64, 48), Bucket(256, 256), Bucket(512, 512))
+
+
+def test_size_buckets_are_taken_as_they_are_in_one_group() -> None:
+    here = directory(resolutions=[512, 256], size_buckets=[[96, 64], [64, 96]], enable_ar_bucket=True)
+    assert buckets_by_resolution(here) == ((Bucket(64, 96), Bucket(96, 64)),)
+
+
+def test_ratios_are_a_geometric_row_or_given() -> None:
+    assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=3)) == pytest.approx((0.5, 1.0, 2.0))
+    assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=1)) == pytest.approx((1.0,))
+    assert aspect_ratios(directory(ar_buckets=[1.5, [448, 576]])) == pytest.approx((1.5, 448 / 576))
+
+
+def test_ratio_buckets_of_256() -> None:
+    found = ratio_buckets(256, ar_buckets=[1.0, 1.25, 0.8, 1.0])
+    assert [str(bucket) for bucket in found] == ["224x288", "256x256", "288x224"]
+
+
+@pytest.mark.parametrize("side", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("count", [1, 2, 7, 25])
+def test_ratio_buckets_keep_area_and_ratio(side: int, count: int) -> None:
+    here = directory(resolutions=[side], enable_ar_bucket=True, min_ar=0.4, max_ar=2.5, num_ar_buckets=count)
+    found = buckets_for(here)
+    assert found == tuple(sorted(set(found)))
+    assert {Bucket(bucket.height, bucket.width) for bucket in found} == set(found)
+    for bucket in found:
+        assert bucket.width % SIDE_STEP == bucket.height % SIDE_STEP == 0
+        # at most one step on the shorter side away
+        assert abs(math.log(bucket.area / side**2)) <= 1.01 * SIDE_STEP / min(bucket.width, bucket.height)
+    for ratio in aspect_ratios(here):
+        nearest = min(abs(math.log(bucket.width / bucket.height / ratio)) for bucket in found)
+        assert nearest <= SIDE_STEP / (side / math.sqrt(2.5) - SIDE_STEP)
+
+
+def test_extreme_ratios_still_give_a_bucket() -> None:
+    assert ratio_buckets(16, ar_buckets=[100.0, 0.01]) == (Bucket(16, 160), Bucket(160, 16))
+
+
+def test_assign_takes_the_nearest_ratio() -> None:
+    buckets = (Bucket(48, 96), Bucket(64, 64), Bucket(96, 48))
+    assert assign(1000, 1000, buckets) == Bucket(64, 64)
+    assert assign(1300, 1000, buckets) == Bucket(64, 64)
+    assert assign(1500, 1000, buckets) == Bucket(96, 48)
+    assert assign(1, 9999, buckets) == Bucket(48, 96)
+
+
+def test_assign_among_equal_ratios_fills_the_largest_that_needs_no_enlarging() -> None:
+    buckets = (Bucket(32, 32), Bucket(64, 64), Bucket(128, 128))
+    assert assign(100, 100, buckets) == Bucket(64, 64)
+    assert assign(9, 9, buckets) == Bucket(32, 32)
+    assert assign(4000, 4000, buckets) == Bucket(128, 128)
+
+
+def test_assign_is_nearest_in_log_ratio_and_does_not_depend_on_order() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        buckets = [Bucket(16 * rng.randint(1, 40), 16 * rng.randint(1, 40)) for _ in range(rng.randint(1, 9))]
+        width, height = rng.randint(1, 3000), rng.randint(1, 3000)
+        chosen = assign(width, height, buckets)
+
+        def distance(bucket: Bucket, ratio: float = width / height) -> float:
+            return abs(math.log(bucket.width / bucket.height / ratio))
+
+        assert distance(chosen) <= min(map(distance, buckets)) + 1e-12
+        assert assign(width, height, rng.sample(buckets, len(buckets))) == chosen
+
+
+def test_a_sample_takes_one_bucket_of_each_resolution_and_none_twice() -> None:
+    groups = buckets_by_resolution(directory(resolutions=[64, 256], enable_ar_bucket=True, ar_buckets=[0.5, 1.0, 2.0]))
+    assert assign_all(300, 300, groups) == (Bucket(64, 64), Bucket(256, 256))
+    assert assign_all(300, 300, (*groups, *groups)) == (Bucket(64, 64), Bucket(256, 256))
+
+
+def test_plan_of_known_sizes() -> None:
+    wide = plan(200, 100, Bucket(64, 64))
+    assert (wide.resized, wide.crop, wide.enlarged, wide.cropped_fraction) == ((128, 64), (32, 0, 96, 64), False, 0.5)
+    assert wide.source == (200, 100)
+    assert wide.size == (64, 64)
+    exact = plan(64, 48, Bucket(64, 48))
+    assert (exact.resized, exact.crop, exact.enlarged, exact.cropped_fraction) == ((64, 48), (0, 0, 64, 48), False, 0.0)
+    assert plan(63, 64, Bucket(64, 64)).enlarged
+    assert plan(1, 1, Bucket(64, 64)).enlarged
+
+
+def test_plan_covers_the_bucket_and_crops_the_centre_of_one_side() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        width, height = (round(math.exp(rng.uniform(0, 10))) for _ in range(2))
+        bucket = Bucket(16 * rng.randint(1, 64), 16 * rng.randint(1, 64))
+        how = plan(width, height, bucket)
+        left, top, right, bottom = how.crop
+        assert how.size == (bucket.width, bucket.height)
+        assert left >= 0
+        assert top >= 0
+        assert right <= how.resized[0]
+        assert bottom <= how.resized[1]
+        assert bucket.width == how.resized[0] or bucket.height == how.resized[1]
+        assert 0 <= (how.resized[0] - right) - left <= 1
+        assert 0 <= (how.resized[1] - bottom) - top <= 1
+        assert 0 <= how.cropped_fraction < 1
+        scale = max(bucket.width / width, bucket.height / height)
+        assert how.enlarged == (scale > 1)
+        assert abs(how.resized[0] - width * scale) <= 0.51
+        assert abs(how.resized[1] - height * scale) <= 0.51

@@ -1,0 +1,125 @@
+"""Pictures equal the stock call's, whatever the batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sd3_light.config.faults import UserError
+from sd3_light.sampling.generate import Request, TextPolicy, generate, save_png
+
+POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
+ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
+STEPS = 3
+REQUESTS = [
+    Request("a small red circle", 1, 48, 32),
+    Request("two blue squares", 2, 32, 32),
+    Request("a large green star", 3, 48, 32),
+    Request("a red star left of a blue circle", 4, 32, 32, negative_prompt="black"),
+    Request("a red star left of a blue circle", 5, 32, 32),
+]
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+def stock(pipe: Any, request: Request, guidance: float = 4.0, **extra: Any) -> Image.Image:
+    return pipe(
+        request.prompt,
+        negative_prompt=request.negative_prompt or None,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        max_sequence_length=POLICY.t5_max_length,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        width=request.width,
+        height=request.height,
+        **extra,
+    ).images[0]
+
+
+@pytest.mark.parametrize("guidance", [4.0, 1.0, 0.0])
+def test_alone_a_picture_is_the_stock_calls(pipe: Any, guidance: float) -> None:
+    made = generate(pipe, REQUESTS, POLICY, STEPS, guidance, batch_size=1)
+    for image, request in zip(made, REQUESTS, strict=True):
+        assert image.size == (request.width, request.height)
+        assert np.array_equal(pixels(image), pixels(stock(pipe, request, guidance)))
+
+
+@pytest.mark.parametrize("policy", [POLICY, ZERO])
+def test_a_picture_does_not_depend_on_its_batch(pipe: Any, policy: TextPolicy) -> None:
+    alone = generate(pipe, REQUESTS, policy, STEPS, batch_size=1)
+    together = generate(pipe, REQUESTS, policy, STEPS, batch_size=16)
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+
+
+def test_prompt_seed_negative_prompt_and_guidance_all_show(pipe: Any) -> None:
+    base = Request("a red circle", 7, 32, 32)
+    others = [
+        Request("two blue stars", 7, 32, 32),
+        Request("a red circle", 8, 32, 32),
+        Request("a red circle", 7, 32, 32, negative_prompt="black"),
+    ]
+    first, *rest = generate(pipe, [base, *others], POLICY, STEPS)
+    rest += generate(pipe, [base], POLICY, STEPS, guidance=1.0)
+    rest += generate(pipe, [base], ZERO, STEPS)
+    assert all(np.abs(pixels(first) - pixels(image)).max() > 2 for image in rest)
+
+
+def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
+    request = REQUESTS[0]
+    tokens, _, pooled, _ = pipe.encode_prompt(request.prompt, None, None, max_sequence_length=12)
+    expected = pipe(
+        prompt_embeds=tokens,
+        pooled_prompt_embeds=pooled,
+        negative_prompt_embeds=torch.zeros_like(tokens),
+        negative_pooled_prompt_embeds=torch.zeros_like(pooled),
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        num_inference_steps=STEPS,
+        guidance_scale=4.0,
+        width=request.width,
+        height=request.height,
+    ).images[0]
+    (made,) = generate(pipe, [request], ZERO, STEPS)
+    assert np.array_equal(pixels(made), pixels(expected))
+
+
+def test_progress_counts_pictures_and_the_pipelines_own_bar_is_silent(
+    pipe: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe.set_progress_bar_config(desc="mine")
+    calls: list[tuple[int, int]] = []
+    generate(pipe, REQUESTS, POLICY, STEPS, batch_size=2, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(2, 5), (4, 5), (5, 5)]
+    assert capfd.readouterr() == ("", "")
+    assert pipe._progress_bar_config == {"desc": "mine"}
+    pipe.set_progress_bar_config()
+
+
+def test_nothing_asked_nothing_made(pipe: Any) -> None:
+    assert generate(pipe, [], POLICY) == []
+
+
+@pytest.mark.parametrize("side", [30, 0, 200])
+def test_sides_that_the_model_cannot_make_are_refused(pipe: Any, side: int) -> None:
+    with pytest.raises(UserError, match="multiples of 8 from 8 to 192"):
+        generate(pipe, [Request("a", 0, side, 32)], POLICY, STEPS)
+
+
+def test_real_tokens_are_refused(pipe: Any) -> None:
+    with pytest.raises(UserError, match="not available yet"):
+        generate(pipe, REQUESTS, TextPolicy(12, "empty", "real"), STEPS)
+
+
+def test_a_png_carries_its_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "one.png"
+    save_png(Image.new("RGB", (4, 4)), path, {"prompt": "白色背景上有一个大的红色圆形", "seed": 3, "sizes": [1, 2]})
+    with Image.open(path) as image:
+        text = image.text
+    assert text["prompt"].startswith("白色") and text["seed"] == "3" and json.loads(text["sizes"]) == [1, 2]
+    assert [file.name for file in path.parent.iterdir()] == ["one.png"]
