@@ -215,7 +215,7 @@ class Lessons(nn.Module):
         # the marks after the caption have heard all of it
         rows, places = (self.after(ids)).nonzero(as_tuple=True)
         loss = loss + self.summary.loss(tokens[rows, places], batch.scenes[rows])
-        return loss + 0.5 * apart(whole) + 0.05 * unscaled(tokens)
+        return loss + 0.5 * apart(whole) + 0.1 * off_centre(whole) + 0.05 * unscaled(tokens)
 
     def object_loss(self, tokens: Tensor, ids: Tensor, objects: Tensor) -> Tensor:
         """At the words of an object: what it is. In CLIP only a shape's word has heard both, and no place is known."""
@@ -234,6 +234,11 @@ def apart(whole: Tensor) -> Tensor:
     """How far the languages are apart, in units of the spread over scenes."""
     by_scene = whole.unflatten(0, (-1, len(LANGUAGES)))
     return (by_scene[:, 0] - by_scene[:, 1]).square().mean() / (whole.var(0).mean() + 1e-6)
+
+
+def off_centre(whole: Tensor) -> Tensor:
+    """How much of the outputs is the same for every caption, in units of the spread over captions."""
+    return whole.mean(0).square().mean() / (whole.var(0).mean() + 1e-6)
 
 
 def unscaled(tokens: Tensor) -> Tensor:

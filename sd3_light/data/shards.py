@@ -15,8 +15,8 @@ for staleness or to show the data. Files appear by rename, so a name that exists
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,22 @@ def _starts(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def write_shard(path: Path, samples: Sequence[Sample], origins: Sequence[Origin], metadata: Mapping[str, str]) -> None:
-    """Write a shard and its Arrow file; the shard's name appears last, so that it never stands without the other."""
+def write_shard(folder: Path, entry: ShardEntry, samples: Sequence[Sample], origins: Sequence[Origin]) -> ShardEntry:
+    """Write a shard, its Arrow file and its manifest entry under ``folder``; returns the entry with size and hash.
+
+    The shard's own name appears last, so that it never stands without the others.
+    """
     assert len(samples) == len(origins) > 0
+    data = save(pack(samples), {"bucket": entry.bucket, "fingerprint": entry.fingerprint})
+    entry = replace(entry, count=len(samples), bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    path = folder / entry.file
+    write_atomically(path.with_suffix(".arrow"), _origin_table(samples, origins))
+    write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry)).encode())
+    write_atomically(path, data)
+    return entry
+
+
+def _origin_table(samples: Sequence[Sample], origins: Sequence[Origin]) -> bytes:
     table = pa.table(
         {
             "key": [origin.key for origin in origins],
@@ -160,8 +173,16 @@ def write_shard(path: Path, samples: Sequence[Sample], origins: Sequence[Origin]
     )
     sink = pa.BufferOutputStream()
     feather.write_feather(table, sink, compression="uncompressed")
-    write_atomically(path.with_suffix(".arrow"), sink.getvalue().to_pybytes())
-    write_atomically(path, save(pack(samples), dict(metadata)))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def read_entry(folder: Path, file: str) -> ShardEntry | None:
+    """The entry of a shard that stands whole under ``folder``, or None."""
+    path = folder / file
+    if not path.is_file():
+        return None
+    return _entry(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
 
 
 def read_origins(path: Path) -> list[Origin]:

@@ -56,7 +56,7 @@ def generate(
     The start noise of a picture comes from its own CPU generator, so with `uncond_text` "empty" this is the picture of
     `pipe(prompt, generator=torch.Generator("cpu").manual_seed(seed), max_sequence_length=t5_max_length,
     num_inference_steps=steps, guidance_scale=guidance, width=..., height=...)`: the same bytes when `batch_size` is 1.
-    In larger batches matrix products round differently, which shows as at most a few steps of 255 in fp32 and more in
+    In larger batches matrix products round differently: here and there a colour is one step of 255 off in fp32, more in
     half precision. Requests of one size share batches; `on_progress(done, total)` is called after each.
     """
     _check(pipe, requests, policy)

@@ -16,7 +16,7 @@ _TEXT_SIZE, _TITLE_SIZE = 11, 16
 _LINE = 14  # from one line of a caption to the next, in pixels
 _GAP = 8  # between cells, and between a picture and its caption
 _MARK = 8  # the side of the square that says right or wrong
-_PAPER, _INK = (250, 250, 250), (30, 30, 30)
+_PAPER, _INK = (232, 232, 236), (30, 30, 30)  # white pictures must show their edges
 _RIGHT, _WRONG = (20, 160, 60), (215, 30, 40)
 
 # Where fontconfig is missing: fonts with Chinese glyphs that systems ship, by file name.

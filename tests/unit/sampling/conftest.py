@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-WORDS = "a an two three four small large red green blue circle square star on white black background left of".split()
+WORDS = ["a", "two", "small", "large", "red", "green", "blue", "circle", "squares", "star", "black", "left", "of"]
 
 
 def _clip_tokenizer() -> Any:

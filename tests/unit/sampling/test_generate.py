@@ -73,7 +73,8 @@ def test_prompt_seed_negative_prompt_and_guidance_all_show(pipe: Any) -> None:
 
 def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
     request = REQUESTS[0]
-    tokens, _, pooled, _ = pipe.encode_prompt(request.prompt, None, None, max_sequence_length=12)
+    with torch.no_grad():  # with gradients attention takes another kernel, which rounds differently
+        tokens, _, pooled, _ = pipe.encode_prompt(request.prompt, None, None, max_sequence_length=12)
     expected = pipe(
         prompt_embeds=tokens,
         pooled_prompt_embeds=pooled,
@@ -121,5 +122,7 @@ def test_a_png_carries_its_parameters(tmp_path: Path) -> None:
     save_png(Image.new("RGB", (4, 4)), path, {"prompt": "白色背景上有一个大的红色圆形", "seed": 3, "sizes": [1, 2]})
     with Image.open(path) as image:
         text = image.text
-    assert text["prompt"].startswith("白色") and text["seed"] == "3" and json.loads(text["sizes"]) == [1, 2]
+    assert text["prompt"].startswith("白色")
+    assert text["seed"] == "3"
+    assert json.loads(text["sizes"]) == [1, 2]
     assert [file.name for file in path.parent.iterdir()] == ["one.png"]

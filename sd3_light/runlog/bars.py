@@ -1,5 +1,6 @@
 """How far a job is: a live bar on a terminal, plain lines now and then elsewhere, nothing on other ranks."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from rich.table import Column
 from sd3_light.runlog.console import console, is_main_process, say
 
 LINE_EVERY = 10.0  # seconds between plain lines, at least
-_FRAME_EVERY = 0.1  # seconds between updates of a live bar, at least
+_FRAME_EVERY = 0.2  # seconds between updates of a live bar, at least
 _POINT_EVERY = 0.5  # seconds between the points that the rate is measured from, at least
 _NUM_POINTS = 60
 
@@ -57,7 +58,7 @@ class Bar:
         if self.total:
             parts.append(f"{100 * self.done // self.total}%")
         if rate > 0:
-            parts.append(f"{_number(rate)} {self.unit}/s")
+            parts.append(f"{_number(rate, digits=3)} {self.unit}/s")
         if finished:
             parts.append(f"took {_duration(now - since)}")
         elif self.total is not None and rate > 0:
@@ -128,7 +129,7 @@ class _Live:
         screen.start()
 
     def update(self, bar: Bar) -> float:
-        self._mine.update(self._task, total=bar.total, completed=bar.done, status=bar.status())
+        self._mine.update(self._task, total=bar.total, completed=bar.done, status=bar.status(), refresh=True)
         return _FRAME_EVERY
 
     def close(self, bar: Bar, finished: bool) -> None:
@@ -148,6 +149,10 @@ def _new_screen() -> Progress:
         BarColumn(bar_width=24),
         TextColumn("{task.fields[status]}", markup=False, table_column=status),
         console=console,
+        # no thread that draws: a loader's worker that is forked while it holds the console's lock would never print
+        auto_refresh=False,
+        # rich would send prints to stderr, where they are no longer what a pipe is waiting for
+        redirect_stdout=sys.stdout.isatty(),
     )
 
 
@@ -157,11 +162,13 @@ def _display_for(bar: Bar) -> _Display:
     return _Live(bar) if console.is_terminal and not console.is_dumb_terminal else _Lines(bar)
 
 
-def _number(value: Field) -> str:
-    """A number in four digits or so, whole ones as they are."""
+def _number(value: Field, digits: int = 4) -> str:
+    """A float in a few digits, anything else as it is."""
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def _duration(seconds: float) -> str:

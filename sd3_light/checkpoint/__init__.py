@@ -1,0 +1,1 @@
+"""What a run needs to go on: which tensors and counters (state), and how they lie on disk (store)."""

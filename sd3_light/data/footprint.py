@@ -1,0 +1,65 @@
+"""What samples weigh: in the cache on disk, as prepared micro-batches, and in the loader's host memory (law 10).
+
+Pure arithmetic; each number comes with the formula that gave it.
+"""
+
+from sd3_light.config import ModelSize
+from sd3_light.data.buckets import Bucket
+from sd3_light.model.cost import Amount
+from sd3_light.model.folder import TextShape
+
+LATENT_STEP = 8
+"""Pixels a latent pixel covers, each way."""
+
+MAX_OPEN_SHARDS = 64
+"""Shards that one process keeps open; `stream.MAX_OPEN_SHARDS`, without its torch (a test holds them equal)."""
+
+
+def latent_pixels(bucket: Bucket) -> int:
+    """Pixels of a bucket's latent."""
+    return (bucket.width // LATENT_STEP) * (bucket.height // LATENT_STEP)
+
+
+def picture_bytes(bucket: Bucket, variants: int = 1, mask: bool = False) -> Amount:
+    """Cache bytes of one picture: fp16 mean and log-variance a variant, one byte a latent pixel for a mask."""
+    pixels, channels = latent_pixels(bucket), ModelSize.latent_channels
+    value = variants * 2 * channels * pixels * 2 + (pixels if mask else 0)
+    formula = f"{variants} variant{'s' if variants > 1 else ''}·2·{channels}·h·w·2 B" + (" + h·w mask" if mask else "")
+    return Amount(value, formula)
+
+
+def caption_bytes(text: TextShape) -> Amount:
+    """Cache bytes of one caption: tokens and pooled vectors in bf16."""
+    clip = f"{text.clip_tokens}·({text.clip_l_width}+{text.clip_g_width})"
+    return Amount(2 * text.numbers, f"({clip} + {text.t5_tokens}·{text.t5_width} + {text.pooled_width} pooled)·2 B")
+
+
+def sample_bytes(bucket: Bucket, text: TextShape, captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
+    """Cache bytes of one sample (its fingerprint in the Arrow file, some hundred bytes, is not counted)."""
+    picture, caption = picture_bytes(bucket, variants, mask), caption_bytes(text)
+    value = picture.value + captions * caption.value
+    return Amount(value, f"{picture.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
+
+
+def batch_bytes(bucket: Bucket, text: TextShape, batch: int, mask: bool = False) -> Amount:
+    """Bytes of one prepared micro-batch: noisy latents and target in fp32, joined text in bf16."""
+    pixels, channels = latent_pixels(bucket), ModelSize.latent_channels
+    latents = 2 * channels * pixels * 4 + (4 * pixels if mask else 0)
+    prompt = 2 * (text.tokens * text.t5_width + text.pooled_width)
+    formula = f"B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
+    formula += f"({text.tokens}·{text.t5_width} + {text.pooled_width})·2)"
+    return Amount(batch * (latents + prompt + 4), formula)
+
+
+def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
+    """Bytes that an open shard holds in memory: ids and starts. Its tensors stay in the file, mapped."""
+    return round(8 * (2 * shard_size + 3 * shard_size * captions))
+
+
+def loader_bytes(prepared: Amount, workers: int, prefetch: int, shard_size: int, captions: float = 1.0) -> Amount:
+    """Host memory of a rank's loader: batches prepared ahead, the one in use, and the indices of open shards."""
+    readers, ahead = max(1, workers), workers * prefetch
+    shards = readers * MAX_OPEN_SHARDS * open_shard_bytes(shard_size, captions)
+    value = (ahead + 1) * prepared.value + shards
+    formula = f"({workers} workers·{prefetch} ahead + 1)·micro-batch + {readers}·{MAX_OPEN_SHARDS} open shards' indices"
+    return Amount(value, formula)

@@ -1,0 +1,46 @@
+"""Who this process is among those of its launcher."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from sd3_light.config.faults import UserError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rank, rank on this machine, and number of processes."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    @staticmethod
+    def detect(local_rank: int | None = None) -> "Launch":
+        """From what torchrun (its run id) or the DeepSpeed launcher (``--local_rank``) says.
+
+        RANK, WORLD_SIZE or LOCAL_RANK alone may be left over in a shell and mean nothing to a plain `python train.py`.
+        """
+        launched = "TORCHELASTIC_RUN_ID" in os.environ or (local_rank is not None and local_rank >= 0)
+        if not launched:
+            return Launch()
+        try:
+            return Launch(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"the launcher set no usable {error}; start with torchrun or plain python, without --local_rank"
+            ) from error
+
+    def device(self, wish: str = "auto") -> torch.device:
+        """This process's device: its own GPU where there is one and the wish allows it."""
+        if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise UserError("caching_device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+        return torch.device("cuda", self.local_rank)

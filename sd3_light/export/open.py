@@ -1,0 +1,22 @@
+"""Opening a model folder for use: the pipeline, and how its text was encoded in training."""
+
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from sd3_light.config.faults import UserError
+from sd3_light.export.folder import read_facts
+from sd3_light.sampling.generate import TextPolicy
+
+
+def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+    """The folder's pipeline in float32, and its text policy (stock SD3's where the folder does not say)."""
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"{folder} is no diffusers folder (no model_index.json); give an export or another SD3 folder")
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    text = read_facts(folder).get("text", {})
+    policy = TextPolicy(
+        text.get("t5_max_length", 256), text.get("uncond_text", "empty"), text.get("text_tokens", "padded")
+    )
+    return pipe.to(device), policy

@@ -1,0 +1,130 @@
+"""What a complete SD3 folder of diffusers holds, and what its config files say about text and latents.
+
+Only names and JSON are read here, never weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd3_light.model.start import WEIGHTS, read_json
+
+CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
+_UNSAID = 10**6  # transformers writes lengths above this for "no limit"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a folder: a model with config and weights, or a folder with one of several files."""
+
+    name: str
+    any_of: tuple[str, ...]
+    weights: str | None = None
+
+    def missing(self, folder: Path) -> Iterator[str]:
+        """What of it is not in ``folder``, as paths below it."""
+        place = folder / self.name
+        if not any((place / file).is_file() for file in self.any_of):
+            yield " or ".join(f"{self.name}/{file}".removeprefix("./") for file in self.any_of)
+        if self.weights is not None:
+            yield from (f"{self.name}/{file}".removeprefix("./") for file in missing_weights(place, self.weights))
+
+
+_TOKENIZER = ("tokenizer.json", "vocab.json", "spiece.model")
+PARTS = (
+    Part(".", ("model_index.json",)),
+    Part("vae", ("config.json",), WEIGHTS),
+    Part("text_encoder", ("config.json",), "model"),
+    Part("text_encoder_2", ("config.json",), "model"),
+    Part("text_encoder_3", ("config.json",), "model"),
+    Part("tokenizer", _TOKENIZER),
+    Part("tokenizer_2", _TOKENIZER),
+    Part("tokenizer_3", _TOKENIZER),
+    Part("scheduler", ("scheduler_config.json",)),
+)
+TRANSFORMER = Part("transformer", ("config.json",), WEIGHTS)
+
+
+def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
+    """The files that ``folder`` lacks to be a complete SD3; its denoiser counts when ``transformer`` is true."""
+    parts = (*PARTS, TRANSFORMER) if transformer else PARTS
+    return tuple(file for part in parts for file in part.missing(folder))
+
+
+def missing_denoiser(folder: Path) -> tuple[str, ...]:
+    """The files that ``folder``, a denoiser's own, lacks."""
+    return tuple(Part(".", ("config.json",), WEIGHTS).missing(folder))
+
+
+def missing_weights(folder: Path, stem: str) -> Iterator[str]:
+    """The safetensors files that ``folder`` lacks: one of that stem, or all that its index names."""
+    index = folder / f"{stem}.safetensors.index.json"
+    if (folder / f"{stem}.safetensors").is_file():
+        return
+    if not index.is_file():
+        yield f"{stem}.safetensors"
+        return
+    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    yield from (file for file in files if not (folder / file).is_file())
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """The padded text of one caption: rows and widths of the three encoders."""
+
+    clip_tokens: int
+    t5_tokens: int
+    clip_l_width: int
+    clip_g_width: int
+    t5_width: int
+    pooled_width: int
+
+    @property
+    def tokens(self) -> int:
+        """Text tokens that the denoiser sees: CLIP's, then T5's."""
+        return self.clip_tokens + self.t5_tokens
+
+    @property
+    def clip_width(self) -> int:
+        """Width of both CLIPs side by side."""
+        return self.clip_l_width + self.clip_g_width
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a cache keeps of one caption; CLIP is not padded to T5's width there."""
+        return self.clip_tokens * self.clip_width + self.t5_tokens * self.t5_width + self.pooled_width
+
+
+def text_shape(folder: Path, t5_max_length: int) -> TextShape:
+    """The text that a folder's encoders give; what a config leaves out is transformers' default."""
+    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in ("text_encoder", *_LATER_ENCODERS))
+    return TextShape(
+        clip_tokens=tokenizer_length(folder / "tokenizer") or CLIP_TOKENS,
+        t5_tokens=t5_max_length,
+        clip_l_width=int(clip_l.get("hidden_size", 512)),
+        clip_g_width=int(clip_g.get("hidden_size", 512)),
+        t5_width=int(t5.get("d_model", 512)),
+        pooled_width=int(clip_l.get("projection_dim", 512)) + int(clip_g.get("projection_dim", 512)),
+    )
+
+
+_LATER_ENCODERS = ("text_encoder_2", "text_encoder_3")
+
+
+def tokenizer_length(folder: Path) -> int | None:
+    """The longest input that a tokenizer's config names; None where it names none."""
+    path = folder / "tokenizer_config.json"
+    length = read_json(path).get("model_max_length") if path.is_file() else None
+    return int(length) if isinstance(length, int | float) and length < _UNSAID else None
+
+
+def clip_positions(folder: Path) -> int:
+    """The longest input that both CLIP encoders of a folder can take."""
+    configs = (read_json(folder / name / "config.json") for name in ("text_encoder", "text_encoder_2"))
+    return min(int(config.get("max_position_embeddings", CLIP_TOKENS)) for config in configs)
+
+
+def vae_shape(folder: Path) -> tuple[int, int]:
+    """(latent channels, pixels a latent pixel covers each way) of a folder's VAE."""
+    config = read_json(folder / "vae" / "config.json")
+    return int(config.get("latent_channels", 4)), 2 ** (len(config.get("block_out_channels", [64])) - 1)

@@ -1,0 +1,225 @@
+"""The second pass of law 7: the faults of a config that only the disk can show."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
+from sd3_light.data.buckets import SIDE_STEP, buckets_for
+from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
+from sd3_light.model.folder import vae_shape as read_vae_shape
+from sd3_light.model.start import (
+    WeightsStart,
+    denoiser_folder,
+    differences,
+    folder_size,
+    start_source,
+    where_weights_start,
+)
+from sd3_light.stages.check.not_yet import not_yet_faults
+
+_SOURCE_FILES = (".tar", ".parquet")
+
+
+def disk_faults(loaded: LoadedConfig) -> list[Fault]:
+    """All faults that the disk shows, and all features that this version lacks; a sound config gives none."""
+    faults = [*not_yet_faults(loaded), *_folder_faults(loaded), *_init_faults(loaded)]
+    start, start_faults = _start(loaded)
+    faults += start_faults
+    faults += _encoder_faults(loaded, None if start is None else start.size)
+    if start is not None:
+        faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size)]
+    for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
+        faults += _source_faults(dataset)
+        faults += [] if start is None else _bucket_faults(dataset, start.size)
+    return list(dict.fromkeys([*faults, *_write_faults(loaded)]))
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+def _folder_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """`diffusers_path` is a complete SD3; its denoiser is needed only where weights start there."""
+    model, file, key = loaded.train.model, str(loaded.path), "model.diffusers_path"
+    folder = model.diffusers_path
+    if not folder.is_dir():
+        hint = "give the diffusers folder of an SD3, or make one with `sd3-light init`"
+        yield Fault(file, key, "no such folder", given=str(folder), hint=hint)
+        return
+    try:
+        missing = missing_parts(folder, transformer=start_source(model) == folder)
+    except UserError as error:
+        yield Fault(file, key, str(error))
+        return
+    for part in missing:
+        yield Fault(file, key, f"the folder lacks {part}", given=str(folder), hint="fetch or copy the whole SD3 folder")
+
+
+def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """`init` names a folder that holds a denoiser."""
+    init, file, key = loaded.train.model.init, str(loaded.path), "model.init"
+    if init is None or init == "random" or init == loaded.train.model.diffusers_path:
+        return
+    if not init.is_dir():
+        yield Fault(file, key, "no such folder", given=str(init), hint='give a folder with a denoiser, or "random"')
+        return
+    place = denoiser_folder(init)
+    try:
+        missing = missing_denoiser(place)
+    except UserError as error:
+        yield Fault(file, key, str(error))
+        return
+    for part in missing:
+        problem = f"the folder holds no whole denoiser: {place.relative_to(init) / part} is missing"
+        yield Fault(file, key, problem, given=str(init), hint="give an export, an SD3 folder or its transformer folder")
+
+
+def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
+    """Where weights start, or None and why it cannot be told; a missing file is others' to report."""
+    model = loaded.train.model
+    source = start_source(model)
+    if source is not None and not (denoiser_folder(source) / "config.json").is_file():
+        return None, []
+    try:
+        return where_weights_start(model), []
+    except UserError as error:
+        key = "model.size" if source is None else "model.init" if model.init else "model.diffusers_path"
+        return None, [Fault(str(loaded.path), key, str(error).removeprefix("model.size: "))]
+
+
+def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
+    """A key that describes the denoiser agrees with the folder that it comes from."""
+    model, file = loaded.train.model, str(loaded.path)
+    if start.folder is None:
+        return
+    found, hint = start.size, 'remove the key, or give init = "random"'
+    if model.num_layers is not None and model.num_layers != found.num_layers:
+        problem = f"the weights in {start.folder} have {found.num_layers} layers"
+        yield Fault(file, "model.num_layers", problem, given=str(model.num_layers), hint=hint)
+    if model.qk_norm is not None and model.qk_norm != found.qk_norm:
+        problem = f"the weights in {start.folder} {'have' if found.qk_norm else 'have no'} qk-norm"
+        yield Fault(file, "model.qk_norm", problem, given=str(model.qk_norm).lower(), hint=hint)
+    if model.size is not None:
+        # what the two keys above say of their own is theirs to answer for
+        asked = SIZES[model.size].with_overrides(
+            None if model.num_layers is None else found.num_layers, None if model.qk_norm is None else found.qk_norm
+        )
+        if differ := differences(asked, found):
+            said = ", ".join(f"{name} {getattr(found, name)} (not {getattr(asked, name)})" for name in differ)
+            yield Fault(file, "model.size", f"the weights in {start.folder} have {said}", f'"{model.size}"', hint=hint)
+
+
+def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
+    """Text reconstruction reads a layer that the denoiser has."""
+    model, last = loaded.train.model, size.num_layers - 1
+    if model.text_recon_gamma > 0 and model.text_recon_target_layer > last:
+        problem = f"the model has {size.num_layers} layers and the last has no text output"
+        given = str(model.text_recon_target_layer)
+        yield Fault(str(loaded.path), "model.text_recon_target_layer", problem, given=given, allowed=f"0 to {last}")
+
+
+def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fault]:
+    """Text encoders and VAE fit the denoiser, and texts fit the encoders; a missing file is others' to report."""
+    folder, file, key = loaded.train.model.diffusers_path, str(loaded.path), "model.diffusers_path"
+    configs = [folder / part / "config.json" for part in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")]
+    if not all(path.is_file() for path in configs):
+        return
+    try:
+        problems = [*_latent_problems(folder), *_text_problems(folder, loaded.train.model.t5_max_length, size)]
+        longest = tokenizer_length(folder / "tokenizer_3")
+    except UserError as error:
+        problems, longest = [str(error)], None
+    yield from (Fault(file, key, problem, given=str(folder)) for problem in problems)
+    if longest is not None and loaded.train.model.t5_max_length > longest:
+        given = str(loaded.train.model.t5_max_length)
+        yield Fault(
+            file, "model.t5_max_length", f"tokenizer_3 takes {longest} tokens at most", given, allowed=f"1 to {longest}"
+        )
+
+
+def _latent_problems(folder: Path) -> Iterator[str]:
+    channels, shrink = read_vae_shape(folder)
+    if channels != ModelSize.latent_channels:
+        yield f"its VAE has {channels} latent channels and the denoiser takes {ModelSize.latent_channels}"
+    if shrink * ModelSize.patch_size != SIDE_STEP:
+        yield f"its VAE shrinks pictures {shrink} times, an SD3's {SIDE_STEP // ModelSize.patch_size} times"
+
+
+def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> Iterator[str]:
+    text, positions = text_shape(folder, t5_max_length), clip_positions(folder)
+    if text.clip_tokens > positions:
+        yield f"its tokenizer gives {text.clip_tokens} tokens and its CLIP encoders take {positions} at most"
+    if text.clip_width > text.t5_width:
+        yield f"both CLIPs together are wider ({text.clip_l_width} + {text.clip_g_width}) than T5 ({text.t5_width})"
+    if size is None:
+        return
+    if text.t5_width != size.text_width:
+        yield f"its T5 is {text.t5_width} wide and the denoiser ({size.name}) takes {size.text_width}"
+    if text.pooled_width != size.pooled_width:
+        yield f"its pooled text is {text.pooled_width} wide and the denoiser ({size.name}) takes {size.pooled_width}"
+
+
+# --- the data ---------------------------------------------------------------------------------
+
+
+def _source_faults(dataset: DatasetConfig) -> Iterator[Fault]:
+    """Every path of a dataset TOML is there and can be read."""
+    for index, directory in enumerate(dataset.directories):
+        for key, problem, path in _path_problems(directory):
+            hint = "relative paths are taken from the folder of the TOML"
+            yield Fault(str(dataset.path), f"directory[{index}].{key}", problem, given=str(path), hint=hint)
+
+
+def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]]:
+    path, masks, mask = directory.path, directory.mask_path, directory.default_mask_file
+    if path.exists() and not path.is_dir() and path.suffix.lower() not in _SOURCE_FILES:
+        yield "path", "neither a folder nor a .tar or .parquet file", path
+    if masks is not None and masks.exists() and not masks.is_dir():
+        yield "mask_path", "not a folder (one mask for all is default_mask_file)", masks
+    if mask is not None and mask.is_dir():
+        yield "default_mask_file", "a folder, not a file", mask
+    for key, place in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
+        if place is not None and not place.exists():
+            yield key, "no such file or folder", place
+        elif place is not None and not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0)):
+            yield key, "may not be read by this user", place
+
+
+def _bucket_faults(dataset: DatasetConfig, size: ModelSize) -> Iterator[Fault]:
+    """Every bucket is made of whole patches and lies inside the denoiser's table of positions."""
+    limit = size.pos_embed_max_size * SIDE_STEP
+    for index, directory in enumerate(dataset.directories):
+        key = f"directory[{index}].{'size_buckets' if directory.size_buckets else 'resolutions'}"
+        buckets = buckets_for(directory)
+        odd = [str(one) for one in buckets if one.width % SIDE_STEP or one.height % SIDE_STEP]
+        far = [str(one) for one in buckets if max(one.width, one.height) > limit]
+        if odd:
+            yield Fault(str(dataset.path), key, f"sides are multiples of {SIDE_STEP}", given=", ".join(odd))
+        if far:
+            problem = f"the denoiser's position table ends at {limit} px"
+            hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
+            yield Fault(str(dataset.path), key, problem, given=", ".join(far), hint=hint)
+
+
+# --- what will be written ---------------------------------------------------------------------
+
+
+def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """Runs and caches have a place where they can be made."""
+    key = "dataset" if loaded.train.cache_dir is None else "cache_dir"
+    places = [("output_dir", loaded.train.output_dir), (key, loaded.dataset.cache_dir)]
+    places += [("eval_datasets", dataset.cache_dir) for dataset in loaded.eval_datasets.values()]
+    for name, place in places:
+        if problem := _cannot_make(place):
+            yield Fault(str(loaded.path), name, problem, given=str(place), hint="choose another place")
+
+
+def _cannot_make(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to; None where it can."""
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    what = "cannot be a folder" if there == folder else "cannot be made"
+    if not there.is_dir():
+        return f"{what}: {there} is {'a broken link' if there.is_symlink() else 'a file'}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{what if there != folder else 'cannot be written to'}: {there} may not be written by this user"
+    return None

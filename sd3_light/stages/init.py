@@ -1,0 +1,24 @@
+"""The init stage: a pipeline folder with a randomly initialised denoiser, where a pretraining run can start."""
+
+from pathlib import Path
+
+from sd3_light.checkpoint.state import Progress
+from sd3_light.config import LoadedConfig
+from sd3_light.config.faults import UserError
+from sd3_light.model.start import MARKER, where_weights_start
+from sd3_light.training.light_sd3 import starting_transformer
+from sd3_light.training.saver import export_spec, model_config, whole_state
+from sd3_light.export.folder import write_folder
+
+
+def run(loaded: LoadedConfig, out: Path) -> Path:
+    """Write ``out``: encoders and VAE from `diffusers_path`, the denoiser by size and seed. Never overwrites."""
+    if out.exists():
+        raise UserError(f"{out} exists already; choose another folder, nothing was changed")
+    train = loaded.train
+    start = where_weights_start(train.model)
+    transformer = starting_transformer(train.model, train.seed)
+    spec = export_spec(train, model_config(transformer), start.sentence, Progress())
+    write_folder(out, whole_state(transformer, {}), spec)
+    (out / MARKER).write_text(f'{{"seed": {train.seed}, "size": "{start.size.name}"}}\n', encoding="utf-8")
+    return out

@@ -1,0 +1,136 @@
+"""What training asks of SD3: inputs from cached features, the denoiser and where it starts, saving."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.encoders.text import Features, join_text
+from sd3_light.encoders.vae import LatentScale, draw_latent
+from sd3_light.export.folder import ExportSpec, write_folder
+from sd3_light.flow.conditioning import draw_drops, drop_text
+from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.flow.timesteps import times
+from sd3_light.model.layers import new_transformer
+from sd3_light.model.start import where_weights_start
+from sd3_light.randomness import stream
+
+Batch = Mapping[str, Any]
+Prepared = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
+_TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
+
+
+@dataclass(frozen=True)
+class InputPreparer:
+    """Cached features -> (features, label), every draw each sample's own (law 1). Light, so that workers can carry it.
+
+    ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros.
+    """
+
+    seed: int
+    model: ModelConfig
+    scale: LatentScale
+    empty_text: Features | None
+
+    def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
+        """((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
+
+        With ``timestep_quantile`` the batch is one of validation: that quantile of t for all, noise that depends on the
+        sample alone, the posterior's mean and no dropout.
+        """
+        evaluation = timestep_quantile is not None
+        moments = batch["moments"]
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        noise = self._normals(batch, "eval-noise" if evaluation else "noise", shape)
+        posterior = None if evaluation else self._normals(batch, "posterior", shape)
+        clean = self.scale.normalise(draw_latent(moments, posterior))
+        t = self._times(batch, clean.shape, timestep_quantile)
+        text = {name: batch[name] for name in _TEXT}
+        if self.model.enable_uncond_text_dropout and not evaluation:
+            text = drop_text(text, self._drops(batch), self.empty_text)
+        prompt, pooled = join_text(text)
+        mask = batch.get("mask")
+        return (
+            (interpolate(clean, noise, t), 1000 * t, prompt, pooled),
+            (velocity(clean, noise), None if mask is None else mask.float() / 255),
+        )
+
+    def _normals(self, batch: Batch, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        occurrences = _occurrences(batch, fixed=purpose.startswith("eval"))
+        values = np.empty((len(occurrences), *shape), dtype=np.float32)
+        for at, occurrence in enumerate(occurrences):
+            stream(self.seed, purpose, *occurrence).standard_normal(dtype=np.float32, out=values[at])
+        return torch.from_numpy(values)
+
+    def _times(self, batch: Batch, shape: torch.Size, quantile: float | None) -> Tensor:
+        occurrences = _occurrences(batch)
+        quantiles = [
+            _open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
+            for occurrence in occurrences
+        ]
+        tokens = (shape[-1] // 2) * (shape[-2] // 2)
+        model = self.model
+        drawn = times(
+            quantiles, tokens, model.timestep_sample_method, model.sigmoid_scale, model.shift, model.flux_shift
+        )
+        return torch.tensor(drawn, dtype=torch.float32)
+
+    def _drops(self, batch: Batch) -> list[tuple[bool, ...]]:
+        probability = self.model.uncond_text_dropout_prob
+        return [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
+
+
+def _open_interval(u: float) -> float:
+    return min(max(u, 1e-12), 1 - 1e-12)
+
+
+def _occurrences(batch: Batch, fixed: bool = False) -> list[tuple[int, int, int]]:
+    """(epoch, repeat, sample id) of each sample; epoch and repeat are 0 where every evaluation must see the same."""
+    ids = batch["sample_id"].tolist()
+    if fixed:
+        return [(0, 0, sample_id) for sample_id in ids]
+    return list(zip(batch["epoch"].tolist(), batch["repeat"].tolist(), ids, strict=True))
+
+
+class LightSD3Pipeline:
+    """SD3 as the training stage sees it: a denoiser in float32, the preparation of its inputs, and how it is saved."""
+
+    name = "sd3"
+
+    def __init__(self, model: ModelConfig, seed: int, empty_text: Features | None) -> None:
+        self.model = model
+        self.transformer = starting_transformer(model, seed)
+        uncond = empty_text if model.uncond_text == "empty" else None
+        self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond)
+
+    def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
+        """See `InputPreparer.prepare_inputs`."""
+        return self.preparer.prepare_inputs(batch, timestep_quantile)
+
+    def save_model(self, folder: Path, state_dict: Mapping[str, Tensor], spec: ExportSpec) -> Path:
+        """Write a complete, proven diffusers folder with these denoiser weights."""
+        return write_folder(folder, state_dict, spec)
+
+
+def split_batch(prepared: Prepared, pieces: int) -> list[Prepared]:
+    """A prepared batch as ``pieces`` equal micro-batches."""
+    features, (target, mask) = prepared
+    assert len(target) % pieces == 0, (len(target), pieces)
+    cut = [tensor.chunk(pieces) for tensor in features]
+    targets = target.chunk(pieces)
+    masks = [None] * pieces if mask is None else mask.chunk(pieces)
+    return [(tuple(part[at] for part in cut), (targets[at], masks[at])) for at in range(pieces)]
+
+
+def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel:
+    """The denoiser where training starts, in float32 (law 4)."""
+    start = where_weights_start(model)
+    if start.folder is None:
+        return new_transformer(start.size.transformer_config(), seed)
+    return SD3Transformer2DModel.from_pretrained(start.folder, torch_dtype=torch.float32, local_files_only=True)

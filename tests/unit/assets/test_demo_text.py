@@ -1,0 +1,162 @@
+"""The shipped tokenizers and text encoders of the demo: what other programs and the demo's training rely on."""
+
+import hashlib
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from transformers import (
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+import sd3_light
+from sd3_light.randomness import stream
+from sd3_light.world import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    Item,
+    Scene,
+    canonical,
+    captions,
+    draw_scene,
+)
+
+DEMO = Path(sd3_light.__file__).parent / "assets" / "demo"
+TOKENIZERS = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
+ENCODERS = {
+    "text_encoder": (CLIPTextModelWithProjection, "tokenizer", 96),
+    "text_encoder_2": (CLIPTextModelWithProjection, "tokenizer_2", 128),
+    "text_encoder_3": (T5EncoderModel, "tokenizer_3", 256),
+}
+STRANGE = ("", "!", "🐶🐈‍⬛ a dog", "привет мир", "你好，世界", "שלום", "\x00\n\t", "<|endoftext|></s><unk>", "x" * 500)
+MAX_LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+    return {name: kind.from_pretrained(DEMO / name) for name, kind in TOKENIZERS.items()}
+
+
+def every_scene() -> list[Scene]:
+    looks = list(product(SHAPES, COLOURS))
+    scenes = [Scene("single", (Item(*look, size),), None, 1, b) for look, size, b in product(looks, SIZES, BACKGROUNDS)]
+    scenes += [Scene("count", (Item(*look),), None, n, b) for look, n, b in product(looks, COUNTS[1:], BACKGROUNDS)]
+    for one, other, relation in product(looks, looks, RELATIONS):
+        if one != other:
+            # each background comes with each relation; one a pair is enough, for it stands at the other end
+            background = tuple(BACKGROUNDS)[looks.index(one) % len(BACKGROUNDS)]
+            scenes.append(Scene("pair", (Item(*one), Item(*other)), relation, 2, background))
+    return scenes
+
+
+def encode(name: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenizerBase]) -> tuple[torch.Tensor, ...]:
+    """(tokens, pooled) as stock SD3 takes them; T5 has no pooled output."""
+    kind, tokenizer, _ = ENCODERS[name]
+    model = kind.from_pretrained(DEMO / name, dtype=torch.float32).eval()
+    ids = tokenizers[tokenizer](
+        texts, padding="max_length", max_length=MAX_LENGTH, truncation=True, return_tensors="pt"
+    ).input_ids
+    with torch.no_grad():
+        if kind is T5EncoderModel:
+            return (model(ids)[0],)
+        output = model(ids, output_hidden_states=True)
+    return output.hidden_states[-2], output[0]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_caption_fits_and_has_one_token_a_word(
+    name: str, tokenizers: dict[str, PreTrainedTokenizerBase]
+) -> None:
+    tokenizer = tokenizers[name]
+    assert tokenizer.model_max_length == MAX_LENGTH
+    texts = [text for scene in every_scene() for text in captions(scene).values()]
+    rows = tokenizer(texts).input_ids
+    assert max(map(len, rows)) <= MAX_LENGTH - 1  # so that a full stop fits too
+    assert all(tokenizer.unk_token_id not in row[:-1] for row in rows)
+    for text, row in zip(texts, rows, strict=True):
+        if text.isascii():
+            assert len(row) == len(text.split()) + (1 if name == "tokenizer_3" else 2), text
+    # a Chinese caption has as many tokens as its kind has words, whatever the words: none spans two, none is split
+    chinese = {len(row) for text, row in zip(texts, rows, strict=True) if not text.isascii() and "，" not in text}
+    assert len(chinese) == 2, chinese
+    assert len({len(row) for text, row in zip(texts, rows, strict=True) if "，" in text}) == 1
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_word_has_the_same_token_in_every_company(
+    name: str, tokenizers: dict[str, PreTrainedTokenizerBase]
+) -> None:
+    tokenizer = tokenizers[name]
+    item = Item("circle", "red", "large")
+    first = {language: tokenizer(text).input_ids for language, text in captions(_single(item)).items()}
+    for colour, shape in product(COLOURS, SHAPES):
+        for language, text in captions(_single(Item(shape, colour, "large"))).items():
+            changed = sum(a != b for a, b in zip(first[language], tokenizer(text).input_ids, strict=True))
+            assert changed == (colour != item.colour) + (shape != item.shape), text
+
+
+def _single(item: Item) -> Scene:
+    return Scene("single", (item,), None, 1, "white")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_saved_copy_gives_the_same_ids(
+    name: str, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    tokenizers[name].save_pretrained(tmp_path)
+    texts = [*STRANGE, "A large red circle on a white background.", "白色背景上，红色圆形在蓝色正方形的左边"]
+    assert TOKENIZERS[name].from_pretrained(tmp_path)(texts).input_ids == tokenizers[name](texts).input_ids
+
+
+def test_clip_knows_every_byte_and_gives_chinese_back(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+    tokenizer = tokenizers["tokenizer"]
+    for text in ("привет", "你好", "🐶", "红色圆形在蓝色正方形的左边"):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.unk_token_id not in ids[1:-1]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_outputs_have_unit_scale_and_strange_text_is_finite(
+    name: str, tokenizers: dict[str, PreTrainedTokenizerBase]
+) -> None:
+    rng = stream(3, "test-demo-text", 0, 0, 0)
+    texts = [text for held_out in (False, True) for _ in range(64) for text in captions(draw_scene(rng, held_out)).values()]
+    width = ENCODERS[name][2]
+    for output in encode(name, texts, tokenizers):
+        assert output.shape[-1] == width and output.shape[:-1].numel() in (len(texts), len(texts) * MAX_LENGTH)
+        assert 0.9 < output.square().mean().sqrt() < 1.1
+        assert output.abs().max() < 20
+    assert all(output.isfinite().all() for output in encode(name, list(STRANGE), tokenizers))
+
+
+def test_pooled_output_tells_meaning_from_language(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+    rng = stream(4, "test-demo-text", 0, 0, 0)
+    scenes = list({canonical(scene): scene for scene in (draw_scene(rng, held_out=True) for _ in range(100))}.values())
+    texts = [captions(scene)[language] for language in ("en", "zh") for scene in scenes]
+    pooled = torch.cat([encode(name, texts, tokenizers)[1] for name in ("text_encoder", "text_encoder_2")], dim=-1)
+    english, chinese = pooled.chunk(2)
+    nearest = torch.cdist(english, chinese).argmin(dim=1)
+    assert (nearest == torch.arange(len(scenes))).float().mean() > 0.95
+
+
+def test_files_are_as_listed() -> None:
+    listed = json.loads((DEMO / "hashes.json").read_text(encoding="utf-8"))
+    files = [*DEMO.glob("*/*.safetensors"), *DEMO.glob("*/tokenizer.json")]
+    found = {path.relative_to(DEMO).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert {name: listed.get(name) for name in found} == found, "run scripts/demo_hashes.py if the change is meant"
+
+
+def test_scheduler_is_unshifted() -> None:
+    assert FlowMatchEulerDiscreteScheduler.from_pretrained(DEMO / "scheduler").config.shift == 1.0

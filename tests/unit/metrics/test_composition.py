@@ -1,0 +1,77 @@
+"""Rates are over the prompts that ask; pictures of the scenes themselves are all right."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd3_light.metrics import composition
+from sd3_light.metrics.composition import DEMANDS, TABLE_COLUMNS, judge_pictures, score
+from sd3_light.sampling.generate import Request, TextPolicy
+from sd3_light.world import PICTURE_SIZES, prompts, render
+
+POLICY = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
+PROMPTS = prompts(12, seed=3, held_out=True)
+
+
+def drawn(size: tuple[int, int] = (64, 64)) -> list[Image.Image]:
+    return [render(prompt.scene, *size, np.random.default_rng(i)) for i, prompt in enumerate(PROMPTS)]
+
+
+def test_true_pictures_score_one_everywhere() -> None:
+    result = judge_pictures(PROMPTS, drawn())
+    assert result.num_prompts == 12
+    assert all(result.rates[demand] == 1 for demand in DEMANDS)
+    assert result.as_table_row() == ("12", *["100.0%"] * len(DEMANDS))
+    assert len(result.as_table_row()) == len(TABLE_COLUMNS)
+
+
+def test_rates_are_over_those_that_ask_and_by_kind() -> None:
+    images = drawn()
+    for index, prompt in enumerate(PROMPTS):
+        if prompt.scene.kind == "pair":
+            images[index] = Image.new("RGB", (64, 64), (255, 255, 255))
+    result = judge_pictures(PROMPTS, images)
+    assert result.rates["all"] == pytest.approx(2 / 3)
+    assert result.rates["relation"] == 0
+    assert result.rates["size"] == 1
+    assert set(result.by_kind) == {"single", "count", "pair"}
+    assert result.by_kind["pair"]["all"] == 0
+    assert result.by_kind["single"]["all"] == 1
+    assert result.by_kind["count"]["size"] is None
+    assert result.by_kind["count"]["relation"] is None
+
+
+def test_what_nobody_asks_has_no_rate() -> None:
+    counts = [prompt for prompt in PROMPTS if prompt.scene.kind == "count"]
+    images = [render(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
+    result = judge_pictures(counts, images)
+    row = dict(zip(TABLE_COLUMNS, result.as_table_row(), strict=True))
+    assert row["relation"] == row["size"] == "–"
+    assert row["count"] == "100.0%"
+    assert json.loads(json.dumps(result.as_dict()))["by_kind"]["count"]["size"] is None
+
+
+@pytest.mark.parametrize("sizes", [None, PICTURE_SIZES])
+def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
+    asked: list[Request] = []
+
+    def fake(pipe: Any, requests: Sequence[Request], *rest: Any) -> list[Image.Image]:
+        asked.extend(requests)
+        assert (pipe, rest) == ("pipe", (POLICY, 5, 3.0, 4, None))
+        return [
+            render(prompt.scene, request.width, request.height, np.random.default_rng(request.seed))
+            for prompt, request in zip(PROMPTS, requests, strict=True)
+        ]
+
+    monkeypatch.setattr(composition, "generate", fake)
+    extra = {} if sizes is None else {"sizes": sizes}
+    result = score("pipe", PROMPTS, POLICY, steps=5, guidance=3.0, seed=100, batch_size=4, **extra)
+    cycle = sizes or ((64, 64),)
+    assert asked == [Request(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
+    assert result.rates["all"] == 1
+    sheet = result.as_grid(columns=4, title="held-out")
+    assert sheet.width == 8 + 4 * (2 * max(width for width, _ in cycle) + 8)

@@ -1,0 +1,128 @@
+"""Bars on a terminal, lines elsewhere, nothing on other ranks."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from sd3_light.runlog import progress, say, set_main_process
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("sd3_light.runlog.bars.time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _main(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
+
+
+def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> io.StringIO:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=100, legacy_windows=False, _environ={"TERM": "xterm"})
+    monkeypatch.setattr("sd3_light.runlog.console.console", console)
+    monkeypatch.setattr("sd3_light.runlog.bars.console", console)
+    return screen
+
+
+def test_say_prints_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a [bold]line[/] :smile: of 12 words " + "x" * 200
+    say(text)
+    assert capsys.readouterr() == ("", text + "\n")
+
+
+def test_lines_come_first_last_and_every_ten_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("train", 1000, "samples", done=100) as bar:
+        for _ in range(25):
+            clock.now += 1
+            bar.advance(20, loss=0.51234567, lr=1e-5, note="ok")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "train 100/1000 · 10%",
+        "train 300/1000 · 30% · 20 samples/s · 0:35 left · loss 0.5123 · lr 1e-5 · note ok",
+        "train 500/1000 · 50% · 20 samples/s · 0:25 left · loss 0.5123 · lr 1e-5 · note ok",
+        "train 600/1000 · 60% · 20 samples/s · took 0:25 · loss 0.5123 · lr 1e-5 · note ok",
+    ]
+
+
+def test_the_rate_forgets_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("train", 10_000) as bar:
+        clock.now += 3600
+        for _ in range(70):
+            clock.now += 1
+            bar.advance(2)
+        assert "2 it/s · 1:22:10 left" in bar.status()
+
+
+def test_a_job_of_unknown_length_and_a_callback(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("scan", None, "files") as bar:
+        clock.now += 2
+        bar.reach(5)
+        assert bar.status() == "5 · 2.5 files/s"
+        bar.reach(10, 20)
+    assert capsys.readouterr().err.splitlines() == ["scan 0", "scan 10/20 · 50% · 5 files/s · took 0:02"]
+
+
+def test_an_empty_job_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("nothing", 0):
+        pass
+    assert capsys.readouterr().err.splitlines() == ["nothing 0/0", "nothing 0/0 · took 0:00"]
+
+
+def test_a_job_that_fails_says_where_it_stopped(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with progress("train", 4) as bar:
+            clock.now += 1
+            bar.advance()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert capsys.readouterr().err.splitlines()[-1] == "train 1/4 · 25% · 1 it/s · took 0:01 · stopped"
+
+
+def test_bars_on_a_terminal_nest_and_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = use_console(monkeypatch, terminal=True)
+    for title in ("first", "second"):
+        with progress(title, 2) as outer:
+            for _ in range(2):
+                with progress("[inner]", 3) as inner:
+                    inner.advance(3)
+                    say("between")
+                outer.advance(loss=0.5)
+    shown = screen.getvalue()
+    for text in ("first", "second", "[inner]", "between", "2/2 · 100%", "took 0:00", "loss 0.5"):
+        assert text in shown
+
+
+def test_a_failure_in_nested_bars_leaves_the_terminal_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = use_console(monkeypatch, terminal=True)
+    with pytest.raises(KeyError), progress("outer", 2), progress("inner", 2):
+        raise KeyError
+    assert "stopped" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    with progress("next", 1) as bar:
+        bar.advance()
+    assert "next" in screen.getvalue()
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = use_console(monkeypatch, terminal=True)
+    set_main_process(False)
+    with progress("train", 2) as bar:
+        bar.advance(2, loss=1.0)
+    say("hello")
+    assert bar.done == 2
+    assert screen.getvalue() == ""
+    assert capsys.readouterr() == ("", "")
