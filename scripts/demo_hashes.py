@@ -25,7 +25,9 @@ def differences(folder: Path) -> list[str]:
     """One line for each file that exists and is not as listed; a listed file that is not there is no difference."""
     listed: dict[str, str] = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
     found = hashes(folder)
-    return [f"{name}: {'differs' if name in listed else 'not listed'}" for name in found if found[name] != listed.get(name)]
+    return [
+        f"{name}: {'differs' if name in listed else 'not listed'}" for name in found if found[name] != listed.get(name)
+    ]
 
 
 def main() -> None:

@@ -1,11 +1,25 @@
 """The only place that strings stages together: cache then train, and the demo."""
 
+import shutil
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from sd3_light.assets import DEMO
 from sd3_light.checkpoint.state import Progress
-from sd3_light.config import LoadedConfig
+from sd3_light.config import LoadedConfig, load_config
+from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.stages import cache, check, train
+from sd3_light.metrics.composition import TABLE_COLUMNS, CompositionScore
+from sd3_light.recipes import FOLDER as RECIPES
+from sd3_light.runlog import progress, say
+from sd3_light.stages import cache, check, evaluate, init, train
+from sd3_light.world import write_dataset
+
+_DEMO_MARKER = ".sd3_light_demo"
 
 
 def cache_then_train(
@@ -21,7 +35,79 @@ def cache_then_train(
     return train.run(loaded, launch, resume)
 
 
-def only_cache(loaded: LoadedConfig, launch: Launch, trust_cache: bool, regenerate_cache: bool) -> list[Path]:
+def only_cache(
+    loaded: LoadedConfig, launch: Launch, trust_cache: bool = False, regenerate_cache: bool = False
+) -> list[Path]:
     """Encode what is missing; returns the cache folders."""
     check.require(loaded)
-    return [report.folder for report in cache.run(loaded, launch, trust_cache, regenerate_cache)]
+    cache.run(loaded, launch, trust_cache, regenerate_cache)
+    return [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
+
+
+def checked_init(loaded: LoadedConfig, out: Path) -> Path:
+    """Check, then write the folder where a run starts."""
+    check.require(loaded)
+    return init.run(loaded, out)
+
+
+def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int, prompts: int) -> Path:
+    """The whole journey on the demo world; returns the picture grid's path and prints the table of scores."""
+    started = time.monotonic()
+    _lay_out_demo(out, pictures)
+    scratch = load_config(out / "pretrain.toml", _steps(steps))
+    base = load_config(out / "continue.toml", _steps(more_steps))
+    rows: dict[str, CompositionScore] = {}
+
+    check.require(scratch)
+    cache.run(scratch)
+    say("untrained: random weights, exported and scored")
+    rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts)
+
+    done = train.run(scratch)
+    rows[f"pretrained here from random weights: {done.samples:,} samples"] = _score_last_export(scratch, prompts)
+
+    say("going on from the base that the package ships (made on a GPU; see sd3_light/assets/demo/NOTE.md)")
+    check.require(base)
+    done = train.run(base)
+    final = _score_last_export(base, prompts)
+    rows[f"shipped base, trained on here: {done.samples:,} samples"] = final
+
+    grid = out / "grid.png"
+    final.as_grid(title="held-out prompts, drawn by the shipped base after further training here").save(grid)
+    Console().print(score_table(rows))
+    minutes = (time.monotonic() - started) / 60
+    Console().print(f"took {minutes:.1f} minutes; open {grid}", highlight=False, soft_wrap=True)
+    return grid
+
+
+def score_table(rows: Mapping[str, CompositionScore]) -> Table:
+    """Scores side by side; every row says where its weights come from."""
+    table = Table("weights", *TABLE_COLUMNS, title="held-out compositions: share of pictures that show what was asked")
+    for name, result in rows.items():
+        table.add_row(name, *result.as_table_row())
+    return table
+
+
+def _score_last_export(loaded: LoadedConfig, prompts: int) -> CompositionScore:
+    exports = sorted((loaded.train.output_dir / "exports").glob("step-*"))
+    return evaluate.run(exports[-1], prompts, out=loaded.train.output_dir / "score.json")
+
+
+def _steps(count: int | None) -> list[str]:
+    return [] if count is None else [f"max_steps={count}"]
+
+
+def _lay_out_demo(out: Path, pictures: int) -> None:
+    """Draw the pictures and put the shipped parts and the recipe beside them. Only an earlier demo is removed."""
+    if out.exists():
+        if not (out / _DEMO_MARKER).is_file():
+            raise UserError(f"{out} exists and is no earlier demo; choose another folder with --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / _DEMO_MARKER).touch()
+    for name, count, seed, held_out in (("train", pictures, 1, False), ("held_out", 96, 2, True)):
+        with progress(f"draw {name}", count, "pictures") as bar:
+            write_dataset(out / "data" / name, count, seed, held_out=held_out, on_progress=bar.reach)
+    shutil.copytree(DEMO, out / "model")
+    for recipe in (RECIPES / "demo").glob("*.toml"):
+        shutil.copy(recipe, out)

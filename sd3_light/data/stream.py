@@ -52,6 +52,7 @@ class CachedDataset:
         self.buckets = group_shards(manifest.shards)
         self._ends = [[np.cumsum([shard.count for shard in group]) for group in b.shards] for b in self.buckets]
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
+        self._verified: set[str] = set()  # a shard is hashed once a process, not each time it is opened
 
     def __getstate__(self) -> dict[str, Any]:
         # open files do not travel to worker processes
@@ -103,7 +104,10 @@ class CachedDataset:
         return sample_id, *shard.picture(row, variant), shard.caption(row, caption)
 
     def _reader(self, entry: ShardEntry) -> ShardReader:
-        reader = self._open.pop(entry.file, None) or ShardReader(self.folder, entry)
+        reader = self._open.pop(entry.file, None)
+        if reader is None:
+            reader = ShardReader(self.folder, entry, verify=entry.file not in self._verified)
+            self._verified.add(entry.file)
         self._open[entry.file] = reader
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)

@@ -38,7 +38,7 @@ class LatentScale:
 
 def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
     """The folder's VAE, frozen."""
-    vae = AutoencoderKL.from_pretrained(diffusers_path, subfolder="vae", torch_dtype=dtype, local_files_only=True)
+    vae = AutoencoderKL.from_pretrained(diffusers_path, subfolder="vae", dtype=dtype, local_files_only=True)
     return vae.to(device).eval().requires_grad_(False)
 
 

@@ -38,9 +38,9 @@ class Launch:
             ) from error
 
     def device(self, wish: str = "auto") -> torch.device:
-        """This process's device: its own GPU where there is one and the wish allows it."""
+        """This process's GPU where there is one and the wish allows it; more processes than GPUs share them."""
         if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
         if not torch.cuda.is_available():
             raise UserError("caching_device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-        return torch.device("cuda", self.local_rank)
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())

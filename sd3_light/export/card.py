@@ -23,7 +23,7 @@ tags: [sd3, flow-matching, sd3-light]
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-pipe = StableDiffusion3Pipeline.from_pretrained("this folder", torch_dtype=torch.float32)
+pipe = StableDiffusion3Pipeline.from_pretrained("this folder", dtype=torch.float32)
 image = pipe("a prompt", max_sequence_length={t5}, generator=torch.Generator("cpu").manual_seed(0)).images[0]
 ```
 {note}

@@ -14,7 +14,7 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
     """The folder's pipeline in float32, and its text policy (stock SD3's where the folder does not say)."""
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is no diffusers folder (no model_index.json); give an export or another SD3 folder")
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     text = read_facts(folder).get("text", {})
     policy = TextPolicy(
         text.get("t5_max_length", 256), text.get("uncond_text", "empty"), text.get("text_tokens", "padded")

@@ -21,7 +21,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 folder, inputs, outputs = sys.argv[1:]
 torch.set_num_threads(1)
-pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 with torch.no_grad():
     result = pipe.transformer(**load_file(inputs), return_dict=False)[0]
 save_file({"output": result.contiguous(), **{"w/" + k: v.contiguous() for k, v in pipe.transformer.state_dict().items()}}, outputs)

@@ -133,4 +133,4 @@ def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel
     start = where_weights_start(model)
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
-    return SD3Transformer2DModel.from_pretrained(start.folder, torch_dtype=torch.float32, local_files_only=True)
+    return SD3Transformer2DModel.from_pretrained(start.folder, dtype=torch.float32, local_files_only=True)

@@ -19,7 +19,7 @@ def text_policy(config: TrainConfig) -> TextPolicy:
 def draw_samples(config: TrainConfig, transformer: SD3Transformer2DModel, path: Path, size: tuple[int, int]) -> Path:
     """One picture for each prompt and seed in one PNG."""
     pipe = StableDiffusion3Pipeline.from_pretrained(
-        config.model.diffusers_path, transformer=transformer, torch_dtype=torch.float32, local_files_only=True
+        config.model.diffusers_path, transformer=transformer, dtype=torch.float32, local_files_only=True
     ).to(transformer.device)
     wishes = config.sampling
     requests = [Request(prompt, seed, *size) for prompt in wishes.prompts for seed in wishes.seeds]

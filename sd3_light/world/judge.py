@@ -1,7 +1,6 @@
 """Picture -> what it shows, read without knowing the caption, and whether that is what a scene asks for."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -89,8 +88,9 @@ def compare(seen: Seen, scene: Scene) -> Verdict:
     size = scene.items[0].size
     return Verdict(
         background=seen.background == scene.background,
-        colour=Counter(item.colour for item in asked) == Counter(o.colour for o in found),
-        shape=Counter((i.colour, i.shape) for i in asked) == Counter((o.colour, o.shape) for o in found),
+        # sets: how often each is there is the count's business, and all three together leave no gap
+        colour={item.colour for item in asked} == {o.colour for o in found},
+        shape={(i.colour, i.shape) for i in asked} == {(o.colour, o.shape) for o in found},
         size=None if size is None else len(found) == 1 and found[0].size == size,
         count=len(found) == len(asked),
         relation=None if scene.relation is None else _related(found, scene),

@@ -12,7 +12,6 @@ from sd3_light.model.start import (
     WeightsStart,
     denoiser_folder,
     differences,
-    folder_size,
     start_source,
     where_weights_start,
 )

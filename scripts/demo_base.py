@@ -1,0 +1,56 @@
+"""Makes the base that the demo goes on from: draws the world, caches it and trains by recipes/demo/base.toml on a GPU.
+
+    python scripts/demo_base.py OUT [--pictures 96000] [--set KEY=VALUE ...]
+
+The result is OUT/base/exports/step-N; its transformer is what the package ships in assets/demo.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from sd3_light.recipes import FOLDER as RECIPES
+from sd3_light.world import write_dataset
+
+ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "sd3_light" / "assets" / "demo"
+PARTS = 16  # folders of pictures, drawn side by side
+
+
+def draw(job: tuple[Path, int, int, bool]) -> None:
+    folder, count, seed, held_out = job
+    write_dataset(folder, count, seed, held_out=held_out)
+
+
+def lay_out(out: Path, pictures: int) -> None:
+    """Pictures, frozen parts and the recipe's files."""
+    out.mkdir(parents=True)
+    jobs = [(out / "data" / "train" / f"{part:02d}", pictures // PARTS, 100 + part, False) for part in range(PARTS)]
+    jobs.append((out / "data" / "held_out", 1536, 2, True))
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(draw, jobs))
+    shutil.copytree(ASSETS, out / "model", ignore=shutil.ignore_patterns("transformer"))
+    for recipe in (RECIPES / "demo").glob("*.toml"):
+        shutil.copy(recipe, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pictures", type=int, default=96000)
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that cache")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    args = parser.parse_args()
+    lay_out(args.out, args.pictures)
+    config = ["--config", str(args.out / "base.toml"), *(word for item in args.set for word in ("--set", item))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
+    subprocess.run([*torchrun, str(ROOT / "train.py"), *config, "--cache_only"], check=True)
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *config, "--trust_cache"], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The demo's three text encoders with random weights, in the classes that SD3 has them in."""
+
+import torch
+from demo_tokenizers import EOS, MAX_LENGTH, clip_tokenizer, t5_tokenizer
+from torch import Tensor, nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerBase,
+    T5Config,
+    T5EncoderModel,
+)
+
+NAMES = ("text_encoder", "text_encoder_2", "text_encoder_3")
+WIDTHS = (96, 128, 256)
+
+
+class Encoder(nn.Module):
+    """A text encoder with its tokenizer, seen as SD3 sees it: ids -> (tokens, pooled or None)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+        super().__init__()
+        self.tokenizer, self.model = tokenizer, model
+
+    def ids(self, texts: list[str]) -> Tensor:
+        """Padded ids [captions, MAX_LENGTH]."""
+        padding = {"padding": "max_length", "max_length": MAX_LENGTH, "truncation": True}
+        ids: Tensor = self.tokenizer(texts, return_tensors="pt", **padding).input_ids
+        return ids
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.model, T5EncoderModel):
+            return self.model(ids)[0], None
+        output = self.model(ids, output_hidden_states=True)
+        return output.hidden_states[-2], output.text_embeds
+
+
+def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
+    """A CLIP text encoder of three layers, the last of which serves the pooled output only."""
+    tokenizer = clip_tokenizer(pad)
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, projection_dim=width,
+        num_hidden_layers=3, num_attention_heads=heads, max_position_embeddings=MAX_LENGTH, hidden_act=activation,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = CLIPTextModelWithProjection(config)
+    init_weights(model)
+    return Encoder(tokenizer, model.eval())
+
+
+def build_t5(width: int) -> Encoder:
+    """A T5 encoder of two layers, with T5-v1.1's gated GELU."""
+    tokenizer = t5_tokenizer()
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=64, num_heads=4, d_ff=384, num_layers=2,
+        feed_forward_proj="gated-gelu", relative_attention_num_buckets=32, relative_attention_max_distance=128,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+        dropout_rate=0.0, use_cache=False, is_encoder_decoder=False,
+    )  # fmt: skip
+    model = T5EncoderModel(config)
+    init_weights(model)
+    return Encoder(tokenizer, model.eval())
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module) -> None:
+    """Embeddings of unit scale (0.02, the usual, would drown the words); layers that add about as much again."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.normal_(std=0.5 if "position" in name else 1.0)
+        elif isinstance(module, nn.Linear):
+            adds = name.endswith((".out_proj", ".fc2", ".o", ".wo"))
+            module.weight.normal_(std=(0.5 if adds else 1.0) * module.in_features**-0.5)
+            if name.endswith(".q") and isinstance(model, T5EncoderModel):
+                module.weight.mul_(64**-0.5)  # T5 does not divide by the root of the head's width
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def build_encoders(seed: int) -> list[Encoder]:
+    """The three encoders with random weights."""
+    torch.manual_seed(seed)
+    return [build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256)]

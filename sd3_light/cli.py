@@ -1,0 +1,273 @@
+"""The command line: one verb a stage. It parses, calls and exits: 2 for a fault in what was given, 1 for ours."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sd3_light import __version__
+from sd3_light.config import LoadedConfig, load_config
+from sd3_light.config.faults import UserError
+
+app = typer.Typer(
+    help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` shows the whole way in minutes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The train TOML; it names the dataset TOML.")]
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A diffusers folder, such as RUN/exports/step-N.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2.")
+]
+TrustCache = Annotated[bool, typer.Option("--trust_cache", help="Do not look at the sources; shards are still verified.")]
+Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode everything anew.")]
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and quit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    _debug(debug)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder to work in; it is made anew.")] = Path("demo_run"),
+    steps: Annotated[int | None, typer.Option(help="Training steps from scratch (default: about two minutes).")] = None,
+    more_steps: Annotated[int | None, typer.Option(help="Training steps on from the shipped base.")] = None,
+    pictures: Annotated[int, typer.Option(help="Pictures to draw and train on.")] = 3000,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts each score asks.")] = 48,
+) -> None:
+    """Draw a captioned world, cache, pretrain, export, sample and score it: the whole journey on two CPU cores."""
+    from sd3_light.journeys import run_demo
+
+    run_demo(out, steps, more_steps, pictures, prompts)
+
+
+@app.command()
+def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folder.")], set_: Overrides = None) -> None:
+    """Write the folder where a pretraining run starts: frozen parts, and a random denoiser by size and seed."""
+    from sd3_light.journeys import checked_init
+
+    _say(f"wrote {checked_init(_load(config, set_), out)}")
+
+
+@app.command()
+def check(
+    config: ConfigFile,
+    world: Annotated[int, typer.Option(help="Processes that will train.")] = 1,
+    set_: Overrides = None,
+) -> None:
+    """Report every fault of a config at once, or what it will do: parameters, tokens, FLOPs, cache, memory, steps."""
+    from sd3_light.stages import check as stage
+
+    Console().print(stage.render(stage.run(_load(config, set_), world)))
+
+
+@app.command()
+def cache(
+    config: ConfigFile, trust_cache: TrustCache = False, regenerate_cache: Regenerate = False, set_: Overrides = None
+) -> None:
+    """Encode pictures and captions once; what is there already stays."""
+    from sd3_light.engines import Launch
+    from sd3_light.journeys import only_cache
+    from sd3_light.stages import inspect as stage
+
+    for folder in only_cache(_load(config, set_), Launch.detect(), trust_cache, regenerate_cache):
+        Console().print(stage.render(stage.run(folder)))
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    trust_cache: TrustCache = False,
+    regenerate_cache: Regenerate = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")] = False,
+    resume_from: Annotated[Path | None, typer.Option(help="Go on from this checkpoint.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Encode what is missing, then train. `train.py` does the same under torchrun and takes all its flags."""
+    from sd3_light.engines import Launch
+    from sd3_light.journeys import cache_then_train
+    from sd3_light.stages.train import Resume
+
+    wish = Resume(resume_from) if resume or resume_from else None
+    cache_then_train(_load(config, set_), Launch.detect(), trust_cache, regenerate_cache, wish)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder (its output_dir).")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="Another checkpoint than the newest.")] = None,
+    weights: Annotated[str | None, typer.Option(help="`ema` or `raw`; default: `ema` where there is one.")] = None,
+) -> None:
+    """A diffusers folder from a checkpoint, reloaded and compared before it is announced."""
+    from sd3_light.stages import export as stage
+
+    _say(f"wrote and proved {stage.run(run, out, checkpoint, weights)}")
+
+
+@app.command()
+def sample(
+    model: ModelFolder,
+    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seeds; each prompt is drawn with each.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and grid.png.")] = Path("samples"),
+    steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 28,
+    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 or less turns it off.")] = 4.0,
+    width: Annotated[int, typer.Option(help="Pixels; 0: the model's own.")] = 0,
+    height: Annotated[int, typer.Option(help="Pixels; 0: the model's own.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 8,
+    negative_prompt: Annotated[str, typer.Option(help="What to steer away from.")] = "",
+) -> None:
+    """Draw pictures; the same prompt and seed give the picture that stock diffusers gives."""
+    from sd3_light.stages import sample as stage
+
+    prompts = [*(prompt or []), *_lines(file)]
+    wishes = stage.Wishes(steps, guidance, width, height, batch, negative_prompt)
+    _say(f"look at {stage.run(model, prompts, seed or [0], out, wishes)}")
+
+
+@app.command()
+def evaluate(
+    model: ModelFolder,
+    prompts: Annotated[int, typer.Option(help="How many prompts to draw and judge.")] = 96,
+    seen: Annotated[bool, typer.Option("--seen", help="Combinations that training saw, not held-out ones.")] = False,
+    language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
+    steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,
+    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and noise.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
+) -> None:
+    """Judge a model of the demo world: does the picture show the objects, colours, counts and relations asked for?"""
+    from sd3_light.journeys import score_table
+    from sd3_light.stages import evaluate as stage
+
+    result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out)
+    Console().print(score_table({str(model): result}))
+
+
+@app.command()
+def inspect(cache: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder.")]) -> None:
+    """What a data set became: counts, buckets, bytes, captions."""
+    from sd3_light.stages import inspect as stage
+
+    Console().print(stage.render(stage.run(cache)))
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """A run on one screen: loss, speed, checkpoints, exports."""
+    from sd3_light.stages import report as stage
+
+    Console().print(stage.render(stage.run(run)))
+
+
+def main() -> None:
+    """The `sd3-light` command."""
+    sys.exit(_guarded(app))
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """What train.py does with its flags; returns the exit code."""
+    return _guarded(lambda: _launch(_flags().parse_args(arguments)))
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train.py", description="Cache, then train. See `sd3-light train --help`.")
+    parser.add_argument("--config", type=Path, required=True, help="train TOML (it names the dataset TOML)")
+    parser.add_argument("--cache_only", action="store_true", help="build the cache and quit")
+    parser.add_argument("--trust_cache", action="store_true", help="do not check sources against the cache")
+    parser.add_argument("--regenerate_cache", action="store_true", help="encode everything anew")
+    parser.add_argument("--resume_from_checkpoint", nargs="?", const="", metavar="DIR", help="no value: the newest")
+    parser.add_argument("--reset_dataloader", action="store_true", help="on resume: start the data anew")
+    parser.add_argument("--reset_optimizer", action="store_true", help="on resume: drop the optimizer's state")
+    parser.add_argument("--reset_optimizer_params", action="store_true", help="on resume: lr etc. from the config")
+    parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed engine")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the train TOML")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _launch(flags: argparse.Namespace) -> None:
+    from sd3_light.engines import Launch
+    from sd3_light.journeys import cache_then_train, only_cache
+    from sd3_light.runlog import set_main_process
+    from sd3_light.stages.train import Resume
+
+    _debug(flags.debug)
+    launched = Launch.detect(flags.local_rank)
+    set_main_process(launched.is_main)
+    if flags.deepspeed and not flags.cache_only:
+        raise UserError("--deepspeed: this version trains with torch's own engine; launch with torchrun, without it")
+    loaded = load_config(flags.config, flags.set)
+    if flags.cache_only:
+        only_cache(loaded, launched, flags.trust_cache, flags.regenerate_cache)
+        return
+    resume = None
+    if flags.resume_from_checkpoint is not None:
+        place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
+        resume = Resume(place, flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
+    elif flags.reset_dataloader or flags.reset_optimizer or flags.reset_optimizer_params:
+        raise UserError("--reset_* flags go with --resume_from_checkpoint")
+    cache_then_train(loaded, launched, flags.trust_cache, flags.regenerate_cache, resume)
+
+
+def _guarded(work: Callable[[], object]) -> int:
+    """Run; a known fault is one line (or one report) and exit code 2, anything else exit code 1."""
+    try:
+        work()
+    except UserError as fault:
+        return _fail(str(fault), 2)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+    except Exception as error:  # the last resort of the program: everything unknown is ours
+        return _fail(f"{type(error).__name__}: {error} (our fault; --debug shows where)", 1)
+    return 0
+
+
+def _fail(text: str, code: int) -> int:
+    if _DEBUG:
+        traceback.print_exc()
+    Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
+    return code
+
+
+_DEBUG = bool(os.environ.get("SD3_LIGHT_DEBUG"))
+
+
+def _debug(wish: bool) -> None:
+    global _DEBUG
+    _DEBUG = _DEBUG or wish
+
+
+def _load(path: Path, overrides: Sequence[str] | None) -> LoadedConfig:
+    return load_config(path, overrides or ())
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    if not path.is_file():
+        raise UserError(f"--file: {path} does not exist")
+    return [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+
+
+def _say(text: str) -> None:
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,112 @@
+"""A survey as one screen for people: every number with its formula beside it."""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sd3_light.data.preprocess import REASONS
+from sd3_light.stages.check.survey import DatasetSurvey, Survey
+
+MAX_ROWS = 12
+"""Buckets shown of a data set; the rest are summed up in one line."""
+
+
+def render(survey: Survey) -> RenderableType:
+    """The survey as tables for a rich console."""
+    parts: list[RenderableType] = [Text(f"{survey.path}: no faults. This is what will happen."), _numbers(survey)]
+    for data in (survey.data, *survey.evals):
+        parts.append(_buckets(data))
+        parts += [Text(f"  rejected {line}") for line in _rejects(data.rejects)]
+    return Group(*parts)
+
+
+def size_text(count: int) -> str:
+    """Bytes in the unit that gives three or four digits."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
+        value /= 1024
+    return f"{value:,.3g} TiB" if value < 1000 else f"{value:,.0f} TiB"
+
+
+def flops_text(count: int) -> str:
+    """FLOPs in the unit that gives three or four digits."""
+    value = float(count)
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if value < 1000:
+            return f"{value:.3g} {unit}FLOP"
+        value /= 1000
+    return f"{value:,.3g} ZFLOP"
+
+
+def _numbers(survey: Survey) -> Table:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, number, formula in _lines(survey):
+        table.add_row(Text(name), Text(number), Text(formula))
+    return table
+
+
+def _lines(survey: Survey) -> list[tuple[str, str, str]]:
+    size, text, gpu, data = survey.start.size, survey.text, survey.gpu, survey.data
+    images = sorted({row.tokens.image for row in data.rows})
+    shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
+    batch = f"micro-batch·{survey.accumulation} accumulation·{survey.world} GPU{'s' if survey.world > 1 else ''}"
+    batches = sorted({row.global_batch for row in data.rows})
+    flops = max(data.rows, key=lambda row: row.step_flops.value, default=None)
+    lines = [
+        ("weights start", survey.start.kind, survey.start.sentence),
+        ("parameters", f"{survey.parameters:,}", shape),
+        ("text tokens", f"{text.tokens}", f"CLIP {text.clip_tokens} + T5 {text.t5_tokens}, padded"),
+        ("image tokens", _span(images), "width/16·height/16, by bucket"),
+        ("samples a step", _span(batches), batch),
+        ("steps an epoch", f"{survey.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
+        ("steps", f"{survey.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
+    ]
+    if flops is not None:
+        lines.append(
+            ("FLOPs a step", flops_text(flops.step_flops.value), f"{flops.bucket}: {flops.step_flops.formula}")
+        )
+    lines.append(("FLOPs, all steps", flops_text(survey.run_flops.value), survey.run_flops.formula))
+    for one in (data, *survey.evals):
+        lines.append((f"cache {one.name}", size_text(one.cache.value), f"{one.cache.formula}; in {one.cache_dir}"))
+    return [
+        *lines,
+        ("host memory a GPU", size_text(survey.host.value), f"{survey.host.formula}; interpreters not counted"),
+        ("GPU memory (estimate)", size_text(gpu.total), "state + activations + context, of the costliest bucket"),
+        ("  state", size_text(gpu.state.value), gpu.state.formula),
+        ("  activations", size_text(gpu.activations.value), gpu.activations.formula),
+        ("  context", size_text(gpu.context.value), gpu.context.formula),
+    ]
+
+
+def _span(numbers: list[int]) -> str:
+    if not numbers:
+        return "none"
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+
+
+def _buckets(data: DatasetSurvey) -> Table:
+    table = Table(box=None, padding=(0, 1), title_justify="left")
+    table.title = Text(f"{data.name}: {data.samples:,} samples, {data.path}")
+    for name in ("bucket", "resolution", "samples", "micro-batch", "steps", "padded", "enlarged", "cropped"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = sorted(data.rows, key=lambda row: -row.samples)
+    for row in rows[:MAX_ROWS]:
+        cells = (f"{row.samples:,}", f"{row.micro_batch}", f"{row.steps:,}", f"{row.padding}", f"{row.enlarged:,}")
+        resolution = f"{row.resolution[0]}x{row.resolution[1]}"
+        table.add_row(str(row.bucket), resolution, *cells, f"{row.cropped:.0%}")
+    if rest := rows[MAX_ROWS:]:
+        samples, steps = sum(row.samples for row in rest), sum(row.steps for row in rest)
+        table.add_row(f"{len(rest)} more", "", f"{samples:,}", "", f"{steps:,}", "", "", "")
+    return table
+
+
+def _rejects(rejects: Mapping[str, int]) -> list[str]:
+    most = sorted(rejects.items(), key=lambda item: (-item[1], item[0]))
+    return [f"{number:,}: {reason} ({REASONS[reason]})" for reason, number in most]

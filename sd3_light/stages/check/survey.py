@@ -1,0 +1,218 @@
+"""What a run of a config will do, in numbers: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sd3_light.config import (
+    BatchSize,
+    DatasetConfig,
+    DirectoryConfig,
+    Fault,
+    LoadedConfig,
+    Resolution,
+    TrainConfig,
+    batch_size_for,
+)
+from sd3_light.data.buckets import Bucket
+from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes
+from sd3_light.data.order import BucketOrder, Segment
+from sd3_light.model.cost import Amount, GpuMemory, Tokens, gpu_memory, image_tokens, training_flops
+from sd3_light.model.folder import TextShape, text_shape
+from sd3_light.model.start import WeightsStart, where_weights_start
+from sd3_light.stages.check.count import Cell, Counts, count
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One bucket at one resolution: what is in it, and what a step of it costs."""
+
+    bucket: Bucket
+    resolution: Resolution
+    samples: int
+    masked: int
+    enlarged: int
+    cropped: float
+    micro_batch: int
+    global_batch: int
+    steps: int
+    padding: int
+    tokens: Tokens
+    step_flops: Amount
+    gpu: GpuMemory
+    prepared: Amount
+
+
+@dataclass(frozen=True)
+class DatasetSurvey:
+    """A data set in numbers. ``samples`` are usable pictures; each is in one bucket a resolution."""
+
+    name: str
+    path: Path
+    cache_dir: Path
+    samples: int
+    rejects: Mapping[str, int]
+    rows: tuple[BucketRow, ...]
+    cache: Amount
+
+    @property
+    def steps(self) -> int:
+        """Steps over all buckets once."""
+        return sum(row.steps for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a run will do. Memory is that of the costliest bucket."""
+
+    path: Path
+    world: int
+    accumulation: int
+    start: WeightsStart
+    parameters: int
+    text: TextShape
+    data: DatasetSurvey
+    evals: tuple[DatasetSurvey, ...]
+    total_steps: int
+    epoch_flops: Amount
+    run_flops: Amount
+    host: Amount
+    gpu: GpuMemory
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps an epoch."""
+        return self.data.steps
+
+
+def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
+    """Scan the data and add up what a run on ``world`` GPUs costs; the config has no disk faults."""
+    train = loaded.train
+    start = where_weights_start(train.model)
+    text = text_shape(train.model.diffusers_path, train.model.t5_max_length)
+    ruler = _Ruler(train, start, text, world, train.gradient_accumulation_steps)
+    repeats = [directory.num_repeats for directory in loaded.dataset.directories]
+    data = ruler.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
+    evals = tuple(ruler.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
+    steps = total_steps(train, data.steps)
+    epoch = sum(row.steps * row.step_flops.value for row in data.rows)
+    return Survey(
+        path=loaded.path,
+        world=world,
+        accumulation=train.gradient_accumulation_steps,
+        start=start,
+        parameters=start.size.num_parameters(),
+        text=text,
+        data=data,
+        evals=evals,
+        total_steps=steps,
+        epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
+        run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
+        host=_host(train, data),
+        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=ruler.gpu(Tokens(0, 0), 0)),
+    )
+
+
+def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the run: what `epochs` and `max_steps` allow, whichever ends first."""
+    limits = [train.max_steps, None if train.epochs is None else train.epochs * steps_per_epoch]
+    return min(limit for limit in limits if limit is not None)
+
+
+def empty_faults(found: Survey) -> list[Fault]:
+    """A fault for each data set without a usable sample."""
+    faults = []
+    for data in (found.data, *found.evals):
+        if data.samples == 0:
+            why = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
+            problem = f"no usable sample ({why or 'no picture at all'})"
+            faults.append(Fault(str(data.path), "directory", problem, hint="check path and captions"))
+    return faults
+
+
+@dataclass(frozen=True)
+class _Ruler:
+    """Measures data sets for one model."""
+
+    train: TrainConfig
+    start: WeightsStart
+    text: TextShape
+    world: int
+    accumulation: int
+
+    def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetSurvey:
+        """Evaluation sees each sample once, without accumulation."""
+        once = replace(self, accumulation=1)
+        return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories))
+
+    def dataset(self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float]) -> DatasetSurvey:
+        counts = count(dataset, self.train.seed)
+        rows = [
+            self.row(bucket, resolution, cells, batch_size_for(batch, resolution), repeats)
+            for (resolution, bucket), cells in sorted(counts.cells.items())
+        ]
+        return DatasetSurvey(
+            name=name,
+            path=dataset.path,
+            cache_dir=dataset.cache_dir,
+            samples=counts.samples,
+            rejects=dict(sorted(counts.rejects.items())),
+            rows=tuple(rows),
+            cache=_cache(counts, dataset.directories, self.text),
+        )
+
+    def row(
+        self, bucket: Bucket, resolution: Resolution, cells: Mapping[int, Cell], micro: int, repeats: Sequence[float]
+    ) -> BucketRow:
+        segments = tuple(Segment(cell.samples, repeats[at]) for at, cell in sorted(cells.items()))
+        order = BucketOrder(segments, micro * self.accumulation * self.world)
+        tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
+        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing)
+        samples, masked = (sum(getattr(cell, name) for cell in cells.values()) for name in ("samples", "masked"))
+        return BucketRow(
+            bucket=bucket,
+            resolution=resolution,
+            samples=samples,
+            masked=masked,
+            enlarged=sum(cell.enlarged for cell in cells.values()),
+            cropped=sum(cell.cropped for cell in cells.values()) / samples,
+            micro_batch=micro,
+            global_batch=order.batch,
+            steps=order.num_batches,
+            padding=order.padding,
+            tokens=tokens,
+            step_flops=Amount(order.batch * flops.value, f"samples a step·{flops.formula}"),
+            gpu=self.gpu(tokens, micro),
+            prepared=batch_bytes(bucket, self.text, micro, masked > 0),
+        )
+
+    def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
+        return gpu_memory(
+            self.start.size,
+            tokens,
+            micro,
+            ema_tracks=1 + len(self.train.ema.track) if self.train.ema.enable else 0,
+            checkpointing=self.train.activation_checkpointing,
+            compute=self.train.model.transformer_dtype,
+        )
+
+
+def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:
+    """Bytes of the cache's shards; each resolution keeps its own copy of the captions' features."""
+    caption = caption_bytes(text)
+    total = 0
+    for (_, bucket), cells in counts.cells.items():
+        for at, cell in cells.items():
+            variants = 2 if directories[at].flip else 1
+            total += cell.samples * picture_bytes(bucket, variants, cell.masked > 0).value
+            total += cell.captions * caption.value
+    return Amount(total, f"pictures·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
+
+
+def _host(train: TrainConfig, data: DatasetSurvey) -> Amount:
+    prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
+    workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
+    loader = loader_bytes(prepared, workers, prefetch, train.sd3_shard_size)
+    return Amount(
+        loader.value, f"{loader.formula}; micro-batch {prepared.value / (1 << 20):.1f} MiB = {prepared.formula}"
+    )

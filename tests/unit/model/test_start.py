@@ -1,0 +1,96 @@
+"""Where weights start, for every way to say it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError
+from sd3_light.model.start import MARKER, differences, where_weights_start
+
+
+def table(folder: Path, **keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"diffusers_path": str(folder), **keys}, context={"base": folder})
+
+
+def denoiser(folder: Path, size: str = "tiny2", **other: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**SIZES[size].transformer_config(), **other}), encoding="utf-8")
+    return folder
+
+
+def test_pretraining_starts_at_random_from_its_size(tmp_path: Path) -> None:
+    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", num_layers=7))
+    assert (start.kind, start.folder) == ("random", None)
+    assert start.size == SIZES["sd3_light"].with_overrides(num_layers=7)
+    assert "random" in start.sentence
+
+
+def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
+    denoiser(tmp_path / "transformer")
+    start = where_weights_start(table(tmp_path))
+    assert (start.kind, start.folder) == ("folder", tmp_path / "transformer")
+    assert start.size == SIZES["tiny2"]
+
+
+def test_a_folder_by_init_is_known_by_its_marker(tmp_path: Path) -> None:
+    denoiser(tmp_path / "transformer", num_layers=3)
+    (tmp_path / MARKER).write_text("{}")
+    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain"))
+    assert (start.kind, start.size.num_layers, start.size.name) == ("folder", 3, "custom")
+    assert MARKER in start.sentence
+    again = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", init="random", size="tiny3"))
+    assert (again.kind, again.size) == ("random", SIZES["tiny3"])
+
+
+@pytest.mark.parametrize("inner", ["", "transformer"])
+def test_init_names_a_denoiser_or_the_folder_around_it(tmp_path: Path, inner: str) -> None:
+    place = denoiser(tmp_path / "other" / inner)
+    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", init=str(tmp_path / "other")))
+    assert start.folder == place
+
+
+def test_a_pipeline_folder_without_denoiser_is_a_users_fault(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"transformer/config\.json cannot be read"):
+        where_weights_start(table(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"_class_name": "FluxTransformer2DModel"}, "describes a Flux"),
+        ({"in_channels": 4}, "in_channels 4"),
+        ({"patch_size": 4}, "patch_size 4"),
+    ],
+)
+def test_another_models_folder_is_a_users_fault(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+    denoiser(tmp_path / "transformer", **other)
+    with pytest.raises(UserError, match=words):
+        where_weights_start(table(tmp_path))
+
+
+def test_a_damaged_config_is_a_users_fault(tmp_path: Path) -> None:
+    place = denoiser(tmp_path / "transformer") / "config.json"
+    place.write_text("{")
+    with pytest.raises(UserError, match="is no JSON"):
+        where_weights_start(table(tmp_path))
+    place.write_text('{"num_layers": 3}')
+    with pytest.raises(UserError, match="lacks 'num_attention_heads'"):
+        where_weights_start(table(tmp_path))
+
+
+def test_random_without_size_or_train_type_is_a_users_fault(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.size"):
+        where_weights_start(table(tmp_path, init="random"))
+
+
+def test_sizes_differ_only_where_weights_do() -> None:
+    size = SIZES["demo"]
+    assert differences(size, size_with(size, sample_size=99)) == ()
+    assert differences(size, size_with(size, num_heads=9)) == ("num_heads",)
+
+
+def size_with(size: ModelSize, **other: Any) -> ModelSize:
+    return replace(size, name="other", **other)

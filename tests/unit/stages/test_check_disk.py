@@ -1,0 +1,214 @@
+"""Every fault that only the disk can show is found, named by its key, and found together with the others."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sd3_light.config import ConfigFaults, Fault
+from sd3_light.stages import check
+from sd3_light.stages.check import NOT_YET, disk_faults
+
+PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'
+Single = Callable[..., Fault]
+
+
+def test_a_sound_config_has_no_faults(place: Any) -> None:
+    assert disk_faults(place.load()) == []
+    check.require(place.load())
+
+
+def test_a_folder_that_is_not_there_is_one_fault(place: Any, only_fault: Single) -> None:
+    shutil.rmtree(place.sd3)
+    fault = only_fault()
+    assert (fault.key, fault.problem) == ("model.diffusers_path", "no such folder")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model_index.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/config.json",
+        "text_encoder_2/model.safetensors",
+        "text_encoder_3/model.safetensors",
+        "tokenizer_3/tokenizer.json",
+        "scheduler/scheduler_config.json",
+    ],
+)
+def test_each_missing_part_is_a_fault_that_names_it(place: Any, only_fault: Single, part: str) -> None:
+    (place.sd3 / part).unlink()
+    fault = only_fault()
+    assert fault.key == "model.diffusers_path"
+    assert part in fault.problem
+
+
+def test_all_missing_parts_are_reported_at_once(place: Any) -> None:
+    for part in ("vae", "text_encoder_3", "tokenizer"):
+        shutil.rmtree(place.sd3 / part)
+    assert len(disk_faults(place.load())) == 5  # config and weights of two models, and a tokenizer
+
+
+def test_an_index_stands_for_the_weights_that_it_names(place: Any, only_fault: Single) -> None:
+    (place.sd3 / "text_encoder_3/model.safetensors").rename(place.sd3 / "text_encoder_3/model-1-of-2.safetensors")
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    place.json("sd3/text_encoder_3/model.safetensors.index.json", index)
+    assert "text_encoder_3/model-2-of-2.safetensors" in only_fault().problem
+
+
+def test_the_denoiser_is_needed_only_where_weights_start_there(place: Any) -> None:
+    faults = disk_faults(place.load(model=""))
+    assert ["transformer/" in fault.problem for fault in faults] == [True, True]
+    place.denoiser("sd3/transformer")
+    assert disk_faults(place.load(model="")) == []
+
+
+def test_random_weights_without_a_size_are_a_fault(only_fault: Single) -> None:
+    assert only_fault(model='init = "random"').key == "model.size"
+
+
+def test_init_names_a_folder_with_a_denoiser(place: Any, only_fault: Single) -> None:
+    model = 'train_type = "sd3_light_pretrain"\ninit = "start"'
+    assert only_fault(model=model).problem == "no such folder"
+    (place.folder / "start").mkdir()
+    assert [fault.key for fault in disk_faults(place.load(model=model))] == ["model.init", "model.init"]
+    place.denoiser("start/transformer")
+    assert disk_faults(place.load(model=model)) == []
+
+
+def test_init_may_be_the_denoisers_own_folder(place: Any, only_fault: Single) -> None:
+    folder = place.denoiser("start")
+    model = 'train_type = "sd3_light_pretrain"\ninit = "start"'
+    assert disk_faults(place.load(model=model)) == []
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    assert "diffusion_pytorch_model.safetensors" in only_fault(model=model).problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ("num_layers = 5", "model.num_layers"),
+        ("qk_norm = false", "model.qk_norm"),
+        ('size = "tiny3"', "model.size"),
+        ('size = "demo"\nnum_layers = 5', "model.num_layers"),
+    ],
+)
+def test_a_key_that_disagrees_with_the_weights_is_a_fault(
+    place: Any, only_fault: Single, keys: str, fault: str
+) -> None:
+    place.denoiser("sd3/transformer")
+    found = only_fault(model=keys)
+    assert found.key == fault
+    assert str(place.sd3 / "transformer") in found.problem
+
+
+def test_keys_that_agree_with_the_weights_are_none(place: Any) -> None:
+    place.denoiser("sd3/transformer", num_layers=6)
+    assert disk_faults(place.load(model='size = "demo"\nnum_layers = 6\nqk_norm = true')) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("vae/config.json", {"latent_channels": 4, "block_out_channels": [8] * 4}, "4 latent channels"),
+        ("vae/config.json", {"latent_channels": 16, "block_out_channels": [8] * 3}, "shrinks pictures 4 times"),
+        ("text_encoder_3/config.json", {"d_model": 512}, "T5 is 512 wide"),
+        ("text_encoder_2/config.json", {"hidden_size": 112, "projection_dim": 64}, "pooled text is 176 wide"),
+        ("text_encoder/config.json", {"hidden_size": 160, "projection_dim": 112}, "wider (160 + 112) than T5"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 100}, "CLIP encoders take 77 at most"),
+        ("vae/config.json", ["a list"], "holds no JSON object"),
+    ],
+)
+def test_frozen_parts_fit_the_denoiser(place: Any, only_fault: Single, file: str, content: object, words: str) -> None:
+    place.json(f"sd3/{file}", content)
+    fault = only_fault()
+    assert fault.key == "model.diffusers_path"
+    assert words in fault.problem
+
+
+def test_t5_length_fits_its_tokenizer(place: Any, only_fault: Single) -> None:
+    place.json("sd3/tokenizer_3/tokenizer_config.json", {"model_max_length": 10})
+    fault = only_fault()
+    assert (fault.key, fault.given, fault.allowed) == ("model.t5_max_length", "12", "1 to 10")
+
+
+def test_text_reconstruction_reads_a_layer_of_the_real_depth(place: Any, only_fault: Single) -> None:
+    place.denoiser("sd3/transformer")
+    fault = only_fault(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 4")
+    assert (fault.key, fault.allowed) == ("model.text_recon_target_layer", "0 to 3")
+    assert disk_faults(place.load(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 3")) == []
+
+
+def test_buckets_lie_inside_the_position_table(place: Any, only_fault: Single) -> None:
+    dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "pictures"\n'
+    fault = only_fault(dataset=dataset)
+    assert fault.key == "directory[0].resolutions"
+    assert "ends at 256 px" in fault.problem
+    assert "256x256" not in (fault.given or "")
+    assert disk_faults(place.load(dataset=dataset.replace("true", "false"))) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ('path = "nowhere"', "directory[0].path"),
+        ('path = "data.toml"', "directory[0].path"),
+        ('path = "pictures"\nmask_path = "nowhere"', "directory[0].mask_path"),
+        ('path = "pictures"\nmask_path = "data.toml"', "directory[0].mask_path"),
+        ('path = "pictures"\ndefault_mask_file = "nowhere.png"', "directory[0].default_mask_file"),
+        ('path = "pictures"\ndefault_mask_file = "pictures"', "directory[0].default_mask_file"),
+    ],
+)
+def test_every_path_of_the_data_is_there(place: Any, only_fault: Single, keys: str, fault: str) -> None:
+    found = only_fault(dataset=f"resolutions = [64]\n[[directory]]\n{keys}\n")
+    assert (found.key, found.file) == (fault, str(place.folder / "data.toml"))
+
+
+def test_eval_sets_are_checked_too(place: Any, only_fault: Single) -> None:
+    (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
+    fault = only_fault(top='eval_datasets = ["val.toml"]')
+    assert fault.file == str(place.folder / "val.toml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"), [('output_dir = "file/runs"', "output_dir"), ('cache_dir = "file"', "cache_dir")]
+)
+def test_what_will_be_written_has_a_place(place: Any, only_fault: Single, keys: str, fault: str) -> None:
+    (place.folder / "file").touch()
+    found = only_fault(top=keys)
+    assert found.key == fault
+    assert found.problem.endswith(f"{place.folder / 'file'} is a file")
+
+
+@pytest.mark.parametrize(
+    ("place_of", "keys", "key"),
+    [
+        ("top", "pipeline_stages = 2", "pipeline_stages"),
+        ("top", 'parallel = "fsdp2"', "parallel"),
+        ("tables", '[optimizer]\ntype = "muon"', "optimizer.type"),
+        ("tables", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
+        ("tables", "[adapter]\nrank = 4", "adapter"),
+        ("model", PRETRAIN + 'text_tokens = "real"', "model.text_tokens"),
+        ("tables", '[ema]\nenable = true\n[[ema.track]]\nname = "slow"\ndecay = 0.999', "ema.track"),
+        ("tables", "[monitoring]\nenable_wandb = true", "monitoring.enable_wandb"),
+        ("tables", "[monitoring]\nenable_trackio = true", "monitoring.enable_trackio"),
+        ("top", "sd3_streaming_dataset = false", "sd3_streaming_dataset"),
+        ("top", "map_num_proc = 2", "map_num_proc"),
+        ("top", "x_axis_examples = true", "x_axis_examples"),
+    ],
+)
+def test_what_this_version_lacks_is_a_fault(only_fault: Single, place_of: str, keys: str, key: str) -> None:
+    if key not in {line.key for line in NOT_YET}:
+        pytest.skip(f"{key} is there now")
+    fault = only_fault(**{place_of: keys})
+    assert (fault.key, fault.problem) == (key, "this version does not have it yet")
+
+
+def test_require_raises_all_faults_in_one_report(place: Any) -> None:
+    loaded = place.load(dataset='resolutions = [64]\n[[directory]]\npath = "nowhere"\n', model=PRETRAIN)
+    (place.sd3 / "model_index.json").unlink()
+    with pytest.raises(ConfigFaults, match="2 faults") as caught:
+        check.require(loaded)
+    assert {fault.key for fault in caught.value.faults} == {"model.diffusers_path", "directory[0].path"}

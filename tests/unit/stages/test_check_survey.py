@@ -1,0 +1,112 @@
+"""A survey counts what is there and adds up what a run of it costs; its screen shows every number and formula."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sd3_light.config import SIZES, ConfigFaults
+from sd3_light.data.footprint import caption_bytes, picture_bytes
+from sd3_light.model.cost import Tokens, training_flops
+from sd3_light.stages import check
+from sd3_light.stages.check import render, survey
+from sd3_light.stages.check.render import flops_text, size_text
+
+BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "pictures"\n'
+
+
+def shown(found: Any) -> str:
+    console = Console(width=240, file=io.StringIO())
+    console.print(render(found))
+    return str(console.file.getvalue())
+
+
+def test_samples_are_counted_by_bucket_and_reject(place: Any) -> None:
+    for number in range(5):
+        place.picture(f"square{number}.png", 80, 80)
+    place.picture("wide.png", 40, 20)
+    place.picture("silent.png", 64, 64, caption=None)
+    (place.folder / "pictures" / "broken.png").write_bytes(b"no picture")
+    (place.folder / "pictures" / "broken.txt").write_text("a broken one")
+    found = survey(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
+    assert found.data.samples == 6
+    assert found.data.rejects == {"no_caption": 1, "not_an_image": 1}
+    rows = {str(row.bucket): row for row in found.data.rows}
+    assert {name: (row.samples, row.enlarged, row.steps, row.padding) for name, row in rows.items()} == {
+        "64x64": (5, 0, 3, 1),
+        "96x48": (1, 1, 1, 1),
+    }
+    assert found.steps_per_epoch == 4
+
+
+def test_steps_follow_world_accumulation_and_repeats(place: Any) -> None:
+    for number in range(8):
+        place.picture(f"{number}.png", 64, 64)
+    top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
+    dataset = 'resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 4\n'
+    alone, many = (survey(place.load(top=top, dataset=dataset), world) for world in (1, 4))
+    assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
+    assert (many.steps_per_epoch, many.total_steps) == (2, 6)
+    assert alone.run_flops == many.run_flops
+
+
+def test_a_micro_batch_goes_by_resolution(place: Any) -> None:
+    for number in range(4):
+        place.picture(f"{number}.png", 128, 128)
+    top, dataset = (
+        "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
+        'resolutions = [64, 128]\n[[directory]]\npath = "pictures"\n',
+    )
+    found = survey(place.load(top=top, dataset=dataset))
+    assert [(row.micro_batch, row.steps) for row in found.data.rows] == [(4, 1), (1, 4)]
+    assert found.data.samples == 4
+
+
+def test_costs_are_those_of_the_formulas(place: Any) -> None:
+    place.picture("one.png", 64, 64)
+    place.picture("two.png", 64, 64)
+    dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "pictures"\n'
+    found = survey(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
+    (row,) = found.data.rows
+    assert (found.text.clip_tokens, found.text.t5_tokens) == (20, 12)
+    assert row.tokens == Tokens(16, 32)
+    assert row.step_flops.value == 2 * training_flops(SIZES["demo"], Tokens(16, 32)).value
+    assert found.parameters == SIZES["demo"].num_parameters()
+    picture, caption = picture_bytes(row.bucket, variants=2), caption_bytes(found.text)
+    assert found.data.cache.value == 2 * (picture.value + caption.value)
+    assert found.gpu == row.gpu
+
+
+def test_eval_sets_are_surveyed_without_repeats(place: Any) -> None:
+    place.picture("one.png", 64, 64)
+    (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
+    found = survey(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
+    (data,) = found.evals
+    assert (data.name, data.samples, data.steps) == ("val", 1, 1)
+
+
+def test_run_refuses_data_without_a_usable_sample(place: Any) -> None:
+    place.picture("silent.png", 64, 64, caption=None)
+    with pytest.raises(ConfigFaults, match=r"no usable sample \(1 no_caption\)"):
+        check.run(place.load())
+
+
+def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
+    place.picture("one.png", 64, 64)
+    place.picture("silent.png", 64, 64, caption=None)
+    found = check.run(place.load(tables="[ema]\nenable = true"), world=2)
+    text = shown(found)
+    assert f"{found.parameters:,}" in text
+    assert "random weights of size demo" in text
+    assert "P·(weights 4 + gradients 4 + AdamW 8 + EMA 4 + bf16 copies 2)" in text
+    assert "rejected 1: no_caption" in text
+    assert "64x64" in text
+    assert "estimate" in text
+    for line in ("host memory", "cache train", "FLOPs a step", "steps an epoch"):
+        assert line in text
+
+
+def test_numbers_are_shown_in_readable_units() -> None:
+    assert [size_text(count) for count in (12, 2048, 3 << 30, 5 << 40)] == ["12 B", "2 KiB", "3 GiB", "5 TiB"]
+    assert [flops_text(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
