@@ -138,7 +138,8 @@ class Lessons:
             torch.isin(self.meaning, torch.tensor([list(MEANINGS).index(name) for name in names]))
             for names in (SHAPES, COLOURS)
         )
-        self.other_ids = (self.meaning < 0).nonzero().flatten()
+        special = torch.tensor(encoder.tokenizer.all_special_ids)
+        self.other_ids = ((self.meaning < 0) & ~torch.isin(torch.arange(len(names)), special)).nonzero().flatten()
         self.make_codes(width)
 
     def make_codes(self, width: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,12 +48,27 @@ def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], fac
             "files": {file.name: _sha256(file)},
         }
         (temporary / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-    except OSError as error:
+        _put(temporary, final)
+    except (OSError, SafetensorError) as error:  # a full disk is the second kind
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot write checkpoint {final}: {reason}; earlier checkpoints are intact") from error
     return final
+
+
+def _put(temporary: Path, final: Path) -> None:
+    """Rename into place; a checkpoint of the same step steps aside whole, and comes back if the rename fails."""
+    aside = temporary.with_suffix(".old")
+    replaces = final.exists()
+    if replaces:
+        os.replace(final, aside)
+    try:
+        os.replace(temporary, final)
+    except OSError:
+        if replaces:
+            os.replace(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -67,7 +82,9 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(str(path), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 tensor, start = key.rsplit("@", 1)
-                ranges.setdefault(tensor, {})[int(start)] = file.get_tensor(key)
+                if int(start) in ranges.setdefault(tensor, {}):
+                    raise UserError(f"checkpoint {folder} holds {key} twice; resume from another")
+                ranges[tensor][int(start)] = file.get_tensor(key)
     shapes = index["shapes"]
     if set(ranges) != set(shapes):
         raise UserError(f"checkpoint {folder} lacks {sorted(set(shapes) ^ set(ranges))[:3]}; resume from another")
@@ -85,7 +102,7 @@ def _assemble(folder: Path, name: str, parts: Mapping[int, Tensor], shape: list[
 def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
         raise UserError(f"{folder} is not a whole checkpoint ({error}); name one of `checkpoints/step-*`") from error
     if index.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder} has format {index.get('format')}; this version reads {FORMAT}")
@@ -94,13 +111,17 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint under ``folder``; half-written ones have other names and do not count."""
-    found = sorted(path for path in folder.glob("step-*") if (path / INDEX).is_file())
+    found = _whole(folder)
     return found[-1] if found else None
 
 
+def _whole(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if (path / INDEX).is_file())
+
+
 def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest ``count`` checkpoints; 0 keeps all."""
-    for path in sorted(folder.glob("step-*"))[: -count or None] if count else []:
+    """Delete all but the newest ``count`` whole checkpoints; 0 keeps all."""
+    for path in _whole(folder)[:-count] if count else []:
         shutil.rmtree(path)
 
 

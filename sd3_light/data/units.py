@@ -4,12 +4,12 @@ A unit is one shard's worth of samples of one directory and one bucket. Its name
 makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames exactly what it touches.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from sd3_light.config import DatasetConfig
+from sd3_light.config import DatasetConfig, DirectoryConfig
 from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, plan
 from sd3_light.data.preprocess import Reject, probe
 from sd3_light.data.shards import ShardEntry
@@ -71,7 +71,6 @@ def _plan_directory(
 ) -> None:
     directory = dataset.directories[index]
     groups = buckets_by_resolution(directory)
-    resolutions = directory.resolutions or tuple((0, 0) for _ in groups)
     waiting: dict[tuple[tuple[int, int], Bucket], list[Member]] = {}
     for found in scan(directory, number):
         member = found if isinstance(found, Rejected) else _member(found, directory, recipe, seed)
@@ -79,8 +78,7 @@ def _plan_directory(
             result.rejected.append(member)
             continue
         for bucket in assign_all(member.width, member.height, groups):
-            at = next(at for at, group in enumerate(groups) if bucket in group)
-            waiting.setdefault((resolutions[at], bucket), []).append(member)
+            waiting.setdefault((_resolution(directory, groups, bucket), bucket), []).append(member)
             fit = plan(member.width, member.height, bucket)
             result.cropped += fit.cropped_fraction > 0
             result.enlarged += fit.enlarged
@@ -89,7 +87,14 @@ def _plan_directory(
             result.units.append(Unit(index, bucket, resolution, unit, part, directory.flip))
 
 
-def _member(record: Record, directory: Any, recipe: str, seed: int) -> Member | Rejected:
+def _resolution(directory: DirectoryConfig, groups: Sequence[Sequence[Bucket]], bucket: Bucket) -> tuple[int, int]:
+    """The resolution a bucket belongs to, by which batch sizes are named; an explicit size bucket is its own."""
+    if not directory.resolutions:
+        return (bucket.width, bucket.height)
+    return directory.resolutions[next(at for at, group in enumerate(groups) if bucket in group)]
+
+
+def _member(record: Record, directory: DirectoryConfig, recipe: str, seed: int) -> Member | Rejected:
     try:
         data = record.read()
         width, height = probe(data)

@@ -30,12 +30,14 @@ class Launch:
         launched = "TORCHELASTIC_RUN_ID" in os.environ or (local_rank is not None and local_rank >= 0)
         if not launched:
             return Launch()
-        try:
-            return Launch(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"the launcher set no usable {error}; start with torchrun or plain python, without --local_rank"
-            ) from error
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = {name: os.environ.get(name, "") for name in names}
+        if all(map(str.isdecimal, given.values())):
+            found = Launch(*map(int, given.values()))
+            if max(found.rank, found.local_rank) < found.world:
+                return found
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UserError(f"the launcher set {said}; start with torchrun or plain python, without --local_rank")
 
     def device(self, wish: str = "auto") -> torch.device:
         """This process's GPU where there is one and the wish allows it; more processes than GPUs share them."""

@@ -103,7 +103,7 @@ def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
     Modulation starts at zero, so every block starts as the identity (adaLN-zero, as SD3 is trained).
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the GPUs' generators too
         transformer = SD3Transformer2DModel(**config)
         transformer.apply(_initialise)
     for block in transformer.transformer_blocks:
@@ -113,8 +113,9 @@ def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
     for linear in (transformer.norm_out.linear, transformer.proj_out):
         nn.init.zeros_(linear.weight)
         nn.init.zeros_(linear.bias)
+    generator = torch.Generator().manual_seed(seed)  # one for all: equal shapes must not get equal weights
     for linear in _embedding_mlps(transformer):
-        nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
+        nn.init.normal_(linear.weight, std=0.02, generator=generator)
     return transformer
 
 

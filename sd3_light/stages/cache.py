@@ -183,15 +183,14 @@ def _encode_units(title: str, shards: Path, units: list[Unit], own: list[Unit], 
 
 def _encode_unit(unit: Unit, encoders: Encoders) -> tuple[list[Sample], list[Origin], list[Rejected]]:
     good, pixels, masks, rejected = [], [], [], []
-    for member in unit.members:
-        try:
-            picture, mask = _load(member, unit)
-        except Reject as reject:
-            rejected.append(Rejected(member.record.key, reject.reason, reject.detail))
-            continue
-        good.append(member)
-        pixels.append(picture)
-        masks.append(mask)
+    with ThreadPoolExecutor(max(1, encoders.train.caching_num_workers)) as decoders:
+        for member, loaded in zip(unit.members, decoders.map(lambda m: _load(m, unit), unit.members), strict=True):
+            if isinstance(loaded, Rejected):
+                rejected.append(loaded)
+                continue
+            good.append(member)
+            pixels.append(loaded[0])
+            masks.append(loaded[1])
     if not good:
         return [], [], rejected
     moments = list(_encode_pictures(np.stack(pixels), unit.flip, encoders))
@@ -206,12 +205,15 @@ def _encode_unit(unit: Unit, encoders: Encoders) -> tuple[list[Sample], list[Ori
     return samples, origins, rejected
 
 
-def _load(member: Member, unit: Unit) -> tuple[np.ndarray[Any, Any], torch.Tensor | None]:
+def _load(member: Member, unit: Unit) -> tuple[np.ndarray[Any, Any], torch.Tensor | None] | Rejected:
     fitting = plan(member.width, member.height, unit.bucket)
-    picture = fit(decode(member.record.read()), fitting)
-    if member.record.mask is None:
-        return picture, None
-    return picture, torch.from_numpy(fit_mask(decode_mask(member.record.mask.read()), fitting))
+    try:
+        picture = fit(decode(member.record.read()), fitting)
+        if member.record.mask is None:
+            return picture, None
+        return picture, torch.from_numpy(fit_mask(decode_mask(member.record.mask.read()), fitting))
+    except Reject as reject:
+        return Rejected(member.record.key, reject.reason, reject.detail)
 
 
 def _encode_pictures(pixels: np.ndarray[Any, Any], flip: bool, encoders: Encoders) -> Iterator[torch.Tensor]:

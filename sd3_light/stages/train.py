@@ -76,6 +76,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
             log=folder.log,
             max_nonfinite_steps=config.max_nonfinite_steps,
             logging_steps=config.logging_steps,
+            steps_per_print=config.steps_per_print,
         )
         if config.eval_before_first_step and progress.step == 0:
             stage.evaluate(progress)
@@ -188,7 +189,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.toml").write_text(resolved_toml(loaded), encoding="utf-8")
             key = loaded.train.monitoring.wandb_api_key
-            self._log = RunLog(self.path, secrets=() if key is None else (key.get_secret_value(),))
+            secrets = () if key is None else (key.get_secret_value(),)
+            axis = "samples" if loaded.train.x_axis_examples else "step"
+            self._log = RunLog(self.path, secrets=secrets, x_axis=axis)
 
     def __enter__(self) -> "RunFolder":
         return self

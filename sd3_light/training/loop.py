@@ -35,6 +35,7 @@ class Run:
     log: Callable[..., None] = lambda *args, **fields: None
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
+    steps_per_print: int = 1
 
 
 def train(run: Run) -> Progress:
@@ -55,7 +56,8 @@ def train(run: Run) -> Progress:
             if run.ema is not None and result.taken:
                 run.ema.update(run.engine.weights, run.progress.step)
             _log_step(run, result, lr, waited, time.perf_counter() - started)
-            bar.advance(1, loss=result.losses["loss"], lr=lr)
+            if run.progress.step % run.steps_per_print == 0 or run.progress.step == run.total_steps:
+                bar.advance(run.progress.step - bar.done, loss=result.losses["loss"], lr=lr)
             if skipped_in_a_row > run.max_nonfinite_steps:
                 raise UserError(
                     f"loss or gradient was not finite in {skipped_in_a_row} steps in a row (at step "
