@@ -11,6 +11,7 @@ import pytest
 from sd3_light.data.order import BucketOrder, Order, Permutation, Picks, Segment, make_order, rank_slice
 
 Row = tuple[int, int, int, int]
+GOLDEN_PERMUTATION = [82, 550, 825, 38, 86, 29]
 
 
 def rows(picks: Picks) -> list[Row]:
@@ -50,7 +51,7 @@ def test_permutation_of_ten_million_takes_no_table() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(set(found.tolist())) == len(places)
-    assert (0 <= found).all()
+    assert (found >= 0).all()
     assert (found < size).all()
     assert peak < 2_000_000, "a table of ten million would take 80 MB"
 
@@ -86,7 +87,8 @@ def test_permutation_mixes_neighbours() -> None:
 
 def test_permutation_depends_on_every_word_of_its_key() -> None:
     results = {
-        tuple(Permutation(64, *words)(np.arange(64)).tolist()) for words in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
+        tuple(Permutation(64, *words)(np.arange(64)).tolist())
+        for words in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
     }
     assert len(results) == 4
 
@@ -96,16 +98,15 @@ def test_permutation_golden_values() -> None:
     assert Permutation(1000, 7, "samples", 2, 0)(np.arange(6)).tolist() == GOLDEN_PERMUTATION
 
 
-GOLDEN_PERMUTATION = [82, 550, 825, 38, 86, 29]
-
-
 # --- an epoch ----------------------------------------------------------------------------------
 
 
 def test_an_epoch_sees_each_sample_exactly_once() -> None:
     order = make_order(0, [([Segment(96)], 8), ([Segment(40)], 4)])
     for epoch in range(3):
-        assert sorted(samples(epoch_rows(order, epoch))) == [(0, 0, i) for i in range(96)] + [(1, 0, i) for i in range(40)]
+        assert sorted(samples(epoch_rows(order, epoch))) == [(0, 0, i) for i in range(96)] + [
+            (1, 0, i) for i in range(40)
+        ]
 
 
 def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding() -> None:
@@ -154,6 +155,17 @@ def test_every_epoch_has_another_order() -> None:
         same_place = sum(a == b for a, b in zip(epochs[one], epochs[two], strict=True))
         assert same_place < 10
     assert epochs[0] != sorted(epochs[0]), "the first epoch is shuffled too"
+
+
+def test_every_epoch_mixes_its_segments_anew() -> None:
+    """Batch by batch within the bucket: which directory a place is filled from changes too."""
+    order = make_order(0, [([Segment(40), Segment(20, 1.5)], 10)])
+
+    def segments(epoch: int) -> list[int]:
+        return [segment for _, segment, _, _ in _without_padding(order, epoch)]
+
+    assert segments(0) != segments(1)
+    assert sorted(segments(0)) == sorted(segments(1)) == [0] * 40 + [1] * 30
 
 
 def test_another_seed_has_another_order() -> None:
@@ -291,7 +303,7 @@ def test_starting_at_any_step_is_skipping_to_it() -> None:
 
 def test_a_step_of_ten_million_samples_is_cheap() -> None:
     order = make_order(0, [([Segment(4_000_000), Segment(1_000_000, 1.5)], 1024), ([Segment(5_000_000)], 1024)])
-    assert 10_000_000 < sum(bucket.length for bucket in order.buckets)
+    assert sum(bucket.length for bucket in order.buckets) > 10_000_000
     order.picks(0)
     tracemalloc.start()
     started = time.process_time()  # of this process: the machine may be busy

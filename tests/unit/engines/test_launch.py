@@ -1,0 +1,84 @@
+"""Who a process is, under every launcher and under none."""
+
+import pytest
+import torch
+
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def say(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_plain_python_is_alone() -> None:
+    assert Launch.detect() == Launch(rank=0, local_rank=0, world=1)
+
+
+@pytest.mark.parametrize(
+    "left_over", [{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, {"WORLD_SIZE": "8"}, {"RANK": "nonsense"}]
+)
+def test_what_is_left_over_in_a_shell_means_nothing(monkeypatch: pytest.MonkeyPatch, left_over: dict[str, str]) -> None:
+    say(monkeypatch, **left_over)
+    assert Launch.detect() == Launch()
+    assert Launch.detect(local_rank=-1) == Launch()  # the default of --local_rank in launchers' own examples
+
+
+def test_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
+    assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
+    assert not Launch.detect().is_main
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_deepspeed_launcher_is_read_by_its_argument(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    say(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
+    assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world=16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=''"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE=''"),
+        ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='one'"),
+        ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='-1'"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='2'"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+    ],
+)
+def test_a_broken_environment_is_a_users_fault_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
+) -> None:
+    say(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
+    with pytest.raises(UserError, match=named):
+        Launch.detect()
+
+
+def test_local_rank_without_its_launcher_is_a_users_fault() -> None:
+    with pytest.raises(UserError, match="--local_rank"):
+        Launch.detect(local_rank=0)
+
+
+def test_rank_0_speaks_for_all() -> None:
+    assert Launch(0, 0, 4).is_main
+    assert not Launch(1, 0, 4).is_main  # first on its machine, not first of all
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Launch().device() == Launch().device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="no GPU"):
+        Launch().device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Launch(5, 1, 8).device() == torch.device("cuda", 1)
+    assert Launch(5, 3, 8).device("cuda") == torch.device("cuda", 1)  # more processes than GPUs share them
+    assert Launch(5, 1, 8).device("cpu") == torch.device("cpu")

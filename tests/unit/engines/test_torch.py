@@ -1,0 +1,327 @@
+"""torch's engine in one process: accumulation, clipping, skipped steps and a state that goes on bit for bit."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines import Launch
+from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.torch import TorchEngine, start_process_group
+from sd3_light.model.layers import new_transformer
+from sd3_light.training.module import DiffusionTrainingModule
+
+CPU = torch.device("cpu")
+MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def config(folder: Path, **keys: Any) -> TrainConfig:
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL, **keys}
+    return TrainConfig.model_validate(table, context={"base": folder})
+
+
+class Line(nn.Module):
+    """y = W x + b with a mean squared loss: every gradient can be written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Linear(3, 2)
+        nn.init.constant_(self.transformer.weight, 0.5)
+        nn.init.zeros_(self.transformer.bias)
+
+    def forward(self, features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
+        loss = ((self.transformer(features[0]) - label[0]) ** 2).mean()
+        return {"loss": loss, "flow": loss.detach()}
+
+
+def line_batch(seed: int = 0, count: int = 8) -> Prepared:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, 3, generator=generator),), (torch.randn(count, 2, generator=generator), None)
+
+
+def pieces(batch: Prepared, count: int) -> list[Prepared]:
+    features, (target, _) = batch
+    cut = [tensor.chunk(count) for tensor in features]
+    return [(tuple(part[at] for part in cut), (target.chunk(count)[at], None)) for at in range(count)]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., TorchEngine]:
+    def line(**keys: Any) -> TorchEngine:
+        return TorchEngine(Line(), config(tmp_path, **keys), Launch(), CPU)
+
+    return line
+
+
+def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
+    state = {f"param/{name}": weight for name, weight in engine.weights.items()} | engine.optimizer_state()
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --- a step ------------------------------------------------------------------------------------
+
+
+def real_engine(folder: Path) -> TorchEngine:
+    """The tiny denoiser away from its zeros, so that all of it learns."""
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    # a large eps: Adam then follows the gradient's size, and does not blow up the rounding of those near zero
+    settings = config(folder, optimizer={"eps": 1e-3, "lr": 1e-3})
+    return TorchEngine(DiffusionTrainingModule(transformer, settings), settings, Launch(), CPU)
+
+
+def real_batch(count: int = 4) -> Prepared:
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(count, 16, 4, 6), (count,), (count, 5, 256), (count, 224)]
+    noisy, times, prompt, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
+    target = torch.randn(count, 16, 4, 6, generator=generator)
+    return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
+
+
+def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
+    whole, parts = real_engine(tmp_path), real_engine(tmp_path)
+    for _ in range(2):
+        one = whole.train_step([real_batch()], 1e-3)
+        four = parts.train_step(pieces(real_batch(), 4), 1e-3)
+        assert four.losses["loss"] == pytest.approx(one.losses["loss"], rel=1e-6)
+        assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    start = real_engine(tmp_path).weights
+    moved = max(float((weight - start[name]).detach().abs().max()) for name, weight in whole.weights.items())
+    assert moved > 1e-4
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(parts.weights[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., TorchEngine]) -> None:
+    """Not the last one's, as it was."""
+    engine, batch = make(), line_batch()
+    losses = [engine.evaluate(piece)["loss"] for piece in pieces(batch, 4)]
+    assert len(set(losses)) == 4
+    result = engine.train_step(pieces(batch, 4), 1e-3)
+    assert result.losses["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
+    assert result.losses["flow"] == result.losses["loss"]
+    assert result.taken
+
+
+def test_one_step_is_adamw_written_down(make: Callable[..., TorchEngine]) -> None:
+    engine = make(gradient_clipping=0.0, optimizer={"weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6})
+    features, (target, _) = batch = line_batch()
+    before = {name: weight.detach().clone() for name, weight in engine.weights.items()}
+    residual = (features[0] @ before["weight"].T + before["bias"] - target) * 2 / target.numel()
+    expected = {"weight": residual.T @ features[0], "bias": residual.sum(0)}
+    engine.train_step([batch], lr=0.01)
+    for name, gradient in expected.items():
+        decayed = before[name] * (1 - 0.01 * (0.1 if name == "weight" else 0.0))
+        # after one step the corrected moments are the gradient and its square
+        after = decayed - 0.01 * gradient / (gradient.abs() + 1e-6)
+        torch.testing.assert_close(engine.weights[name].detach(), after, rtol=1e-5, atol=1e-7)
+
+
+def test_the_rate_of_each_step_is_the_one_given(make: Callable[..., TorchEngine]) -> None:
+    engine = make(optimizer={"lr": 1.0, "weight_decay": 0.0})
+    before = snapshot(engine)
+    engine.train_step([line_batch()], lr=0.0)
+    assert torch.equal(engine.weights["weight"], before["param/weight"])
+    engine.train_step([line_batch()], lr=1e-3)
+    moved = (engine.weights["weight"] - before["param/weight"]).abs().max()
+    assert 0 < float(moved.detach()) <= 1.2e-3
+
+
+def test_clipping_is_by_the_norm_over_all_weights(make: Callable[..., TorchEngine]) -> None:
+    """Over every parameter and after accumulation: once a step, not once a micro-batch or a tensor."""
+    batch = line_batch()
+    free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=0.05)
+    norm = free.train_step(pieces(batch, 2), 0.0).grad_norm
+    true = math.sqrt(sum(float(weight.grad.double().square().sum()) for weight in free.weights.values()))  # type: ignore[union-attr]
+    assert norm == pytest.approx(true, rel=1e-6)
+    assert norm > 0.05
+    assert clipped.train_step(pieces(batch, 2), 0.0).grad_norm == pytest.approx(norm, rel=1e-6), (
+        "logged before clipping"
+    )
+    for name, weight in clipped.weights.items():
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, free.weights[name].grad * 0.05 / norm, rtol=1e-4, atol=1e-8)  # type: ignore[operator]
+
+
+def test_a_small_gradient_is_not_clipped(make: Callable[..., TorchEngine]) -> None:
+    free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=1e6)
+    for engine in (free, clipped):
+        engine.train_step([line_batch()], 1e-2)
+    assert equal(snapshot(free), snapshot(clipped))
+
+
+def test_gradients_of_an_earlier_step_do_not_linger(make: Callable[..., TorchEngine]) -> None:
+    engine, fresh = make(), make()
+    engine.train_step([line_batch(0)], lr=0.0)
+    engine.train_step([line_batch(1)], lr=0.0)
+    fresh.train_step([line_batch(1)], lr=0.0)
+    assert all(torch.equal(weight.grad, fresh.weights[name].grad) for name, weight in engine.weights.items())  # type: ignore[arg-type]
+
+
+def test_unequal_micro_batches_are_refused(make: Callable[..., TorchEngine]) -> None:
+    with pytest.raises(AssertionError, match="equal"):
+        make().train_step([line_batch(0, 8), line_batch(0, 4)], 1e-3)
+
+
+# --- steps that are not taken ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_loss_that_is_not_finite_skips_the_step_and_touches_nothing(
+    make: Callable[..., TorchEngine], poison: float, where: str
+) -> None:
+    engine, untroubled = make(), make()
+    for each in (engine, untroubled):
+        each.train_step([line_batch(0)], 1e-2)
+    before = snapshot(engine)
+    bad = pieces(line_batch(1), 2)
+    bad[0 if where == "first" else -1][0][0][0, 0] = poison
+    result = engine.train_step(bad, 1e-2)
+    assert not result.taken
+    assert not math.isfinite(result.losses["loss"])
+    assert equal(snapshot(engine), before)
+    # and the run goes on as if it had not been
+    for each in (engine, untroubled):
+        assert each.train_step([line_batch(2)], 1e-2).taken
+    assert equal(snapshot(engine), snapshot(untroubled))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(make: Callable[..., TorchEngine]) -> None:
+    engine = make()
+    before = snapshot(engine)
+    engine.weights["weight"].register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
+    result = engine.train_step([line_batch()], 1e-2)
+    assert math.isfinite(result.losses["loss"])
+    assert not math.isfinite(result.grad_norm)
+    assert not result.taken
+    assert equal(snapshot(engine), before)
+
+
+# --- state -------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_goes_on_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
+    """At least two steps after loading: a lost moment shows only in the second."""
+    walked, resumed = make(), make()
+    for number in range(3):
+        walked.train_step([line_batch(number)], 1e-2)
+    saved = snapshot(walked)
+    with torch.no_grad():
+        for name, weight in resumed.weights.items():
+            weight.copy_(saved[f"param/{name}"])
+    resumed.load_optimizer_state(saved)
+    for number in range(3, 7):
+        one, two = walked.train_step([line_batch(number)], 1e-2), resumed.train_step([line_batch(number)], 1e-2)
+        assert one == two
+    assert equal(snapshot(walked), snapshot(resumed))
+
+
+def test_every_part_of_the_state_matters(make: Callable[..., TorchEngine]) -> None:
+    """The test above can fail: without a moment or the step another path is walked."""
+    walked = make()
+    for number in range(3):
+        walked.train_step([line_batch(number)], 1e-2)
+    saved = snapshot(walked)
+    for number in (3, 4):
+        walked.train_step([line_batch(number)], 1e-2)
+    for kind in ("exp_avg", "exp_avg_sq", "step"):
+        damaged = {name: t * (0 if name.startswith(f"{kind}/") else 1) for name, t in saved.items()}
+        resumed = make()
+        with torch.no_grad():
+            for name, weight in resumed.weights.items():
+                weight.copy_(saved[f"param/{name}"])
+        resumed.load_optimizer_state(damaged)
+        for number in (3, 4):
+            resumed.train_step([line_batch(number)], 1e-2)
+        assert not equal(snapshot(walked), snapshot(resumed)), kind
+
+
+def test_state_is_named_float32_and_empty_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
+    engine = make()
+    assert engine.optimizer_state() == {}
+    engine.train_step([line_batch()], 1e-2)
+    state = engine.optimizer_state()
+    assert set(state) == {f"{kind}/{name}" for kind in ("step", "exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_loaded_state_is_a_copy(make: Callable[..., TorchEngine]) -> None:
+    engine, other = make(), make()
+    engine.train_step([line_batch()], 1e-2)
+    saved = snapshot(engine)
+    kept = {name: tensor.clone() for name, tensor in saved.items()}
+    other.load_optimizer_state(saved)
+    other.train_step([line_batch(1)], 1e-2)
+    assert equal(saved, kept)
+
+
+def test_flat_ranges_are_shaped_like_their_weights(make: Callable[..., TorchEngine]) -> None:
+    engine, other = make(), make()
+    engine.train_step([line_batch()], 1e-2)
+    other.load_optimizer_state({name: tensor.reshape(-1) for name, tensor in snapshot(engine).items()})
+    assert equal(engine.optimizer_state(), other.optimizer_state())
+
+
+# --- what trains -------------------------------------------------------------------------------
+
+
+def test_weights_must_be_float32(tmp_path: Path) -> None:
+    """All-bfloat16 AdamW lost most updates."""
+    with pytest.raises(AssertionError, match="fp32"):
+        TorchEngine(Line().bfloat16(), config(tmp_path), Launch(), CPU)
+
+
+def test_frozen_weights_neither_train_nor_show(tmp_path: Path) -> None:
+    module = Line()
+    module.transformer.bias.requires_grad_(False)
+    engine = TorchEngine(module, config(tmp_path), Launch(), CPU)
+    assert set(engine.weights) == {"weight"}
+    engine.train_step([line_batch()], 1e-2)
+    assert not module.transformer.bias.any()
+
+
+def test_weights_have_the_stock_names(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        stock = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config())
+    assert list(real_engine(tmp_path).weights) == [name for name, _ in stock.named_parameters()]
+
+
+def test_evaluation_learns_nothing(make: Callable[..., TorchEngine]) -> None:
+    engine = make()
+    engine.train_step([line_batch()], 1e-2)
+    before = snapshot(engine)
+    assert engine.evaluate(line_batch(3)) == engine.evaluate(line_batch(3))
+    assert equal(snapshot(engine), before)
+
+
+def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda backend, timeout: joined.append((backend, timeout.total_seconds())),
+    )
+    start_process_group(Launch(), CPU, 60)
+    assert joined == []
+    start_process_group(Launch(1, 1, 2), CPU, 60)
+    start_process_group(Launch(1, 1, 2), torch.device("cuda", 1), 90)
+    assert joined == [("gloo", 60), ("nccl", 90)]

@@ -1,0 +1,95 @@
+"""Text dropout: one draw an encoder, tokens and pooled together, 10% without any text."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.flow.conditioning import ENCODERS, draw_drops, drop_text
+
+NAMES = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
+ALL_DROPS = [tuple(bool(bits >> at & 1) for at in range(3)) for bits in range(8)]
+
+
+def features(count: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """No zero anywhere, so that a zero is a drop."""
+    shapes = {"clip_l": (4, 3), "clip_g": (4, 5), "t5": (6, 8), "clip_l.pooled": (3,), "clip_g.pooled": (5,)}
+    generator = torch.Generator().manual_seed(0)
+    return {name: (1 + torch.rand(count, *shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def many() -> np.ndarray:
+    return np.array([draw_drops(0, 0, 0, sample, 0.464) for sample in range(100_000)])
+
+
+def test_ten_percent_of_samples_have_no_text(many: np.ndarray) -> None:
+    """Five draws, tokens and pooled apart, gave 2%."""
+    assert abs(many.all(axis=1).mean() - 0.1) < 0.003
+
+
+def test_each_encoder_is_dropped_with_the_given_probability(many: np.ndarray) -> None:
+    assert np.abs(many.mean(axis=0) - 0.464).max() < 0.006
+
+
+def test_encoders_are_dropped_independently(many: np.ndarray) -> None:
+    for one, two in [(0, 1), (0, 2), (1, 2)]:
+        assert abs((many[:, one] & many[:, two]).mean() - 0.464**2) < 0.006
+    for pattern in ALL_DROPS:
+        expected = np.prod([0.464 if dropped else 0.536 for dropped in pattern])
+        assert abs((many == pattern).all(axis=1).mean() - expected) < 0.006
+
+
+def test_a_draw_belongs_to_the_occurrence_of_the_sample() -> None:
+    def drops(seed: int, epoch: int, repeat: int) -> list[tuple[bool, ...]]:
+        return [draw_drops(seed, epoch, repeat, sample, 0.464) for sample in range(50)]
+
+    assert drops(0, 0, 0) == drops(0, 0, 0)
+    others = [drops(1, 0, 0), drops(0, 1, 0), drops(0, 0, 1)]
+    assert all(other != drops(0, 0, 0) for other in others)
+
+
+def test_the_ends_of_the_probability() -> None:
+    assert all(draw_drops(0, 0, 0, sample, 0.0) == (False,) * 3 for sample in range(200))
+    assert all(draw_drops(0, 0, 0, sample, 1.0) == (True,) * 3 for sample in range(200))
+
+
+def test_tokens_and_pooled_of_an_encoder_go_together_and_nothing_else_does() -> None:
+    given = features(8)
+    result = drop_text(given, ALL_DROPS, None)
+    assert set(result) == set(NAMES)
+    for row, drops in enumerate(ALL_DROPS):
+        for name in NAMES:
+            lost = drops[ENCODERS.index(name.removesuffix(".pooled"))]
+            expected = torch.zeros_like(given[name][row]) if lost else given[name][row]
+            assert torch.equal(result[name][row], expected), (drops, name)
+
+
+def test_the_empty_caption_stands_exactly_where_all_were_dropped() -> None:
+    given = features(8)
+    empty = {name: -values[0] for name, values in features(1).items()}
+    result, zeroed = drop_text(given, ALL_DROPS, empty), drop_text(given, ALL_DROPS, None)
+    for row, drops in enumerate(ALL_DROPS):
+        for name in NAMES:
+            expected = empty[name] if all(drops) else zeroed[name][row]
+            assert torch.equal(result[name][row], expected), (drops, name)
+
+
+def test_a_fully_dropped_sample_is_zero_without_an_empty_caption() -> None:
+    result = drop_text(features(1), [(True, True, True)], None)
+    assert all(not values.any() for values in result.values())
+
+
+def test_even_a_feature_that_is_not_a_number_is_dropped() -> None:
+    given = features(1)
+    given["t5"][:] = float("nan")
+    assert not drop_text(given, [(False, False, True)], None)["t5"].any()
+
+
+def test_the_input_is_left_alone_and_the_type_is_kept() -> None:
+    given = features(2, torch.bfloat16)
+    before = {name: values.clone() for name, values in given.items()}
+    empty = {name: values[0].float() for name, values in features(1).items()}
+    result = drop_text(given, [(True, True, True), (True, False, False)], empty)
+    assert all(torch.equal(given[name], before[name]) for name in NAMES)
+    assert {values.dtype for values in result.values()} == {torch.bfloat16}

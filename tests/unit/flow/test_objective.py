@@ -1,0 +1,141 @@
+"""The flow losses against explicit float64 computations."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.flow.objective import flow_loss, interpolate, text_reconstruction_loss, velocity
+
+B, C, H, W = 6, 4, 5, 7
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    return normal(B, C, H, W, seed=1), normal(B, C, H, W, seed=2)
+
+
+def mask() -> Tensor:
+    drawn = (normal(B, H, W, seed=3) > 0.3).float()
+    drawn[:, 0, 0] = 1.0
+    return drawn
+
+
+def wide(tensor: Tensor) -> Any:
+    return tensor.double().numpy()
+
+
+def test_the_path_and_its_velocity() -> None:
+    clean, noise, t = normal(B, C, H, W, seed=1), normal(B, C, H, W, seed=2), torch.linspace(0, 1, B)
+    at = t.double().numpy()[:, None, None, None]
+    np.testing.assert_allclose(interpolate(clean, noise, t), (1 - at) * wide(clean) + at * wide(noise), atol=1e-6)
+    assert torch.equal(interpolate(clean, noise, t)[0], clean[0])
+    assert torch.equal(interpolate(clean, noise, t)[-1], noise[-1])
+    np.testing.assert_allclose(velocity(clean, noise), wide(noise) - wide(clean), atol=1e-6)
+
+
+def test_velocity_is_the_derivative_of_the_path() -> None:
+    clean, noise = normal(B, C, H, W, seed=1).double(), normal(B, C, H, W, seed=2).double()
+    t, small = torch.full((B,), 0.4, dtype=torch.float64), 1e-6
+    slope = (interpolate(clean, noise, t + small) - interpolate(clean, noise, t - small)) / (2 * small)
+    torch.testing.assert_close(slope, velocity(clean, noise), atol=1e-8, rtol=0)
+
+
+def test_squared_error_of_each_sample(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    expected = ((wide(predicted) - wide(target)) ** 2).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
+
+
+def test_masked_loss_is_the_mean_over_the_mask(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    where = mask()
+    error = (wide(predicted) - wide(target)) ** 2
+    expected = [error[b][:, where[b].numpy() > 0].mean() for b in range(B)]
+    np.testing.assert_allclose(flow_loss(predicted, target, where), expected, rtol=1e-5)
+
+
+def test_a_mask_says_where_not_how_strongly(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    torch.testing.assert_close(flow_loss(predicted, target, torch.ones(B, H, W)), flow_loss(predicted, target))
+    where = mask()
+    torch.testing.assert_close(flow_loss(predicted, target, 0.25 * where), flow_loss(predicted, target, where))
+    constant = target + 2.0  # the same error everywhere: any mask must give the same loss
+    torch.testing.assert_close(flow_loss(constant, target, where), torch.full((B,), 4.0))
+
+
+def test_nothing_is_learned_outside_the_mask(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair[0].requires_grad_(), pair[1]
+    where = mask()
+    flow_loss(predicted, target, where).sum().backward()
+    assert predicted.grad is not None
+    outside = (where == 0).unsqueeze(1).expand_as(predicted)
+    assert not predicted.grad[outside].any()
+    assert predicted.grad[~outside].all()
+
+
+def test_partly_masked_latents_count_in_part(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    weight = torch.rand(B, H, W, generator=torch.Generator().manual_seed(5))
+    error = ((wide(predicted) - wide(target)) ** 2).mean(axis=1)
+    expected = (error * wide(weight)).sum(axis=(1, 2)) / wide(weight).sum(axis=(1, 2))
+    np.testing.assert_allclose(flow_loss(predicted, target, weight), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("c", [0.01, 0.5, 3.0])
+def test_pseudo_huber_closed_form(pair: tuple[Tensor, Tensor], c: float) -> None:
+    predicted, target = pair
+    expected = (np.sqrt((wide(predicted) - wide(target)) ** 2 + c**2) - c).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(flow_loss(predicted, target, pseudo_huber_c=c), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_pseudo_huber_limits(pair: tuple[Tensor, Tensor]) -> None:
+    """c -> 0: the absolute error. c large: the squared error over 2c."""
+    predicted, target = pair
+    absolute = (predicted - target).abs().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(flow_loss(predicted, target, pseudo_huber_c=1e-6), absolute, rtol=1e-4, atol=1e-5)
+    large = flow_loss(predicted.double(), target.double(), pseudo_huber_c=30.0) * 60
+    torch.testing.assert_close(large, flow_loss(predicted, target), rtol=1e-2, atol=1e-3)
+
+
+def test_pseudo_huber_respects_the_mask(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    where = mask()
+    error = np.sqrt((wide(predicted) - wide(target)) ** 2 + 0.25) - 0.5
+    expected = [error[b][:, where[b].numpy() > 0].mean() for b in range(B)]
+    np.testing.assert_allclose(flow_loss(predicted, target, where, 0.5), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_mean_of_equal_micro_batches_means_is_the_whole(pair: tuple[Tensor, Tensor], with_mask: bool) -> None:
+    predicted, target = pair
+    where = mask() if with_mask else None
+    whole = flow_loss(predicted, target, where).mean()
+    for pieces in (2, 3, 6):
+        masks = [None] * pieces if where is None else where.chunk(pieces)
+        parts = zip(predicted.chunk(pieces), target.chunk(pieces), masks, strict=True)
+        means = torch.stack([flow_loss(p, t, m).mean() for p, t, m in parts])
+        torch.testing.assert_close(means.mean(), whole, rtol=1e-6, atol=0)
+
+
+def test_losses_are_computed_in_float32(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = (tensor.bfloat16() for tensor in pair)
+    assert flow_loss(predicted, target).dtype == torch.float32
+    expected = ((wide(predicted.float()) - wide(target.float())) ** 2).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
+
+
+def test_text_reconstruction_pulls_on_the_text_and_not_on_its_target() -> None:
+    text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2).requires_grad_()
+    loss = text_reconstruction_loss(text, target)
+    expected = ((wide(text.detach()) - wide(target.detach())) ** 2).mean(axis=(1, 2))
+    np.testing.assert_allclose(loss.detach(), expected, rtol=1e-5)
+    loss.sum().backward()
+    assert text.grad is not None
+    assert target.grad is None

@@ -1,0 +1,91 @@
+"""Times: closed forms, the distribution they draw from, and the shifts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time, times
+
+
+def logit_normal_cdf(t: float, scale: float) -> float:
+    """P(T < t) with logit(T) normal of deviation ``scale``, from the error function alone."""
+    return 0.5 * (1 + math.erf(math.log(t / (1 - t)) / (scale * math.sqrt(2))))
+
+
+def test_uniform_is_the_quantile_itself() -> None:
+    assert [quantile_to_time(u, "uniform") for u in (0.0, 0.25, 0.9)] == [0.0, 0.25, 0.9]
+
+
+def test_closed_form_quantiles() -> None:
+    assert quantile_to_time(0.5, "logit_normal") == 0.5
+    one_sigma = 0.5 * (1 + math.erf(1 / math.sqrt(2)))
+    assert quantile_to_time(one_sigma, "logit_normal") == pytest.approx(1 / (1 + math.exp(-1)), abs=1e-9)
+    assert quantile_to_time(one_sigma, "logit_normal", 2.0) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1.7])
+def test_the_quantile_function_inverts_the_distribution_function(scale: float) -> None:
+    for u in np.linspace(0.001, 0.999, 199):
+        assert logit_normal_cdf(quantile_to_time(float(u), "logit_normal", scale), scale) == pytest.approx(u, abs=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_many_draws_follow_the_logit_normal_distribution(scale: float) -> None:
+    count = 20_000
+    quantiles = np.random.default_rng(0).random(count).tolist()
+    drawn = sorted(times(quantiles, 256, "logit_normal", scale, None, False))
+    expected = np.array([logit_normal_cdf(t, scale) for t in drawn])
+    distance = np.abs(expected - (np.arange(count) + 0.5) / count).max()
+    assert distance < 1.63 / math.sqrt(count)  # Kolmogorov-Smirnov at 1%
+
+
+def test_extreme_quantiles_stay_inside() -> None:
+    for u in (1e-12, 1 - 1e-12):
+        assert 0 < quantile_to_time(u, "logit_normal", 1.0) < 1
+
+
+def test_shift_is_its_definition() -> None:
+    for shift in (0.5, 1.0, 3.0, 6.0):
+        for t in np.linspace(0, 1, 11):
+            assert shift_time(float(t), shift) == pytest.approx(shift * t / (1 + (shift - 1) * t), abs=1e-12)
+    assert shift_time(0.3, 1.0) == 0.3
+    assert shift_time(0.5, 3.0) == pytest.approx(0.75)
+
+
+def test_shift_multiplies_the_noise_to_data_ratio() -> None:
+    """What it is for: t / (1 - t) grows by the factor s, at every t."""
+    for t in (0.1, 0.5, 0.9):
+        shifted = shift_time(t, 3.0)
+        assert shifted / (1 - shifted) == pytest.approx(3 * t / (1 - t))
+
+
+@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0, 12.0])
+def test_shift_is_monotone_and_keeps_the_ends(shift: float) -> None:
+    values = [shift_time(float(t), shift) for t in np.linspace(0, 1, 101)]
+    assert (np.diff(values) > 0).all()
+    assert (values[0], values[-1]) == (0.0, pytest.approx(1.0))
+    if shift > 1:
+        assert all(after > before for before, after in zip(np.linspace(0, 1, 101)[1:-1], values[1:-1], strict=True))
+
+
+def test_flux_shift_at_its_two_anchors() -> None:
+    assert resolution_shift(256) == pytest.approx(math.exp(0.5))
+    assert resolution_shift(4096) == pytest.approx(math.exp(1.15))
+    assert resolution_shift(2176) == pytest.approx(math.exp(0.825))
+    assert resolution_shift(256) < resolution_shift(1024) < resolution_shift(4096)
+
+
+def test_times_apply_the_wanted_shift() -> None:
+    quantiles = [0.1, 0.5, 0.9]
+    raw = [quantile_to_time(u, "logit_normal", 1.3) for u in quantiles]
+    assert times(quantiles, 256, "logit_normal", 1.3, None, False) == raw
+    assert times(quantiles, 256, "logit_normal", 1.3, 3.0, False) == [shift_time(t, 3.0) for t in raw]
+    flux = [shift_time(t, math.exp(1.15)) for t in raw]
+    assert times(quantiles, 4096, "logit_normal", 1.3, None, True) == pytest.approx(flux)
+    assert times(quantiles, 256, "uniform", 1.3, None, False) == quantiles
+
+
+def test_an_unknown_method_is_not_taken_for_another() -> None:
+    with pytest.raises(AssertionError):
+        quantile_to_time(0.5, "cosine")

@@ -1,0 +1,293 @@
+"""The list of layers is the stock model, bit for bit in float32; new weights are a pure function of the seed."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from sd3_light.config import SIZES
+from sd3_light.model.layers import build_layers, compile_blocks, new_transformer, run_layers, unpatchify
+
+TINY2, TINY3 = SIZES["tiny2"].transformer_config(), SIZES["tiny3"].transformer_config()
+DUAL = {**TINY2, "dual_attention_layers": (0,)}
+CONFIGS = {
+    "tiny2": TINY2,
+    "tiny3": TINY3,
+    "no-qk-norm": SIZES["tiny2"].transformer_config(qk_norm=False),
+    "dual": DUAL,
+    "one-block": SIZES["tiny2"].transformer_config(num_layers=1),
+}
+LATENTS = [(8, 8), (4, 12), (10, 6)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stock(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
+    """A model whose every weight matters: gates and output are not left at zero."""
+    transformer = new_transformer(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer
+
+
+def inputs(height: int = 8, width: int = 8, batch: int = 2, tokens: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(height * 100 + width)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    times = 1000 * torch.rand(batch, generator=generator)
+    return [normal(batch, 16, height, width), times, normal(batch, tokens, 256), normal(batch, 224)]
+
+
+def stock_forward(transformer: SD3Transformer2DModel, given: list[Tensor]) -> Tensor:
+    noisy, times, prompt, pooled = given
+    output: Tensor = transformer(
+        hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
+    )[0]
+    return output
+
+
+def list_forward(transformer: SD3Transformer2DModel, given: list[Tensor], **how: Any) -> Tensor:
+    patches = run_layers(build_layers(transformer), given, **how)[0]
+    return unpatchify(patches, *given[0].shape[-2:])
+
+
+def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, Tensor]:
+    transformer.zero_grad(set_to_none=True)
+    weight = torch.linspace(-1, 1, output.numel()).view(output.shape)  # not symmetric: an order of patches would show
+    (output * weight).sum().backward()
+    return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
+
+
+# --- equal to the stock forward ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("height", "width"), LATENTS)
+def test_the_list_is_the_stock_forward_bit_for_bit(name: str, height: int, width: int) -> None:
+    transformer, given = stock(CONFIGS[name]), inputs(height, width)
+    with torch.no_grad():
+        expected = stock_forward(transformer, given)
+        found = list_forward(transformer, given)
+    assert found.shape == (2, 16, height, width)
+    assert float(expected.std()) > 0.01, "a model that predicts nothing proves nothing"
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["tiny3", "no-qk-norm", "dual"])
+def test_its_gradients_are_the_stock_ones(name: str) -> None:
+    transformer, given = stock(CONFIGS[name]), inputs(6, 8)
+    expected = gradients(transformer, stock_forward(transformer, given))
+    found = gradients(transformer, list_forward(transformer, given))
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_samples_output_does_not_depend_on_its_batch() -> None:
+    transformer, given = stock(TINY2), inputs(batch=3)
+    with torch.no_grad():
+        together = list_forward(transformer, given)
+        alone = list_forward(transformer, [tensor[1:2] for tensor in given])
+    torch.testing.assert_close(together[1:2], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointing_changes_nothing() -> None:
+    transformer, given = stock(DUAL), inputs(6, 8)
+    plain_output = list_forward(transformer, given)
+    plain = gradients(transformer, plain_output)
+    calls: list[str] = []
+    handle = transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: calls.append("block"))
+    output = list_forward(transformer, given, checkpointing=True)
+    found = gradients(transformer, output)
+    handle.remove()
+    assert len(calls) == 2, "activations were kept, not computed again"
+    assert torch.equal(output, plain_output)
+    assert set(found) == set(plain)
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
+
+
+def test_checkpointing_costs_nothing_without_gradients() -> None:
+    transformer, given = stock(TINY2), inputs()
+    with torch.no_grad():
+        assert torch.equal(list_forward(transformer, given, checkpointing=True), list_forward(transformer, given))
+
+
+def test_layers_share_the_modules_of_the_transformer() -> None:
+    transformer = stock(TINY3)
+    layers = build_layers(transformer)
+    assert len(layers) == 1 + 3 + 1
+    own = {id(parameter) for parameter in transformer.parameters()}
+    listed = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    assert len(listed) == len(set(listed)), "two layers hold one parameter: a pipeline would train it twice"
+    assert set(listed) == own
+
+
+@pytest.mark.parametrize(("height", "width"), LATENTS)
+def test_unpatchify_puts_patches_back(height: int, width: int) -> None:
+    latent = torch.arange(2 * 16 * height * width, dtype=torch.float32).view(2, 16, height, width)
+    patches = latent.view(2, 16, height // 2, 2, width // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, -1, 4 * 16)
+    assert torch.equal(unpatchify(patches, height, width), latent)
+
+
+# --- text reconstruction -----------------------------------------------------------------------
+
+
+def text_by_layer(transformer: SD3Transformer2DModel, given: list[Tensor]) -> list[Tensor]:
+    """Text tokens of a stock forward: after the context embedder, then after every block that has a text output."""
+    found: list[Tensor] = []
+
+    def embedded(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        found.append(output)
+
+    def after_block(_module: nn.Module, _inputs: Any, output: tuple[Tensor | None, Tensor]) -> None:
+        if output[0] is not None:
+            found.append(output[0])
+
+    handles = [transformer.context_embedder.register_forward_hook(embedded)]
+    handles += [block.register_forward_hook(after_block) for block in transformer.transformer_blocks]
+    with torch.no_grad():
+        stock_forward(transformer, given)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("target", [0, 1, 2])
+def test_the_text_of_a_target_layer_is_kept(target: int) -> None:
+    transformer, given = stock(TINY3), inputs()
+    expected = text_by_layer(transformer, given)
+    assert len(expected) == 3  # the last block has no text output
+    assert not torch.equal(expected[0], expected[1])
+    patches, text, kept = run_layers(build_layers(transformer, target), given)
+    assert torch.equal(text.detach(), expected[-1])
+    assert torch.equal(kept, expected[target])
+    assert not kept.requires_grad
+    assert text.requires_grad
+    assert torch.equal(unpatchify(patches.detach(), 8, 8), list_forward(transformer, given).detach())
+
+
+def test_nothing_is_kept_unless_it_is_asked_for() -> None:
+    assert len(run_layers(build_layers(stock(TINY2)), inputs())) == 2
+
+
+@pytest.mark.parametrize("target", [3, 4, -1])
+def test_a_layer_without_text_output_is_refused(target: int) -> None:
+    with pytest.raises(AssertionError):
+        build_layers(stock(TINY3), target)
+
+
+def test_the_kept_text_passes_through_checkpointed_blocks() -> None:
+    transformer, given = stock(TINY3), inputs()
+    plain = run_layers(build_layers(transformer, 1), given)
+    checked = run_layers(build_layers(transformer, 1), given, checkpointing=True)
+    assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True))
+
+
+# --- new weights -------------------------------------------------------------------------------
+
+
+def test_new_weights_are_a_pure_function_of_the_seed() -> None:
+    one = new_transformer(TINY2, 3).state_dict()
+    torch.manual_seed(99)
+    torch.rand(17)
+    two, other = new_transformer(TINY2, 3).state_dict(), new_transformer(TINY2, 4).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["context_embedder.weight"], other["context_embedder.weight"])
+    name = "time_text_embed.timestep_embedder.linear_1.weight"
+    assert not torch.equal(one[name], other[name])
+
+
+def test_making_them_disturbs_no_global_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.default_generator.manual_seed(5)
+    expected = torch.rand(4)
+    torch.default_generator.manual_seed(5)
+    new_transformer(TINY2, 0)
+    assert torch.equal(torch.rand(4), expected)
+    assert not seeded, "the GPUs' generators were seeded"
+
+
+@pytest.mark.parametrize("name", ["tiny3", "dual"])
+def test_no_two_drawn_weights_are_equal(name: str) -> None:
+    """One seed for several layers gave layers of equal shape equal weights."""
+    transformer = new_transformer(CONFIGS[name], 0)
+    drawn = {key: p.detach() for key, p in transformer.named_parameters() if p.dim() >= 2 and p.any()}
+    assert len(drawn) > 20
+    first: dict[tuple[float, ...], str] = {}
+    for key, weight in drawn.items():
+        start = tuple((weight.flatten()[:8] / weight.std()).mul(1e4).round().tolist())  # whatever its scale
+        assert start not in first, f"{key} begins like {first[start]}"
+        first[start] = key
+
+
+def test_blocks_start_as_the_identity_and_the_output_at_zero() -> None:
+    transformer, given = new_transformer(DUAL, 0), inputs()
+    with torch.no_grad():
+        embed, *blocks, output = build_layers(transformer)
+        start = state = embed(tuple(given))
+        for block in blocks:
+            state = block(state)
+        assert torch.equal(state[0], start[0])
+        assert torch.equal(state[1], start[1])
+        assert not output(state)[0].any()
+
+
+@pytest.mark.parametrize("name", ["tiny2", "tiny3", "no-qk-norm", "dual"])
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    """At the very start gates are zero and hide their blocks, so the weights are moved a little first."""
+    transformer = stock(CONFIGS[name])
+    found = gradients(transformer, list_forward(transformer, inputs()))
+    assert set(found) == {key for key, _ in transformer.named_parameters()}, "engines need a gradient of each"
+    assert {key for key, gradient in found.items() if not gradient.any()} == idle(transformer)
+
+
+def idle(transformer: SD3Transformer2DModel) -> set[str]:
+    """The last block's text queries: stock SD3 has these weights and discards what they compute."""
+    last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}.attn."
+    names = {key for key, _ in transformer.named_parameters()}
+    return {last + end for end in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")} & names
+
+
+def test_a_new_model_learns_its_way_out_of_the_zeros() -> None:
+    """From the real start: after a few steps no parameter that can learn stands where it stood."""
+    transformer, given = new_transformer(TINY2, 0), inputs()
+    before = {name: p.detach().clone() for name, p in transformer.named_parameters()}
+    optimizer = torch.optim.Adam(transformer.parameters(), lr=0.01)
+    goal = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(6):
+        loss = ((list_forward(transformer, given) - goal) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    stuck = {name for name, p in transformer.named_parameters() if torch.equal(p.detach(), before[name])}
+    assert stuck == idle(transformer)
+
+
+def test_weights_are_float32_and_of_a_sane_size() -> None:
+    transformer = new_transformer(TINY3, 0)
+    assert {p.dtype for p in transformer.parameters()} == {torch.float32}
+    assert all(float(p.detach().abs().max()) <= 1.0 for p in transformer.parameters())
+    embed = transformer.time_text_embed.timestep_embedder.linear_1.weight.detach()
+    assert float(embed.std()) == pytest.approx(0.02, rel=0.05)
+    proj = transformer.pos_embed.proj.weight.detach().flatten(1)  # xavier over the flattened patch
+    assert float(proj.std()) == pytest.approx((2 / sum(proj.shape)) ** 0.5, rel=0.05)
+
+
+def test_compiling_leaves_names_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place: a wrapped module would rename every parameter (`_orig_mod.`) and break checkpoints and exports."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    transformer = stock(TINY3)
+    names = list(transformer.state_dict())
+    compile_blocks(transformer)
+    assert compiled == list(transformer.transformer_blocks)
+    assert list(transformer.state_dict()) == names

@@ -1,0 +1,270 @@
+"""Inputs of a sample are its own: alone or in any batch, in any order, whenever they are made."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import SIZES, ModelConfig
+from sd3_light.encoders.vae import LatentScale
+from sd3_light.flow.conditioning import draw_drops
+from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
+from sd3_light.model.layers import new_transformer
+from sd3_light.training.light_sd3 import InputPreparer, LightSD3Pipeline, Prepared, split_batch, starting_transformer
+
+Model = Callable[..., ModelConfig]
+MakeBatch = Callable[..., dict[str, Any]]
+SCALE = LatentScale(1.5, 0.06)
+EMPTY_SHAPES = {"clip_l": (7, 96), "clip_g": (7, 128), "t5": (5, 256), "clip_l.pooled": (96,), "clip_g.pooled": (128,)}
+NEVER_ZERO = {name: torch.full(shape, 9.0) for name, shape in EMPTY_SHAPES.items()}
+
+
+def preparer(model: Model, seed: int = 0, empty: dict[str, Tensor] | None = None, **keys: Any) -> InputPreparer:
+    return InputPreparer(seed, model(**keys), SCALE, empty)
+
+
+def row(prepared: Prepared, at: int) -> list[Tensor]:
+    features, (target, mask) = prepared
+    return [tensor[at] for tensor in (*features, target, *([] if mask is None else [mask]))]
+
+
+def same(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def undo(prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """(x0, noise) from what the model sees and should predict."""
+    (noisy, times, _, _), (target, _) = prepared
+    t = (times / 1000).view(-1, 1, 1, 1)
+    return noisy - t * target, noisy + (1 - t) * target
+
+
+# --- law 1 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantile", [None, 0.3])
+def test_a_sample_is_the_same_alone_and_in_any_batch(model: Model, batch: MakeBatch, quantile: float | None) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True, empty=NEVER_ZERO).prepare_inputs
+    ids = [11, 5, 2**62 + 3, 8, 1, 40]
+    whole = prepare(batch(ids, epoch=2, repeats=range(6)), quantile)
+    for at, sample in enumerate(ids):
+        alone = prepare(batch([sample], epoch=2, repeats=[at]), quantile)
+        assert same(row(alone, 0), row(whole, at))
+    backwards = prepare(batch(ids[::-1], epoch=2, repeats=range(5, -1, -1)), quantile)
+    assert all(same(row(backwards, 5 - at), row(whole, at)) for at in range(6))
+
+
+def test_inputs_are_a_pure_function(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
+    given = batch([1, 2, 3])
+    first = prepare(given)
+    torch.manual_seed(5)
+    prepare(batch([9, 10]))
+    second = prepare(given)
+    assert all(same(row(first, at), row(second, at)) for at in range(3))
+
+
+@pytest.mark.parametrize("other", ["seed", "epoch", "repeat", "sample"])
+def test_everything_that_names_an_occurrence_changes_its_draws(model: Model, batch: MakeBatch, other: str) -> None:
+    first = preparer(model).prepare_inputs(batch([1]))
+    second = preparer(model, seed=int(other == "seed")).prepare_inputs(
+        batch([2 if other == "sample" else 1], epoch=int(other == "epoch"), repeats=[int(other == "repeat")])
+    )
+    (x0, noise), (other_x0, other_noise) = undo(first), undo(second)
+    assert not torch.equal(first[0][1], second[0][1]), "the time"
+    assert float((noise - other_noise).abs().mean()) > 0.5, "the noise"
+    assert float((x0 - other_x0).abs().mean()) > 0.1, "the posterior's draw"
+
+
+def test_noise_and_posterior_are_different_draws(model: Model, batch: MakeBatch) -> None:
+    given = batch([3], size=(16, 16))
+    clean, noise = undo(preparer(model).prepare_inputs(given))
+    mean, logvar = given["moments"].float().chunk(2, dim=1)
+    posterior = (clean / SCALE.scale + SCALE.shift - mean) / torch.exp(0.5 * logvar)
+    for drawn in (noise, posterior):
+        assert abs(float(drawn.mean())) < 0.06
+        assert float(drawn.std()) == pytest.approx(1, abs=0.05)
+    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), posterior.flatten()]))[0, 1])) < 0.06
+
+
+def test_the_preparer_travels_to_workers(model: Model, batch: MakeBatch) -> None:
+    one = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
+    two: InputPreparer = pickle.loads(pickle.dumps(one))
+    assert same(row(one.prepare_inputs(batch([4])), 0), row(two.prepare_inputs(batch([4])), 0))
+
+
+# --- the flow ----------------------------------------------------------------------------------
+
+
+def test_noisy_and_target_are_the_flows(model: Model, batch: MakeBatch) -> None:
+    """noisy = (1-t) x0 + t noise and target = noise - x0, with x0 the normalised latent."""
+    given = batch([1, 2, 3])
+    clean, noise = undo(preparer(model).prepare_inputs(given))
+    # what evaluation sees has no posterior draw: its x0 is known exactly
+    prepared = preparer(model).prepare_inputs(given, 0.25)
+    known = (given["moments"].float().chunk(2, dim=1)[0] - 0.06) * 1.5
+    torch.testing.assert_close(undo(prepared)[0], known, atol=1e-5, rtol=0)
+    assert not torch.allclose(clean, known, atol=0.1)
+    (noisy, times, _, _), (target, mask) = prepared
+    t = (times / 1000).view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy, (1 - t) * known + t * (target + known), atol=1e-5, rtol=0)
+    assert mask is None
+    assert {tensor.dtype for tensor in (noisy, times, target)} == {torch.float32}
+    assert noise.shape == (3, 16, 4, 6)
+
+
+def test_times_are_a_thousand_t_of_each_samples_own_quantile(model: Model, batch: MakeBatch) -> None:
+    times = preparer(model).prepare_inputs(batch(range(400), size=(2, 2)))[0][1]
+    assert len(set(times.tolist())) == 400
+    t = times.sort().values / 1000
+    for u in (0.1, 0.5, 0.9):
+        assert float(t[int(400 * u)]) == pytest.approx(quantile_to_time(u, "logit_normal"), abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shift"),
+    [
+        ({}, None),
+        ({"shift": 3.0}, 3.0),
+        ({"flux_shift": True}, resolution_shift(2 * 3)),
+        ({"sigmoid_scale": 0.5}, None),
+    ],
+)
+def test_the_models_keys_reach_the_times(
+    model: Model, batch: MakeBatch, keys: dict[str, Any], shift: float | None
+) -> None:
+    times = preparer(model, **keys).prepare_inputs(batch([1, 2]), 0.7)[0][1]
+    t = quantile_to_time(0.7, "logit_normal", keys.get("sigmoid_scale", 1.0))
+    expected = t if shift is None else shift_time(t, shift)
+    torch.testing.assert_close(times, torch.full((2,), 1000 * expected))
+
+
+def test_uniform_times(model: Model, batch: MakeBatch) -> None:
+    prepared = preparer(model, timestep_sample_method="uniform").prepare_inputs(batch([1]), 0.7)
+    assert prepared[0][1].tolist() == pytest.approx([700.0])
+
+
+def test_masks_become_shares(model: Model, batch: MakeBatch) -> None:
+    given = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
+    mask = preparer(model).prepare_inputs(given)[1][1]
+    assert mask is not None
+    torch.testing.assert_close(mask, torch.tensor([[[0.0, 0.2], [1.0, 1.0]]] * 2))
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def test_text_is_joined_as_sd3_takes_it(model: Model, batch: MakeBatch) -> None:
+    given = batch([1, 2])
+    _, _, prompt, pooled = preparer(model).prepare_inputs(given)[0]
+    assert prompt.shape == (2, 7 + 5, 256)
+    assert torch.equal(prompt[:, :7, :96], given["clip_l"])
+    assert torch.equal(prompt[:, :7, 96:224], given["clip_g"])
+    assert not prompt[:, :7, 224:].any()
+    assert torch.equal(prompt[:, 7:], given["t5"])
+    assert torch.equal(pooled, torch.cat([given["clip_l.pooled"], given["clip_g.pooled"]], dim=-1))
+
+
+@pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
+def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncond: dict[str, Tensor] | None) -> None:
+    ids = list(range(60))
+    drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
+    assert len(set(drops)) == 8, "all patterns occur"
+    given = batch(ids, epoch=1)
+    prepare = preparer(model, seed=3, empty=uncond, enable_uncond_text_dropout=True).prepare_inputs
+    _, _, prompt, pooled = prepare(given)[0]
+    parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
+    for at, drop in enumerate(drops):
+        for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
+            lost = drop[("clip_l", "clip_g", "t5").index(name.removesuffix(".pooled"))]
+            expected = torch.zeros_like(given[name][at]) if lost else given[name][at]
+            if all(drop) and uncond is not None:
+                expected = uncond[name].bfloat16()
+            assert torch.equal(part[at], expected), (drop, name)
+
+
+def test_no_dropout_unless_it_is_enabled(model: Model, batch: MakeBatch) -> None:
+    given = batch(range(30))
+    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(given)[0][2]
+    assert torch.equal(prompt[:, 7:], given["t5"])
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+def test_evaluation_drops_nothing(model: Model, batch: MakeBatch) -> None:
+    """The earlier program dropped text in evaluation too."""
+    given = batch(range(30))
+    prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
+    assert not prepare(given)[0][2].any()
+    assert torch.equal(prepare(given, 0.5)[0][2][:, 7:], given["t5"])
+
+
+def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
+    first, later = prepare(batch([1, 2]), 0.4), prepare(batch([1, 2], epoch=7, repeats=[3, 4]), 0.4)
+    assert all(same(row(first, at), row(later, at)) for at in range(2))
+
+
+def test_evaluation_keeps_its_noise_over_quantiles_and_not_trainings(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model).prepare_inputs
+    low, high = undo(prepare(batch([1]), 0.1))[1], undo(prepare(batch([1]), 0.9))[1]
+    torch.testing.assert_close(low, high, atol=1e-5, rtol=0)
+    assert not torch.allclose(low, undo(prepare(batch([1])))[1], atol=0.1)
+    times = prepare(batch([1, 2, 3]), 0.9)[0][1]
+    assert len(set(times.tolist())) == 1
+
+
+# --- splitting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_split_batch_cuts_all_alike(model: Model, batch: MakeBatch, pieces: int, masked: bool) -> None:
+    given = batch(range(6))
+    if masked:
+        given["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
+    prepared = preparer(model).prepare_inputs(given)
+    parts = split_batch(prepared, pieces)
+    assert len(parts) == pieces
+    size = 6 // pieces
+    for number, part in enumerate(parts):
+        assert len(part[1][0]) == size
+        assert (part[1][1] is not None) == masked
+        assert all(same(row(part, at), row(prepared, number * size + at)) for at in range(size))
+
+
+def test_split_batch_refuses_unequal_pieces(model: Model, batch: MakeBatch) -> None:
+    with pytest.raises(AssertionError):
+        split_batch(preparer(model).prepare_inputs(batch(range(6))), 4)
+
+
+# --- the pipeline ------------------------------------------------------------------------------
+
+
+def test_pretraining_starts_from_the_seed(model: Model) -> None:
+    found = starting_transformer(model(), 4)
+    expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_folders_weights_are_taken_in_float32(model: Model, folder: Any) -> None:
+    saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
+    saved.save_pretrained(folder / "transformer")
+    found = starting_transformer(model(train_type=None, size=None), 0)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b.float()) for a, b in zip(found.parameters(), saved.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("policy", "carries"), [("empty", True), ("zero", False)])
+def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch, policy: str, carries: bool) -> None:
+    keys = {"uncond_text": policy, "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    pipeline = LightSD3Pipeline(model(**keys), 0, NEVER_ZERO)
+    assert pipeline.preparer.scale == SCALE
+    prompt = pipeline.prepare_inputs(batch([1, 2]))[0][2]
+    assert bool((prompt[:, 7:] == 9).all()) == carries
+    assert bool(prompt.any()) == carries

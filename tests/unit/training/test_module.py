@@ -1,0 +1,142 @@
+"""A batch in, a loss out: the stock model compared with the velocity, its parts and its gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines.protocol import Prepared
+from sd3_light.model.layers import build_layers, new_transformer, run_layers
+from sd3_light.training.module import DiffusionTrainingModule
+
+Config = Callable[..., TrainConfig]
+
+
+def transformer() -> SD3Transformer2DModel:
+    made = new_transformer(SIZES["tiny3"].transformer_config(), 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> Prepared:
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    features = (
+        normal(2, 16, 4, 6),
+        torch.tensor([300.0, 800.0]),
+        normal(2, 9, 256).to(dtype),
+        normal(2, 224).to(dtype),
+    )
+    mask = (torch.arange(48).view(2, 4, 6) % 3 == 0).float() if masked else None
+    return features, (normal(2, 16, 4, 6), mask)
+
+
+def stock(model: SD3Transformer2DModel, given: Prepared) -> Tensor:
+    noisy, times, prompt, pooled = given[0]
+    output: Tensor = model(
+        hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
+    )[0]
+    return output
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config, masked: bool) -> None:
+    model, given = transformer(), prepared(masked)
+    losses = DiffusionTrainingModule(model, config())(*given)
+    target, mask = given[1]
+    error = (stock(model, given) - target) ** 2
+    expected = error.mean()
+    if mask is not None:
+        expected = torch.stack([error[b][:, mask[b] > 0].mean() for b in range(2)]).mean()
+    torch.testing.assert_close(losses["loss"], expected, rtol=1e-6, atol=0)
+    assert set(losses) == {"loss", "flow"}
+    assert torch.equal(losses["flow"], losses["loss"].detach())
+    assert not losses["flow"].requires_grad
+
+
+def test_pseudo_huber_is_within_reach(config: Config) -> None:
+    """The earlier program had the key and never read it."""
+    model, given = transformer(), prepared()
+    loss = DiffusionTrainingModule(model, config(pseudo_huber_c=0.3))(*given)["loss"]
+    error = (stock(model, given) - given[1][0]) ** 2
+    torch.testing.assert_close(loss, (torch.sqrt(error + 0.09) - 0.3).mean(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int) -> None:
+    model, given = transformer(), prepared()
+    keys = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
+    losses = DiffusionTrainingModule(model, config(model=keys))(*given)
+    _, text, kept = run_layers(build_layers(model, layer), given[0])
+    expected = ((text - kept) ** 2).mean()
+    assert float(expected.detach()) > 0
+    torch.testing.assert_close(losses["text_recon"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses["loss"], losses["flow"] + 0.25 * expected, rtol=1e-6, atol=0)
+    assert set(losses) == {"loss", "flow", "text_recon"}
+
+
+def test_text_reconstruction_teaches(config: Config) -> None:
+    def gradient(gamma: float) -> Tensor:
+        model = transformer()
+        DiffusionTrainingModule(model, config(model={"text_recon_gamma": gamma}))(*prepared())["loss"].backward()
+        found = model.transformer_blocks[1].ff_context.net[2].weight.grad
+        assert found is not None
+        return found
+
+    assert not torch.equal(gradient(0.0), gradient(0.5))
+
+
+def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> None:
+    """Layers share the transformer's modules: registered too, they would train, save and reduce it twice."""
+    model = transformer()
+    module = DiffusionTrainingModule(model, config())
+    assert [name for name, _ in module.named_parameters()] == [f"transformer.{n}" for n, _ in model.named_parameters()]
+    assert list(module.state_dict()) == [f"transformer.{name}" for name in model.state_dict()]
+
+
+def test_trainable_modules_are_those_that_train(config: Config) -> None:
+    model = transformer()
+    model.proj_out.requires_grad_(False)
+    trainable = {id(parameter) for parameter in DiffusionTrainingModule(model, config()).trainable_modules()}
+    assert trainable == {id(p) for name, p in model.named_parameters() if not name.startswith("proj_out")}
+
+
+def gradients(config: TrainConfig) -> dict[str, Tensor]:
+    model = transformer()
+    DiffusionTrainingModule(model, config)(*prepared())["loss"].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_activation_checkpointing_changes_no_gradient(config: Config) -> None:
+    keys: dict[str, Any] = {"model": {"text_recon_gamma": 0.1, "text_recon_target_layer": 1}}
+    plain = gradients(config(**keys))
+    checked = gradients(config(activation_checkpointing=True, **keys))
+    assert set(plain) == set(checked)
+    assert all(torch.equal(plain[name], checked[name]) for name in plain)
+
+
+def test_activation_checkpointing_reaches_the_blocks(config: Config) -> None:
+    for wanted, calls_expected in ((False, 1), (True, 2)):
+        model, calls = transformer(), list[int]()
+        model.transformer_blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        module = DiffusionTrainingModule(model, config(activation_checkpointing=wanted))
+        module(*prepared())["loss"].backward()
+        assert len(calls) == calls_expected
+
+
+def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
+    model, given = transformer(), prepared(dtype=torch.bfloat16)
+    losses = DiffusionTrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*given)
+    assert losses["loss"].dtype == torch.float32
+    losses["loss"].backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
