@@ -1,22 +1,28 @@
 """The demo's three text encoders with random weights, in the classes that SD3 has them in."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from demo_tokenizers import EOS, MAX_LENGTH, clip_tokenizer, t5_tokenizer
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
+    CLIPTokenizer,
     PreTrainedTokenizerBase,
     T5Config,
     T5EncoderModel,
+    T5TokenizerFast,
 )
 
 NAMES = ("text_encoder", "text_encoder_2", "text_encoder_3")
-WIDTHS = (96, 128, 256)
 
 
 class Encoder(nn.Module):
     """A text encoder with its tokenizer, seen as SD3 sees it: ids -> (tokens, pooled or None)."""
+
+    model: Any
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
         super().__init__()
@@ -29,9 +35,9 @@ class Encoder(nn.Module):
         return ids
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.model, T5EncoderModel):
-            return self.model(ids)[0], None
         output = self.model(ids, output_hidden_states=True)
+        if isinstance(self.model, T5EncoderModel):
+            return output[0], None
         return output.hidden_states[-2], output.text_embeds
 
 
@@ -71,13 +77,26 @@ def init_weights(model: nn.Module) -> None:
         elif isinstance(module, nn.Linear):
             adds = name.endswith((".out_proj", ".fc2", ".o", ".wo"))
             module.weight.normal_(std=(0.5 if adds else 1.0) * module.in_features**-0.5)
-            if name.endswith(".q") and isinstance(model, T5EncoderModel):
+            if name.endswith(".q"):
                 module.weight.mul_(64**-0.5)  # T5 does not divide by the root of the head's width
             if module.bias is not None:
                 module.bias.zero_()
 
 
-def build_encoders(seed: int) -> list[Encoder]:
-    """The three encoders with random weights."""
+def build_encoders(seed: int) -> dict[str, Encoder]:
+    """The three encoders by name, with random weights."""
     torch.manual_seed(seed)
-    return [build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256)]
+    encoders = (build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256))
+    return dict(zip(NAMES, encoders, strict=True))
+
+
+def load_encoders(folder: Path) -> list[Encoder]:
+    """The three encoders of a folder, in full precision."""
+    kinds = ((CLIPTokenizer, CLIPTextModelWithProjection),) * 2 + ((T5TokenizerFast, T5EncoderModel),)
+    return [
+        Encoder(
+            tokenizer.from_pretrained(folder / name.replace("text_encoder", "tokenizer")),
+            model.from_pretrained(folder / name, dtype=torch.float32).eval(),
+        )
+        for name, (tokenizer, model) in zip(NAMES, kinds, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""What the demo's text encoders learn: captions of the demo world with their meaning, and codes for that meaning."""
+"""What the demo's CLIP encoders learn: captions of the demo world with their meaning, and codes for that meaning."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from demo_encoders import Encoder
 from demo_tokenizers import MEANINGS
 from torch import Tensor
-from transformers import T5EncoderModel
 
 from sd3_light.randomness import stream
 from sd3_light.world import BACKGROUNDS, COLOURS, KINDS, SHAPES, SIZES, Scene, canonical, captions, draw_scene
@@ -26,21 +25,8 @@ SCENE_FIELDS: dict[str, tuple[str, ...]] = {
     "colour 2": (*COLOURS, NONE),
     "shape 2": (*SHAPES, NONE),
 }
-# What the object is that a word belongs to, and where it lies towards the other one.
-OBJECT_FIELDS: dict[str, tuple[str, ...]] = {
-    "colour": tuple(COLOURS),
-    "shape": SHAPES,
-    "place": ("left", "right", "above", "below", NONE),
-    "background": tuple(BACKGROUNDS),
-    "count": ("1", "2", "3", "4"),
-    "size": (*SIZES, NONE),
-}
-_PLACES = {
-    "left of": ("left", "right"),
-    "right of": ("right", "left"),
-    "above": ("above", "below"),
-    "below": ("below", "above"),
-}
+# What the object is that a word belongs to.
+OBJECT_FIELDS: dict[str, tuple[str, ...]] = {"colour": tuple(COLOURS), "shape": SHAPES}
 
 
 @dataclass(frozen=True)
@@ -66,12 +52,7 @@ def scene_labels(scene: Scene) -> list[int]:
 
 def object_labels(scene: Scene) -> list[list[int]]:
     """The classes of each named object in `OBJECT_FIELDS`; a single object is given twice."""
-    places = _PLACES[scene.relation] if scene.relation else (NONE, NONE)
-    rows = []
-    for item, place in zip((scene.items[0], scene.items[-1]), places, strict=True):
-        values = (item.colour, item.shape, place, scene.background, str(scene.count), item.size or NONE)
-        rows.append([options.index(value) for options, value in zip(OBJECT_FIELDS.values(), values, strict=True)])
-    return rows
+    return [[list(COLOURS).index(item.colour), SHAPES.index(item.shape)] for item in (scene.items[0], scene.items[-1])]
 
 
 def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool = False) -> Batch:
@@ -126,11 +107,10 @@ class Code:
 
 
 class Lessons:
-    """What an encoder is trained for."""
+    """What a CLIP encoder is trained for."""
 
     def __init__(self, encoder: Encoder, width: int) -> None:
         self.encoder = encoder
-        self.causal = not isinstance(encoder.model, T5EncoderModel)
         words = {word: index for index, words in enumerate(MEANINGS.values()) for word in words}
         names = [encoder.tokenizer.decode([index]).strip().lower() for index in range(len(encoder.tokenizer))]
         self.meaning = torch.tensor([words.get(name, -1) for name in names])
@@ -138,8 +118,7 @@ class Lessons:
             torch.isin(self.meaning, torch.tensor([list(MEANINGS).index(name) for name in names]))
             for names in (SHAPES, COLOURS)
         )
-        special = torch.tensor(encoder.tokenizer.all_special_ids)
-        self.other_ids = ((self.meaning < 0) & ~torch.isin(torch.arange(len(names)), special)).nonzero().flatten()
+        self.other_ids = (self.meaning < 0).nonzero().flatten()
         self.make_codes(width)
 
     def make_codes(self, width: int) -> None:
@@ -151,42 +130,32 @@ class Lessons:
         self.mark_code = Code(bases[1], batch.scenes, SCENE_FIELDS, 0.6)
         words = self.meaning[ids[self.meaning[ids] >= 0]]
         self.word_code = Code(bases[2], words[:, None], {"word": tuple(MEANINGS)}, 0.25)
-        self.object_code = Code(bases[2][len(MEANINGS) :], batch.objects.flatten(0, 1), self.object_fields, 0.35)
-
-    @property
-    def object_fields(self) -> dict[str, tuple[str, ...]]:
-        """In CLIP a shape's word has heard colour and shape, but no place yet."""
-        return {name: OBJECT_FIELDS[name] for name in ("colour", "shape")} if self.causal else OBJECT_FIELDS
+        self.object_code = Code(bases[2][len(MEANINGS) :], batch.objects.flatten(0, 1), OBJECT_FIELDS, 0.35)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The sum of the lessons' losses for a batch."""
         ids = self.encoder.ids(batch.texts)
         which = (self.is_shape[ids].cumsum(1) - self.is_shape[ids].long()).clamp(max=1)  # the object of each token
         words = self.meaning[ids]
-        of_object = self.is_shape[ids] | self.is_colour[ids]
         ids, lost, known_scene, known_object = self.lose_words(ids, which, batch, generator)
         tokens, pooled = self.encoder(ids)
         kept = (words >= 0) & ~lost
         loss = self.word_code.loss(tokens[kept], words[kept][:, None], torch.ones(int(kept.sum()), 1))
-        at_object = (self.is_shape[ids] if self.causal else of_object) & ~lost
-        rows, places = at_object.nonzero(as_tuple=True)
+        # a shape's word has heard the colour before it
+        rows, places = self.is_shape[ids].nonzero(as_tuple=True)
         objects = which[rows, places]
-        fields = len(self.object_fields)
-        known = known_object[rows, objects][:, :fields]
-        loss = loss + self.object_code.loss(tokens[rows, places], batch.objects[rows, objects][:, :fields], known)
+        known = known_object[rows, objects]
+        loss = loss + self.object_code.loss(tokens[rows, places], batch.objects[rows, objects], known)
         # the marks after the caption have heard all of it
         rows, places = (ids == self.encoder.tokenizer.eos_token_id).long().cumsum(1).nonzero(as_tuple=True)
         loss = loss + self.mark_code.loss(tokens[rows, places], batch.scenes[rows], known_scene[rows])
-        if pooled is not None:
-            loss = loss + self.pooled_code.loss(pooled, batch.scenes, known_scene)
-        return loss + 0.05 * unscaled(tokens)
+        return loss + self.pooled_code.loss(pooled, batch.scenes, known_scene) + 0.05 * unscaled(tokens)
 
     @torch.no_grad()
     def score(self, batch: Batch) -> float:
-        """The share of captions whose whole scene is read rightly, by the codes, from pooled output or last mark."""
-        tokens, pooled = self.encoder(self.encoder.ids(batch.texts))
-        read = self.mark_code.read(tokens[:, -1]) if pooled is None else self.pooled_code.read(pooled)
-        return (read == batch.scenes).all(1).float().mean().item()
+        """The share of captions whose whole scene is read rightly from the pooled output, by its code."""
+        _, pooled = self.encoder(self.encoder.ids(batch.texts))
+        return (self.pooled_code.read(pooled) == batch.scenes).all(1).float().mean().item()
 
     def lose_words(
         self, ids: Tensor, which: Tensor, batch: Batch, generator: torch.Generator

@@ -76,7 +76,8 @@ def probe_all(encoders: list[Encoder]) -> dict[str, dict[str, float]]:
 def apart(whole: Tensor) -> Tensor:
     """How far the languages are apart, in units of the spread over scenes."""
     by_scene = whole.unflatten(0, (-1, len(LANGUAGES)))
-    return (by_scene[:, 0] - by_scene[:, 1]).square().mean() / (whole.var(0).mean() + 1e-6)
+    distance: Tensor = (by_scene[:, 0] - by_scene[:, 1]).square().mean() / (whole.var(0).mean() + 1e-6)
+    return distance
 
 
 @torch.no_grad()

@@ -7,9 +7,8 @@ colour and a shape that training never joins. `demo_text.py` writes them; nothin
 import re
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
-from transformers import CLIPTokenizer, T5TokenizerFast
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
 MAX_LENGTH = 16  # tokens of the longest caption, with their marks
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
@@ -141,8 +140,6 @@ def t5_tokenizer() -> T5TokenizerFast:
     return T5TokenizerFast(vocab=t5_pieces(), extra_ids=0, model_max_length=MAX_LENGTH)
 
 
-def write_tokenizers(out: Path) -> None:
-    """Write the three folders of tokenizers."""
-    clip_tokenizer(EOS).save_pretrained(out / "tokenizer")
-    clip_tokenizer("!").save_pretrained(out / "tokenizer_2")
-    t5_tokenizer().save_pretrained(out / "tokenizer_3")
+def make_tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+    """The three tokenizers by their folders' names."""
+    return {"tokenizer": clip_tokenizer(EOS), "tokenizer_2": clip_tokenizer("!"), "tokenizer_3": t5_tokenizer()}
