@@ -43,7 +43,9 @@ def picture_pools(seed: int, count: int) -> list[torch.Tensor]:
         for width, height in SIZES:
             share = count // 2 if width == height else count // 4
             jobs = [(seed, i, min(i + 500, share), (width, height)) for i in range(0, share, 500)]
-            pools.append(torch.from_numpy(np.concatenate(list(pool.map(draw_pictures, jobs)))).permute(0, 3, 1, 2).contiguous())
+            pools.append(
+                torch.from_numpy(np.concatenate(list(pool.map(draw_pictures, jobs)))).permute(0, 3, 1, 2).contiguous()
+            )
     return pools
 
 
@@ -92,7 +94,9 @@ def psnr(vae: AutoencoderKL, pools: list[torch.Tensor]) -> float:
     return -10 * math.log10(sum(errors) / len(errors))
 
 
-def train(vae: AutoencoderKL, pools: list[torch.Tensor], seconds: float, batch: int, lr: float, kl_weight: float) -> int:
+def train(
+    vae: AutoencoderKL, pools: list[torch.Tensor], seconds: float, batch: int, lr: float, kl_weight: float
+) -> int:
     """Trains what requires a gradient for the given time; the rate warms up and falls to zero by a cosine."""
     device = pools[0].device
     parameters = [p for p in vae.parameters() if p.requires_grad]
@@ -146,8 +150,11 @@ def main() -> None:
     mean, std = channel_statistics(vae, pools)
     quality = psnr(vae, pools)
     note = {
-        "command": f"python scripts/demo_vae.py OUT --seconds {args.seconds:g} --pictures {args.pictures} --batch {args.batch} --kl {args.kl:g}",
-        "steps": steps, "psnr_db": round(quality, 2), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "command": f"python scripts/demo_vae.py OUT --seconds {args.seconds:g} --pictures {args.pictures} "
+        f"--batch {args.batch} --kl {args.kl:g}",
+        "steps": steps,
+        "psnr_db": round(quality, 2),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "normalised_mean": [round(((m - SHIFT) * SCALE).item(), 4) for m in mean],
         "normalised_std": [round((s * SCALE).item(), 4) for s in std],
     }  # fmt: skip

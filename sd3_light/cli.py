@@ -26,9 +26,12 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The train TOML; it names the dataset TOML.")]
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A diffusers folder, such as RUN/exports/step-N.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2."),
 ]
-TrustCache = Annotated[bool, typer.Option("--trust_cache", help="Do not look at the sources; shards are still verified.")]
+TrustCache = Annotated[
+    bool, typer.Option("--trust_cache", help="Do not look at the sources; shards are still verified.")
+]
 Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode everything anew.")]
 
 
@@ -95,7 +98,9 @@ def train(
     config: ConfigFile,
     trust_cache: TrustCache = False,
     regenerate_cache: Regenerate = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")
+    ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Go on from this checkpoint.")] = None,
     set_: Overrides = None,
 ) -> None:
@@ -159,7 +164,8 @@ def evaluate(
     from sd3_light.stages import evaluate as stage
 
     result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out)
-    Console().print(score_table({str(model): result}))
+    of = "of combinations seen in training" if seen else "of held-out combinations"
+    Console().print(score_table({str(model): result}, of))
 
 
 @app.command()

@@ -13,13 +13,14 @@ from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.metrics.composition import TABLE_COLUMNS, CompositionScore
+from sd3_light.metrics.composition import DEMANDS, CompositionScore
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import progress, say
 from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"
+_SHORT = {"background": "backgr.", "relation": "relat."}
 
 
 def cache_then_train(
@@ -61,16 +62,16 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int
     check.require(scratch)
     cache.run(scratch)
     say("untrained: random weights, exported and scored")
-    rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts)
+    rows["untrained (random weights)"] = evaluate.run(init.run(scratch, out / "untrained"), prompts)
 
     done = train.run(scratch)
-    rows[f"pretrained here from random weights: {done.samples:,} samples"] = _score_last_export(scratch, prompts)
+    rows[f"pretrained here from random weights, {done.samples:,} samples"] = _score_last_export(scratch, prompts)
 
     say("going on from the base that the package ships (made on a GPU; see sd3_light/assets/demo/NOTE.md)")
     check.require(base)
     done = train.run(base)
     final = _score_last_export(base, prompts)
-    rows[f"shipped base, trained on here: {done.samples:,} samples"] = final
+    rows[f"shipped base, trained on here for {done.samples:,} samples"] = final
 
     grid = out / "grid.png"
     final.as_grid(title="held-out prompts, drawn by the shipped base after further training here").save(grid)
@@ -80,11 +81,14 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int
     return grid
 
 
-def score_table(rows: Mapping[str, CompositionScore]) -> Table:
-    """Scores side by side; every row says where its weights come from."""
-    table = Table("weights", *TABLE_COLUMNS, title="held-out compositions: share of pictures that show what was asked")
+def score_table(rows: Mapping[str, CompositionScore], of: str = "of held-out combinations") -> Table:
+    """Scores side by side, in percent; every row says where its weights come from."""
+    asked = next(iter(rows.values())).num_prompts
+    table = Table("weights", title=f"{asked} prompts {of}: % of pictures that show what was asked", show_lines=True)
+    for demand in DEMANDS:
+        table.add_column(_SHORT.get(demand, demand), justify="right", no_wrap=True)
     for name, result in rows.items():
-        table.add_row(name, *result.as_table_row())
+        table.add_row(name, *("-" if rate is None else f"{100 * rate:.0f}" for rate in result.rates.values()))
     return table
 
 

@@ -188,9 +188,7 @@ def read_entry(folder: Path, file: str) -> ShardEntry | None:
 def read_origins(path: Path) -> list[Origin]:
     """The rows of the Arrow file beside a shard."""
     rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()
-    return [
-        Origin(row["key"], row["fingerprint"], row["width"], row["height"], tuple(row["captions"])) for row in rows
-    ]
+    return [Origin(row["key"], row["fingerprint"], row["width"], row["height"], tuple(row["captions"])) for row in rows]
 
 
 def file_sha256(path: Path) -> str:
@@ -209,12 +207,11 @@ class ShardReader:
             raise UserError(f"shard {path} is missing; {remedy}")
         if path.stat().st_size != entry.bytes or (verify and file_sha256(path) != entry.sha256):
             raise UserError(f"shard {path} is damaged (its hash is not the manifest's); {remedy}")
-        self._file = safe_open(str(path), framework="pt")
-        keys = set(self._file.keys())
-        self.sample_id = self._file.get_tensor("sample_id")
-        self._caption_start = self._file.get_tensor("caption_start")
-        self._token_start = {name: self._file.get_tensor(f"{name}.start") for name in TOKENS}
-        self._slices = {name: self._file.get_slice(name) for name in keys if name in _sliced(keys)}
+        file: Any = safe_open(str(path), framework="pt")  # stays open as long as its slices
+        self.sample_id: Tensor = file.get_tensor("sample_id")
+        self._caption_start: Tensor = file.get_tensor("caption_start")
+        self._token_start: dict[str, Tensor] = {name: file.get_tensor(f"{name}.start") for name in TOKENS}
+        self._slices = {name: file.get_slice(name) for name in list(file.keys()) if _is_read_in_parts(name)}
         assert len(self.sample_id) == entry.count, (path, len(self.sample_id), entry.count)
 
     def num_captions(self, row: int) -> int:
@@ -245,5 +242,5 @@ class ShardReader:
         return features
 
 
-def _sliced(keys: set[str]) -> set[str]:
-    return {name for name in keys if name in ("moments", "mask") or name.endswith((".tokens", ".pooled"))}
+def _is_read_in_parts(name: str) -> bool:
+    return name in ("moments", "mask") or name.endswith((".tokens", ".pooled"))

@@ -1,7 +1,7 @@
 """The cache's units of work: which samples make which shard, as a pure function of the sources.
 
 A unit is one shard's worth of samples of one directory and one bucket. Its name carries the fingerprint of all that
-makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames exactly what it touches.
+makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames what it touches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

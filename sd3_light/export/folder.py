@@ -50,11 +50,19 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec) -> Pa
         _write_parts(temporary, weights, spec)
         proof = prove(temporary, spec.transformer_config, weights)
         (temporary / "proof.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(temporary, out)
+        _replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def _replace(new: Path, out: Path) -> None:
+    """Put ``new`` in the place of ``out``; a folder cannot be renamed over another, so the old one steps aside."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}.old")
+    if out.exists():
+        os.replace(out, aside)
+    os.replace(new, out)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 with torch.no_grad():
     result = pipe.transformer(**load_file(inputs), return_dict=False)[0]
-save_file({"output": result.contiguous(), **{"w/" + k: v.contiguous() for k, v in pipe.transformer.state_dict().items()}}, outputs)
+weights = {"w/" + name: tensor.contiguous() for name, tensor in pipe.transformer.state_dict().items()}
+save_file({"output": result.contiguous(), **weights}, outputs)
 """
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import UserError
+from sd3_light.export.folder import write_folder
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
-from sd3_light.export.folder import write_folder
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:

@@ -20,7 +20,7 @@ _TENSORBOARD = "remove it: TensorBoard and log.jsonl are always written"
 # fmt: off
 NOT_YET = (
     NotYet("pipeline_stages", lambda t: t.pipeline_stages > 1, "write pipeline_stages = 1"),
-    NotYet("eval_gradient_accumulation_steps", lambda t: t.eval_gradient_accumulation_steps > 1, "remove it: for pipelines"),
+    NotYet("eval_gradient_accumulation_steps", lambda t: t.eval_gradient_accumulation_steps > 1, "remove it"),
     NotYet("partition_method", lambda t: t.partition_method != "parameters", "remove it: for pipelines"),
     NotYet("parallel", lambda t: t.parallel == "fsdp2", 'write parallel = "ddp"'),
     NotYet("optimizer.type", lambda t: t.optimizer.type == "adamw8bit", 'write type = "adamw"'),
