@@ -1,6 +1,7 @@
 """Picture -> what it shows, read without knowing the caption, and whether that is what a scene asks for."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -11,7 +12,7 @@ from PIL import Image
 
 from sd3_light.world.render import REFERENCE_SIDE, scale_of, shape_mask
 from sd3_light.world.scene import SHAPES, Item, Scene
-from sd3_light.world.segment import UNKNOWN, Floats, find_background, find_regions, sharpen
+from sd3_light.world.segment import UNKNOWN, Floats, Region, find_background, find_regions, sharpen
 
 Picture = Image.Image | NDArray[np.uint8]
 
@@ -19,6 +20,8 @@ _MIN_AREA = 9.0  # inner pixels of an object in a 64x64 picture
 _SIZE_BORDER = 24.5  # the diameter between small and large, in the same pixels
 _MIN_OVERLAP = 0.70  # the least soft IoU with a template; true renderings have 0.87 and more
 _MIN_LEAD = 0.01  # by how much the best template must beat the second
+MIN_ASKED = 0.8  # the share of what is not background that must have an asked colour
+MIN_EACH = 0.1  # and the least share of each asked colour
 # The lines of the grid on which masks are compared, in radii of the disc of equal area.
 _STEPS = np.linspace(-1.45, 1.45, 32)
 
@@ -38,18 +41,20 @@ class SeenObject:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a picture shows; the background may be `unknown`."""
+    """What a picture shows (the background may be `unknown`), and each colour's share of what is not background."""
 
     background: str
     objects: tuple[SeenObject, ...]
+    areas: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Which of a scene's demands a picture meets; None where the scene does not demand it.
 
-    `colour`: the objects' colours, counted; `shape`: their (colour, shape) pairs, counted; `count`: how many there
-    are; `relation`: how the centres of the objects lie that have the named colours (and shapes, if the colours agree).
+    `colour`: what is not background has the asked colours, whatever its form (`MIN_ASKED` of its area, at least
+    `MIN_EACH` in each); `shape`: the objects' (colour, shape) pairs; `count`: how many there are; `relation`: how
+    the centres of the objects lie that have the named colours (and shapes, if the colours agree).
     """
 
     background: bool
@@ -74,7 +79,16 @@ def look(image: Picture) -> Seen:
     scale = scale_of(array.shape[1], array.shape[0])
     background, ground = find_background(pixels)
     regions = find_regions(pixels, ground, _MIN_AREA * scale**2)
-    return Seen(background, tuple(_recognise(r.colour, r.left, r.top, r.cover, scale) for r in regions))
+    objects = tuple(_recognise(r.colour, r.left, r.top, r.cover, scale) for r in regions)
+    return Seen(background, objects, _areas(regions))
+
+
+def _areas(regions: Sequence[Region]) -> dict[str, float]:
+    total = sum(float(region.cover.sum()) for region in regions)
+    shares: dict[str, float] = {}
+    for region in regions:
+        shares[region.colour] = shares.get(region.colour, 0.0) + float(region.cover.sum()) / total
+    return shares
 
 
 def judge(image: Picture, scene: Scene) -> Verdict:
@@ -88,13 +102,18 @@ def compare(seen: Seen, scene: Scene) -> Verdict:
     size = scene.items[0].size
     return Verdict(
         background=seen.background == scene.background,
-        # sets: how often each is there is the count's business, and all three together leave no gap
-        colour={item.colour for item in asked} == {o.colour for o in found},
+        colour=_coloured_as({item.colour for item in asked}, seen.areas),
+        # a set: how often each is there is the count's business, and together they leave no gap
         shape={(i.colour, i.shape) for i in asked} == {(o.colour, o.shape) for o in found},
         size=None if size is None else len(found) == 1 and found[0].size == size,
         count=len(found) == len(asked),
         relation=None if scene.relation is None else _related(found, scene),
     )
+
+
+def _coloured_as(asked: set[str], areas: Mapping[str, float]) -> bool:
+    shares = [areas.get(colour, 0.0) for colour in asked]
+    return sum(shares) >= MIN_ASKED and min(shares) >= MIN_EACH
 
 
 def _related(found: tuple[SeenObject, ...], scene: Scene) -> bool:
