@@ -95,12 +95,12 @@ class Manifest:
             raise UserError(f"no cache at {folder}; build it with `sd3-light cache CONFIG`")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} is damaged ({error}); build the cache anew with --regenerate_cache") from error
-        if data.get("format") != FORMAT:
-            raise UserError(f"{path} has format {data.get('format')}, this version reads {FORMAT}; build it anew")
-        entries = tuple(_entry(item) for item in data["shards"])
-        return Manifest(data["recipe"], entries, _entry(data["empty"]), data["counts"])
+            if data["format"] != FORMAT:
+                raise UserError(f"{path} has format {data['format']}, this version reads {FORMAT}; build it anew")
+            entries = tuple(_entry(item) for item in data["shards"])
+            return Manifest(data["recipe"], entries, _entry(data["empty"]), data["counts"])
+        except (ValueError, LookupError, TypeError) as error:  # no JSON, not UTF-8, or not what `save` wrote
+            raise UserError(f"{path} is damaged ({error!r}); build the cache anew with --regenerate_cache") from error
 
 
 def _entry(item: dict[str, Any]) -> ShardEntry:
@@ -151,7 +151,9 @@ def write_shard(folder: Path, entry: ShardEntry, samples: Sequence[Sample], orig
     The shard's own name appears last, so that it never stands without the others.
     """
     assert len(samples) == len(origins) > 0
-    data = save(pack(samples), {"bucket": entry.bucket, "fingerprint": entry.fingerprint})
+    # one entry: safetensors writes several in an order of chance, and equal shards must be equal bytes
+    about = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
+    data = save(pack(samples), {"shard": about})
     entry = replace(entry, count=len(samples), bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     path = folder / entry.file
     write_atomically(path.with_suffix(".arrow"), _origin_table(samples, origins))
@@ -206,7 +208,8 @@ class ShardReader:
         if not path.is_file():
             raise UserError(f"shard {path} is missing; {remedy}")
         if path.stat().st_size != entry.bytes or (verify and file_sha256(path) != entry.sha256):
-            raise UserError(f"shard {path} is damaged (its hash is not the manifest's); {remedy}")
+            # caching takes a shard that stands as done and does not hash it, so it must go first
+            raise UserError(f"shard {path} is damaged (its hash is not the manifest's); delete it, then {remedy}")
         file: Any = safe_open(str(path), framework="pt")  # stays open as long as its slices
         self.sample_id: Tensor = file.get_tensor("sample_id")
         self._caption_start: Tensor = file.get_tensor("caption_start")

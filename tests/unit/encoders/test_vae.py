@@ -1,0 +1,73 @@
+"""Latents: encoded and scaled as stock diffusers does it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.encoders.vae import LatentScale, draw_latent, encode_moments, load_vae
+from sd3_light.world import picture
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray[Any, Any]:
+    """Two wide pictures of the demo world, uint8 [B, H, W, 3]."""
+    return np.stack([np.asarray(picture(index, seed=0)[0]) for index in (1, 5)])
+
+
+def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pixels: Any) -> None:
+    from PIL import Image
+
+    vae = load_vae(demo_parts, torch.device("cpu"), torch.float32)
+    ours = encode_moments(vae, pixels)
+    images = stock.image_processor.preprocess([Image.fromarray(image) for image in pixels])
+    with torch.no_grad():
+        posterior = stock.vae.encode(images).latent_dist
+    theirs = torch.cat([posterior.mean, posterior.logvar], dim=1)
+    assert ours.dtype == torch.float16
+    assert ours.shape == (2, 32, 6, 10)
+    # pixels / 127.5 - 1 and 2 (pixels / 255) - 1 round differently in their last bit; fp16 keeps eleven
+    assert torch.allclose(ours.float(), theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_latents_decode_to_the_picture(stock: Any, demo_parts: Path, pixels: Any) -> None:
+    """The whole way of a picture: moments, normalised, denormalised, decoded by the stock VAE."""
+    scale = LatentScale.of_folder(demo_parts)
+    moments = encode_moments(load_vae(demo_parts, torch.device("cpu"), torch.float32), pixels)
+    raw = scale.denormalise(scale.normalise(draw_latent(moments, None)))
+    with torch.no_grad():
+        images = stock.image_processor.postprocess(stock.vae.decode(raw).sample, output_type="np")
+    error = np.abs(images - pixels / 255).mean()
+    flat = np.abs(pixels.mean(axis=(1, 2), keepdims=True) / 255 - pixels / 255).mean()
+    assert error < flat / 4, (error, flat)
+
+
+def test_a_draw_is_the_posteriors_own_formula(stock: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    moments = torch.randn(2, 32, 3, 4, generator=generator).half()
+    noise = torch.randn(2, 16, 3, 4, generator=generator)
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    posterior = DiagonalGaussianDistribution(moments.float())
+    assert torch.equal(draw_latent(moments, None), posterior.mode())
+    assert torch.equal(draw_latent(moments, noise), posterior.mean + posterior.std * noise)
+
+
+def test_normalised_latents_are_denormalised_exactly_as_the_stock_pipeline_does(stock: Any, demo_parts: Path) -> None:
+    scale = LatentScale.of_folder(demo_parts)
+    config = stock.vae.config
+    raw = torch.randn(2, 16, 3, 4, generator=torch.Generator().manual_seed(0))
+    normalised = scale.normalise(raw)
+    assert torch.equal(normalised, (raw - config.shift_factor) * config.scaling_factor)
+    assert torch.equal(scale.denormalise(normalised), normalised / config.scaling_factor + config.shift_factor)
+    assert torch.allclose(scale.denormalise(normalised), raw, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [{}, {"shift_factor": None}])
+def test_a_vae_without_a_shift_has_none(tmp_path: Path, shift: dict[str, Any]) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"scaling_factor": 0.18215, **shift}))
+    assert LatentScale.of_folder(tmp_path) == LatentScale(0.18215, 0.0)
