@@ -6,18 +6,23 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from sd3_light import __version__
-from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import quiet_libraries, set_main_process
+
+if TYPE_CHECKING:
+    from sd3_light.config import LoadedConfig
+    from sd3_light.engines import Launch
 
 app = typer.Typer(
     help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` shows the whole way in minutes.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -37,13 +42,18 @@ Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode eve
 
 @app.callback()
 def _main(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and quit.", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
     _debug(debug)
+    set_main_process(True)  # a RANK left over in the shell must not silence a plain command
 
 
 @app.command()
@@ -55,6 +65,7 @@ def demo(
     prompts: Annotated[int, typer.Option(help="Held-out prompts each score asks.")] = 48,
 ) -> None:
     """Draw a captioned world, cache, pretrain, export, sample and score it: the whole journey on two CPU cores."""
+    _prepare()
     from sd3_light.journeys import run_demo
 
     run_demo(out, steps, more_steps, pictures, prompts)
@@ -63,6 +74,7 @@ def demo(
 @app.command()
 def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folder.")], set_: Overrides = None) -> None:
     """Write the folder where a pretraining run starts: frozen parts, and a random denoiser by size and seed."""
+    _prepare()
     from sd3_light.journeys import checked_init
 
     _say(f"wrote {checked_init(_load(config, set_), out)}")
@@ -85,11 +97,11 @@ def cache(
     config: ConfigFile, trust_cache: TrustCache = False, regenerate_cache: Regenerate = False, set_: Overrides = None
 ) -> None:
     """Encode pictures and captions once; what is there already stays."""
-    from sd3_light.engines import Launch
+    loaded, launched = _load(config, set_), _prepare()
     from sd3_light.journeys import only_cache
     from sd3_light.stages import inspect as stage
 
-    for folder in only_cache(_load(config, set_), Launch.detect(), trust_cache, regenerate_cache):
+    for folder in only_cache(loaded, launched, trust_cache, regenerate_cache):
         Console().print(stage.render(stage.run(folder)))
 
 
@@ -105,12 +117,12 @@ def train(
     set_: Overrides = None,
 ) -> None:
     """Encode what is missing, then train. `train.py` does the same under torchrun and takes all its flags."""
-    from sd3_light.engines import Launch
+    loaded, launched = _load(config, set_), _prepare()
     from sd3_light.journeys import cache_then_train
     from sd3_light.stages.train import Resume
 
     wish = Resume(resume_from) if resume or resume_from else None
-    cache_then_train(_load(config, set_), Launch.detect(), trust_cache, regenerate_cache, wish)
+    cache_then_train(loaded, launched, trust_cache, regenerate_cache, wish)
 
 
 @app.command()
@@ -121,6 +133,7 @@ def export(
     weights: Annotated[str | None, typer.Option(help="`ema` or `raw`; default: `ema` where there is one.")] = None,
 ) -> None:
     """A diffusers folder from a checkpoint, reloaded and compared before it is announced."""
+    _prepare()
     from sd3_light.stages import export as stage
 
     _say(f"wrote and proved {stage.run(run, out, checkpoint, weights)}")
@@ -141,6 +154,7 @@ def sample(
     negative_prompt: Annotated[str, typer.Option(help="What to steer away from.")] = "",
 ) -> None:
     """Draw pictures; the same prompt and seed give the picture that stock diffusers gives."""
+    _prepare()
     from sd3_light.stages import sample as stage
 
     prompts = [*(prompt or []), *_lines(file)]
@@ -160,6 +174,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
 ) -> None:
     """Judge a model of the demo world: does the picture show the objects, colours, counts and relations asked for?"""
+    _prepare()
     from sd3_light.journeys import score_table
     from sd3_light.stages import evaluate as stage
 
@@ -212,17 +227,13 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def _launch(flags: argparse.Namespace) -> None:
-    from sd3_light.engines import Launch
-    from sd3_light.journeys import cache_then_train, only_cache
-    from sd3_light.runlog import set_main_process
-    from sd3_light.stages.train import Resume
-
     _debug(flags.debug)
-    launched = Launch.detect(flags.local_rank)
-    set_main_process(launched.is_main)
     if flags.deepspeed and not flags.cache_only:
         raise UserError("--deepspeed: this version trains with torch's own engine; launch with torchrun, without it")
-    loaded = load_config(flags.config, flags.set)
+    loaded, launched = _load(flags.config, flags.set), _prepare(flags.local_rank)
+    from sd3_light.journeys import cache_then_train, only_cache
+    from sd3_light.stages.train import Resume
+
     if flags.cache_only:
         only_cache(loaded, launched, flags.trust_cache, flags.regenerate_cache)
         return
@@ -233,6 +244,17 @@ def _launch(flags: argparse.Namespace) -> None:
     elif flags.reset_dataloader or flags.reset_optimizer or flags.reset_optimizer_params:
         raise UserError("--reset_* flags go with --resume_from_checkpoint")
     cache_then_train(loaded, launched, flags.trust_cache, flags.regenerate_cache, resume)
+
+
+def _prepare(local_rank: int | None = None) -> "Launch":
+    """Who this process is; it speaks if it is the main one. Called before anything heavy is imported."""
+    if not _DEBUG:
+        quiet_libraries()
+    from sd3_light.engines import Launch
+
+    launched = Launch.detect(local_rank)
+    set_main_process(launched.is_main)
+    return launched
 
 
 def _guarded(work: Callable[[], object]) -> int:
@@ -263,8 +285,10 @@ def _debug(wish: bool) -> None:
     _DEBUG = _DEBUG or wish
 
 
-def _load(path: Path, overrides: Sequence[str] | None) -> LoadedConfig:
-    return load_config(path, overrides or ())
+def _load(path: Path, overrides: Sequence[str] | None) -> "LoadedConfig":
+    from sd3_light.stages import check
+
+    return check.load(path, overrides or ())
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -31,10 +31,14 @@ class Fault:
 
 
 class ConfigFaults(UserError):
-    """All faults of a config in one report (law 7)."""
+    """All faults of a config in one report (law 7).
 
-    def __init__(self, faults: Sequence[Fault]):
+    ``partial`` is the config as far as it is sound, with stand-ins for what is not: enough to look for more faults.
+    """
+
+    def __init__(self, faults: Sequence[Fault], partial: object = None):
         self.faults = tuple(faults)
+        self.partial = partial
         count = len(self.faults)
         head = f"{count} fault{'s' if count != 1 else ''} in the config"
         super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))

@@ -56,7 +56,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     datasets, dataset_faults = _load_datasets(train, raw, path)
     faults += train.faults + dataset_faults
     if faults:
-        raise ConfigFaults([_blame(fault, str(path), set_keys) for fault in dict.fromkeys(faults)])
+        nothing = DatasetConfig(path, cache_dir_of(train.config, "", path), ())
+        partial = LoadedConfig(path, train.config, datasets.pop("", nothing), datasets)
+        raise ConfigFaults([_blame(fault, str(path), set_keys) for fault in dict.fromkeys(faults)], partial)
     return LoadedConfig(path, train.config, datasets.pop(""), datasets)
 
 

@@ -67,7 +67,10 @@ class ModelConfig(Table):
     )
     num_layers: Count | None = Field(default=None, description="Depth in joint blocks, in place of the size's own.")
     qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: what the size says.")
-    dtype: Dtype = Field(default="bfloat16", description="Type in which the VAE and the text encoders compute.")
+    dtype: Dtype = Field(
+        default="bfloat16",
+        description="Type in which the text encoders compute on GPUs; the VAE and all on CPUs: float32.",
+    )
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
         default_factory=_compute_dtype,
         description="Type in which the denoiser computes; master weights are always float32. float16 is not offered: "

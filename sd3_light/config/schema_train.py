@@ -98,7 +98,7 @@ EvalDatasetRef = Annotated[EvalDataset, BeforeValidator(named_entry), Allowed("a
 class TrainConfig(Table):
     """The train TOML. Relative paths are taken from the folder of the file."""
 
-    output_dir: TomlPath = Field(description="Folder under which each run makes its own.")
+    output_dir: TomlPath = Field(description="The run's folder: config, log, samples, checkpoints and exports.")
     dataset: TomlPath = Field(description="The dataset TOML.")
     eval_datasets: tuple[EvalDatasetRef, ...] = Field(
         default=(),
@@ -191,15 +191,11 @@ class TrainConfig(Table):
     x_axis_examples: Flag = Field(default=False, description="Trackers count samples seen, not steps.")
 
     caching_batch_size: Count = Field(default=8, description="Samples the encoders take at once while caching.")
-    caching_num_workers: CountOrZero = Field(
-        default=4, description="Processes that decode images for one caching rank."
-    )
+    caching_num_workers: CountOrZero = Field(default=4, description="Threads that decode images for one caching rank.")
     caching_device: Literal["auto", "cuda", "cpu"] = Field(
         default="auto", description="Where the encoders run while caching."
     )
-    map_num_proc: Count | None = Field(
-        default=None, description="Processes that scan the sources. Absent: one a CPU core, 8 at most."
-    )
+    map_num_proc: Count | None = Field(default=None, description="Processes that scan the sources. Absent: one.")
     num_dataloader_workers: CountOrZero = Field(
         default=2, description="Loader processes a rank; 0 loads in the trainer itself."
     )

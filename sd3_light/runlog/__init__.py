@@ -1,7 +1,17 @@
 """What a run says: `log.jsonl` (the truth), TensorBoard and trackers (its mirrors), lines and bars for people."""
 
 from sd3_light.runlog.bars import Bar, progress
-from sd3_light.runlog.console import is_main_process, say, set_main_process
+from sd3_light.runlog.console import is_main_process, quiet_libraries, say, set_main_process
 from sd3_light.runlog.log import RunLog, Tracker, read_log
 
-__all__ = ["Bar", "RunLog", "Tracker", "is_main_process", "progress", "read_log", "say", "set_main_process"]
+__all__ = [
+    "Bar",
+    "RunLog",
+    "Tracker",
+    "is_main_process",
+    "progress",
+    "quiet_libraries",
+    "read_log",
+    "say",
+    "set_main_process",
+]

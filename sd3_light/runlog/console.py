@@ -25,3 +25,17 @@ def say(text: str) -> None:
     """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent."""
     if is_main_process():
         console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def quiet_libraries() -> None:
+    """Keep diffusers' and transformers' own bars and hints off the screen; call before they are imported.
+
+    Their loading bars tear ours apart, and their hints are about parts that SD3 does not use.
+    """
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

@@ -257,15 +257,16 @@ def _finish(
     """The main process waits for all units and writes the manifest; the others wait for a manifest of this plan."""
     folder, shards = dataset.cache_dir, dataset.cache_dir / "shards"
     deadline = time.monotonic() + timeout
-    names = {unit.entry.file for unit in todo.units}
     if not launch.is_main:
-        while not _has_manifest(folder, recipe, names):
+        while not _has_manifest(folder, recipe, todo.units):
             _wait(deadline, f"the main process to write {folder / MANIFEST}")
         return Manifest.load(folder).counts
     while missing := [unit for unit in todo.units if not _is_done(shards, unit)]:
         _wait(deadline, f"{len(missing)} shards of other processes, such as {missing[0].entry.file}")
     entries = [entry for unit in todo.units if (entry := read_entry(shards, unit.entry.file)) is not None]
     rejected = [*todo.rejected, *_unit_rejects(shards, todo.units)]
+    lines = "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in rejected)
+    write_atomically(folder / "rejects.jsonl", lines.encode())
     if not entries:
         raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / 'rejects.jsonl'}")
     counts = {
@@ -274,17 +275,18 @@ def _finish(
         "enlarged": todo.enlarged,
         **{f"rejected: {reason}": count for reason, count in sorted(count_reasons(rejected).items())},
     }
-    lines = "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in rejected)
-    write_atomically(folder / "rejects.jsonl", lines.encode())
     Manifest(recipe, tuple(entries), empty, counts).save(folder)
     return counts
 
 
-def _has_manifest(folder: Path, recipe: dict[str, Any], names: set[str]) -> bool:
-    if not (folder / MANIFEST).is_file():
+def _has_manifest(folder: Path, recipe: dict[str, Any], units: Sequence[Unit]) -> bool:
+    """Whether the manifest is of this plan: of every unit, but those whose samples were all rejected."""
+    shards = folder / "shards"
+    if not (folder / MANIFEST).is_file() or not all(_is_done(shards, unit) for unit in units):
         return False
     manifest = Manifest.load(folder)
-    return manifest.recipe == recipe and {shard.file for shard in manifest.shards} <= names
+    standing = {unit.entry.file for unit in units if (shards / unit.entry.file).is_file()}
+    return manifest.recipe == recipe and {shard.file for shard in manifest.shards} == standing
 
 
 def _wait(deadline: float, what: str) -> None:

@@ -132,8 +132,8 @@ def _find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
     if resume is None:
         if newest is not None:
             raise UserError(
-                f"{output_dir} holds a run ({newest.name}); go on with --resume_from_checkpoint or choose another "
-                "output_dir"
+                f"{output_dir} holds a run ({newest.name}); go on with --resume (train.py: --resume_from_checkpoint) "
+                "or choose another output_dir"
             )
         return None
     if resume.checkpoint is not None:

@@ -3,13 +3,40 @@
 Every stage calls `require` first; `sd3-light check` calls `run` and shows what it returns by `render`.
 """
 
-from sd3_light.config import ConfigFaults, LoadedConfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from sd3_light.config import ConfigFaults, Fault, LoadedConfig, load_config
 from sd3_light.stages.check.disk import disk_faults
 from sd3_light.stages.check.not_yet import NOT_YET
 from sd3_light.stages.check.render import render
 from sd3_light.stages.check.survey import Survey, empty_faults, survey
 
-__all__ = ["NOT_YET", "Survey", "disk_faults", "render", "require", "run", "survey"]
+__all__ = ["NOT_YET", "Survey", "disk_faults", "load", "render", "require", "run", "survey"]
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """A config that is sound in itself and on disk; both passes' faults are raised in one report (law 7)."""
+    try:
+        loaded = load_config(path, overrides)
+    except ConfigFaults as found:
+        more = _more_faults(found) if isinstance(found.partial, LoadedConfig) else []
+        raise ConfigFaults([*found.faults, *more]) from None
+    require(loaded)
+    return loaded
+
+
+def _more_faults(found: ConfigFaults) -> list[Fault]:
+    """Disk faults of the sound part: none of a key that is faulty already, or that hangs on a missing model folder."""
+    assert isinstance(found.partial, LoadedConfig)
+    blamed = {fault.key for fault in found.faults}
+    if "model.diffusers_path" in blamed:
+        blamed.add("model")
+    return [
+        fault
+        for fault in disk_faults(found.partial)
+        if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in blamed)
+    ]
 
 
 def require(loaded: LoadedConfig) -> None:

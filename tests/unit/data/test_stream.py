@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_consecutive_steps_see_different_samples(make_cache: MakeCache) -> None:
     """An earlier loader began anew each step and trained on one batch for ever."""
     data = make_cache()
     batches = steps_of(data, order_of(data))
-    for one, two in zip(batches, batches[1:], strict=False):
+    for one, two in pairwise(batches):
         assert not set(one["sample_id"].tolist()) & set(two["sample_id"].tolist())
 
 

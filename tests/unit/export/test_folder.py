@@ -127,9 +127,7 @@ def test_what_cannot_be_proven_is_not_announced(
     assert os.listdir(tmp_path) == ["out"], "nothing half-written is left"
 
 
-def test_a_whole_export_replaces_an_earlier_one(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None
-) -> None:
+def test_a_whole_export_replaces_an_earlier_one(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "stale").touch()
