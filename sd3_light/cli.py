@@ -248,6 +248,8 @@ def _launch(flags: argparse.Namespace) -> None:
 
 def _prepare(local_rank: int | None = None) -> "Launch":
     """Who this process is; it speaks if it is the main one. Called before anything heavy is imported."""
+    # threads of torch that wait by spinning make a CPU that others use too many times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not _DEBUG:
         quiet_libraries()
     from sd3_light.engines import Launch

@@ -1,0 +1,104 @@
+"""Two real processes under torchrun (gloo): the same cache and the same training as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.stages.train import Resume
+from sd3_light.world import write_dataset
+
+ROOT = Path(__file__).parents[2]
+STEPS = 13  # 11 make an epoch
+Project = Any  # the class is in tests/conftest.py
+
+
+def torchrun(project: Project, *flags: str, processes: int = 2, **overrides: object) -> str:
+    """`torchrun --nproc_per_node 2 train.py --config ... FLAGS`; what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += [str(ROOT / "train.py"), "--config", str(project.train_toml), *flags]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={value}"]
+    # on a machine with one GPU two processes would share it, which nccl does not do
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def checkpoint(project: Project, step: int, run: str) -> Path:
+    return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
+
+
+def curve(project: Project, run: str, first: int = 0) -> list[float]:
+    """Loss and gradient norm of every step after ``first``."""
+    events = [event for event in project.events("step", run) if event["step"] > first]
+    assert [event["step"] for event in events] == list(range(first + 1, STEPS + 1))
+    return [number for event in events for number in (event["loss"], event["grad_norm"])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
+    """The reference: one process, batches of 4, an evaluation set, a checkpoint at step 5."""
+    project = cached_project.copy(tmp_path_factory.mktemp("alone") / "project")
+    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    text = project.train_toml.read_text().replace("max_steps = 4", f"max_steps = {STEPS}")
+    text = text.replace("checkpoint_every_n_steps = 2", "checkpoint_every_n_steps = 5\neval_every_n_steps = 10")
+    project.train_toml.write_text(text.replace("seed = 3", 'seed = 3\neval_datasets = ["eval.toml"]'))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        project.train('output_dir="alone"')
+    return project
+
+
+def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
+    """Each takes every other shard, and neither talks to the other."""
+    said = torchrun(fresh_project, "--cache_only")
+    assert contents(fresh_project.cache) == contents(cached_project.cache)
+    assert "cache 22/22" in said, "the main process has its own share of the 40 pictures, in shards of 8, 8, 4 and 2"
+
+
+def test_two_processes_train_as_one(alone: Project) -> None:
+    torchrun(alone, output_dir='"two"', micro_batch_size_per_gpu=2)
+    assert [event["world"] for event in alone.events("start", "two")] == [2]
+    assert curve(alone, "two") == pytest.approx(curve(alone, "alone"), rel=1e-5)
+    (ours,), (theirs,) = alone.events("eval", "two"), alone.events("eval", "alone")
+    for name in ("flow", "flow@0.1", "flow@0.9"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    (one, facts), (two, other_facts) = (read_checkpoint(checkpoint(alone, STEPS, run)) for run in ("alone", "two"))
+    assert facts == other_facts
+    for name in one:
+        if name.startswith(("param/", "ema/")):
+            assert torch.allclose(one[name], two[name], atol=2e-5), name
+    assert [path.name for path in (alone.folder / "two" / "exports").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
+    alone: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process's checkpoint goes on with two that accumulate, and theirs with one again."""
+    saved = checkpoint(alone, 5, "alone")
+    torchrun(
+        alone,
+        "--resume_from_checkpoint",
+        str(saved),
+        output_dir='"halves"',
+        micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=2,
+    )
+    (event,) = alone.events("resume", "halves")
+    assert (event["world"], event["step"]) == (2, 5)
+    assert curve(alone, "halves", 5) == pytest.approx(curve(alone, "alone", 5), rel=1e-5)
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    alone.train('output_dir="back"', resume=Resume(checkpoint(alone, 10, "halves")))
+    assert curve(alone, "back", 10) == pytest.approx(curve(alone, "alone", 10), rel=1e-5)

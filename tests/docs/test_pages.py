@@ -1,0 +1,93 @@
+"""Every page: links lead somewhere, commands exist, translations keep step."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from sd3_light import cli
+
+ROOT = Path(__file__).parents[2]
+SKIPPED = {".venv", ".git", "gpu_libs", "demo_run", "runs", "build", "dist"}
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in ROOT.rglob("*.md")
+    if not SKIPPED & set(path.relative_to(ROOT).parts) and not any(part.startswith(".") for part in path.parts[1:])
+)
+TRANSLATED = [("README.md", "README.zh.md"), ("docs/guide.md", "docs/zh/guide.md")]
+
+
+def test_the_pages_are_found() -> None:
+    assert {"CONTRIBUTING.md", "docs/README.md", "docs/config.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_relative_link_leads_somewhere(page: Any, name: str) -> None:
+    found = page(name)
+    broken = []
+    for link in found.links:
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (found.path.parent / target).resolve() if target else found.path
+        if not path.exists() or (anchor and anchor not in page(str(path.relative_to(ROOT))).anchors):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize(("name", "translation"), TRANSLATED)
+def test_a_translation_has_the_same_sections_and_code(page: Any, name: str, translation: str) -> None:
+    ours, theirs = page(name), page(translation)
+    assert [level for level, _ in ours.headings] == [level for level, _ in theirs.headings]
+    assert len(ours.headings) > 2
+    assert [block.text for block in ours.blocks] == [block.text for block in theirs.blocks]
+    assert [block.run for block in ours.blocks] == [block.run for block in theirs.blocks]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every command in a shell block, comments left out and continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+def options_of(verb: str) -> set[str]:
+    command = typer.main.get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
+    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_that_is_shown_exists(page: Any, name: str) -> None:
+    """Verbs and options of `sd3-light`, flags of `train.py`, targets of make."""
+    group = typer.main.get_command(cli.app)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    flags = {option for action in cli._flags()._actions for option in action.option_strings}
+    for block in page(name).blocks:
+        if block.language not in ("bash", "sh", "shell", "console"):
+            continue
+        for words in commands(block.text):
+            given = {word.split("=", 1)[0] for word in words if word.startswith("--")}
+            if words[0] == "sd3-light" and not words[1].startswith("-"):
+                assert words[1] in group.commands, words  # type: ignore[attr-defined]
+                assert given <= options_of(words[1]) | {"--help"}, words
+            elif "train.py" in words:
+                after = words[words.index("train.py") :]
+                assert {word.split("=", 1)[0] for word in after if word.startswith("--")} <= flags, words
+            elif words[0] == "make" and len(words) > 1 and "=" not in words[1]:
+                assert f"\n{words[1]}:" in makefile, words
+
+
+def test_the_folders_of_the_readme_exist(page: Any) -> None:
+    tree = next((block.text for block in page("README.md").blocks if "cli.py" in block.text), None)
+    if tree is None:
+        pytest.skip("README.md shows no folders")
+    inside = False
+    for line in tree.splitlines():
+        name = line.split()[0]
+        inside = inside and line.startswith("  ")
+        assert (ROOT / "sd3_light" / name if inside else ROOT / name).exists(), line
+        inside = inside or name == "sd3_light/"

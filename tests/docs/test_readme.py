@@ -1,0 +1,68 @@
+"""The commands that the README and the docs ask to be run are run, in order, in one folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHORT = " --steps 2 --more-steps 2 --pictures 60 --prompts 3"
+MORE = ("docs/guide.md", "docs/export.md")
+
+
+def shortened(block: str) -> str:
+    """The block with a quick demo in place of the whole one."""
+    return "\n".join(line + SHORT if line.startswith("sd3-light demo") else line for line in block.splitlines())
+
+
+def run_block(block: str, folder: Path) -> str:
+    """Run a bash block as a reader would, stopping at the first command that fails; what it printed."""
+    # the commands of this environment come first
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", shortened(block)],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory, page: Any) -> tuple[Path, list[str]]:
+    """The folder where the README's blocks ran, and what each printed."""
+    blocks = page("README.md").to_run
+    if not blocks:
+        pytest.skip("README.md asks for no block to be run yet")
+    folder = tmp_path_factory.mktemp("readme")
+    return folder, [run_block(block, folder) for block in blocks]
+
+
+@pytest.mark.timeout(600)
+def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
+    folder, outputs = printed
+    everything = "\n".join(outputs)
+    assert "untrained" in everything, "the demo's table"
+    assert "Usage" in everything
+    assert (folder / "demo_run" / "grid.png").is_file()
+    assert (folder / "demo_run" / "my_model" / "proof.json").is_file()
+    assert (folder / "demo_run" / "pictures" / "00001.png").is_file()
+    assert [path.name for path in folder.iterdir()] == ["demo_run"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MORE)
+def test_the_other_pages_run_in_the_readmes_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
+    blocks = page(name).to_run
+    if not blocks:
+        pytest.skip(f"{name} asks for no block to be run yet")
+    for block in blocks:
+        run_block(block, printed[0])

@@ -1,0 +1,86 @@
+"""Every shipped recipe is a sound config, and the demo's are run."""
+
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import load_config
+from sd3_light.engines import Launch
+from sd3_light.recipes import FOLDER
+from sd3_light.runlog import read_log
+from sd3_light.stages.check import disk_faults
+from sd3_light.world import write_dataset
+
+RECIPES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
+TRAIN = [name for name in RECIPES if "output_dir" in tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))]
+DEMO = [name for name in TRAIN if name.startswith("demo/")]
+EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset")
+"""What a reader edits: nothing else of a recipe may be at fault."""
+
+
+def header(name: str) -> str:
+    """The comment atop a recipe."""
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))])
+
+
+def test_the_recipes_are_found() -> None:
+    assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "sd3_light_256.toml"} <= set(TRAIN)
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_recipe_loads(name: str) -> None:
+    loaded = load_config(FOLDER / name)
+    assert loaded.dataset.directories
+    faults = disk_faults(loaded)
+    assert [str(fault) for fault in faults if not fault.key.startswith(EDITED)] == []
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_recipe_says_command_hardware_and_time(name: str) -> None:
+    said = header(name)
+    for word in ("command", "hardware", "time"):
+        assert word in said, f"the header of {name} does not say {word}"
+
+
+def test_every_dataset_recipe_is_named_by_a_train_recipe() -> None:
+    named = set()
+    for name in TRAIN:
+        loaded = load_config(FOLDER / name)
+        named |= {loaded.dataset.path, *(dataset.path for dataset in loaded.eval_datasets.values())}
+    assert {str(path.relative_to(FOLDER)) for path in named} | set(TRAIN) == set(RECIPES)
+
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's folder as `sd3-light demo` lays it out, with few pictures."""
+    from sd3_light.assets import DEMO as ASSETS
+
+    folder = tmp_path_factory.mktemp("demo")
+    write_dataset(folder / "data" / "train", 16, seed=1)
+    write_dataset(folder / "data" / "held_out", 4, seed=2, held_out=True)
+    shutil.copytree(ASSETS, folder / "model")
+    for path in (FOLDER / "demo").glob("*.toml"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two steps of few samples in this process; a GPU recipe's batch and workers are too large for it."""
+    from sd3_light.journeys import cache_then_train
+
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})  # proven where the README runs
+    wishes = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
+    loaded = load_config(demo_folder / Path(name).name, [*wishes, "logging_steps=1"])
+    done = cache_then_train(loaded, Launch())
+    assert (done.step, done.samples, done.skipped) == (2, 8, 0)
+    events: list[dict[str, Any]] = list(read_log(loaded.train.output_dir / "log.jsonl"))
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert len(losses) == 2
+    if name == "demo/continue.toml":
+        assert max(losses) < 1.0, "it starts from trained weights"
+    assert list((loaded.train.output_dir / "exports").iterdir())

@@ -1,0 +1,59 @@
+"""Runs that several tests look at, each made once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROMPT = "a small red circle to the left of a large blue square"
+SECRET = "0123456789abcdef-a-secret-key"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports without the proof's process (6 s), for tests of everything else."""
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Any) -> Any:
+    """A project whose run is over: 4 steps with evaluation, sample grids, a secret, and one proven export."""
+    from sd3_light.world import write_dataset
+
+    project = cached_project.copy(tmp_path_factory.mktemp("finished") / "project")
+    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    text = project.train_toml.read_text().replace(
+        'dataset = "data.toml"',
+        'dataset = "data.toml"\neval_datasets = [{ name = "held_out", config = "eval.toml" }]\n'
+        "eval_every_n_steps = 2\neval_before_first_step = true",
+    )
+    sampling = f'\n[sampling]\nprompts = ["{PROMPT}"]\nseeds = [1, 2]\nevery_n_steps = 2\nsteps = 2\nguidance = 2.0\n'
+    project.train_toml.write_text(f'{text}{sampling}\n[monitoring]\nwandb_api_key = "{SECRET}"\n')
+    project.train()
+    return project
+
+
+@pytest.fixture(scope="session")
+def export_folder(finished: Any) -> Path:
+    """The proven export of the finished run. Read only."""
+    return Path(finished.run / "exports" / "step-00000004")
+
+
+WHOLE_STEPS = 15  # 11 make an epoch
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Any) -> Any:
+    """A project whose run went through 15 steps without a break, with a checkpoint after each."""
+    project = cached_project.copy(tmp_path_factory.mktemp("whole") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        project.train(f"max_steps={WHOLE_STEPS}", "checkpoint_every_n_steps=1")
+    return project

@@ -1,0 +1,47 @@
+"""The commands themselves, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+STALE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+Project = Any  # the class is in tests/conftest.py
+
+
+def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def test_a_plain_train_py_runs_whatever_a_launcher_left_in_the_shell(project: Project, tmp_path: Path) -> None:
+    """From another folder, with relative paths in the TOML, a proven export at the end, and words on stderr alone."""
+    train_py = ROOT / "train.py"
+    done = run(
+        sys.executable, train_py, "--config", project.train_toml, "--set", "max_steps=2", folder=tmp_path, **STALE
+    )
+    assert done.returncode == 0, done.stderr
+    assert [event["world"] for event in project.events("start")] == [1]
+    assert sorted(project.losses()) == [1, 2]
+    assert (project.run / "exports" / "step-00000002" / "proof.json").is_file()
+    assert "export at step 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [project.folder], "nothing is written where the command was called"
+
+
+def test_a_fault_of_the_user_ends_the_process_with_2(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("sd3-light")
+    done = run(command, "train", "nowhere.toml", folder=tmp_path)
+    assert done.returncode == 2
+    assert "nowhere.toml" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,213 @@
+"""A resumed run is the run that never stopped, bit for bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.config.faults import UserError
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.stages.train import Resume
+
+pytestmark = pytest.mark.usefixtures("unproven")
+Project = Any  # the class is in tests/conftest.py
+STEPS = 15
+EPOCH = 11
+
+
+def settings(out: str = "resumed", **keys: int) -> tuple[str, ...]:
+    given = {"max_steps": STEPS, "checkpoint_every_n_steps": 100, **keys}
+    return (f'output_dir="{out}"', *(f"{key}={value}" for key, value in given.items()))
+
+
+def checkpoint(project: Project, step: int, run: str = "run") -> Path:
+    return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
+
+
+def numbers(project: Project, run: str, first: int) -> list[tuple[Any, ...]]:
+    """All that the log says about the mathematics of each step after ``first``."""
+    keys = ("step", "samples", "loss", "flow", "grad_norm", "lr")
+    return [tuple(event[key] for key in keys) for event in project.events("step", run) if event["step"] > first]
+
+
+def assert_same_end(one: Path, two: Path) -> None:
+    """Weights, moments, step counts and running averages, and the run's counters."""
+    (tensors, facts), (others, other_facts) = read_checkpoint(one), read_checkpoint(two)
+    assert facts == other_facts
+    assert set(tensors) == set(others)
+    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
+
+
+class Killed(Exception):
+    """What stops a run in these tests."""
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """The next run dies in the middle of the step after ``steps``."""
+    real, done = TorchEngine.train_step, 0
+
+    def train_step(self: TorchEngine, *given: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > steps:
+            raise Killed
+        return real(self, *given)
+
+    monkeypatch.setattr(TorchEngine, "train_step", train_step)
+
+
+def test_the_unbroken_run_is_sound(whole: Project) -> None:
+    losses = whole.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert len(set(losses.values())) == STEPS
+    assert whole.events("start")[0]["steps_per_epoch"] == EPOCH
+
+
+def test_the_same_run_again_is_the_same(whole: Project, project: Project) -> None:
+    project.train(*settings("again"))
+    assert numbers(project, "again", 0) == numbers(whole, "run", 0)
+    assert_same_end(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
+
+
+@pytest.mark.parametrize("step", [1, 6, EPOCH - 1, EPOCH, EPOCH + 1])
+def test_a_resumed_run_goes_on_as_if_it_never_stopped(whole: Project, project: Project, step: int) -> None:
+    """At any step, the last of an epoch and the first of the next among them."""
+    done = project.train(*settings(), resume=Resume(checkpoint(whole, step)))
+    assert (done.step, done.samples) == (STEPS, 4 * STEPS)
+    (event,) = project.events("resume", "resumed")
+    assert (event["step"], event["world"]) == (step, 1)
+    resumed = numbers(project, "resumed", 0)
+    assert len(resumed) == STEPS - step >= 3
+    assert resumed == numbers(whole, "run", step)
+    assert_same_end(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
+
+
+@pytest.mark.parametrize("killed", [7, 2], ids=["after a checkpoint", "before the first checkpoint"])
+def test_a_killed_run_resumes_from_its_newest_checkpoint(
+    whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, killed: int
+) -> None:
+    wishes = settings("run", checkpoint_every_n_steps=3)
+    with monkeypatch.context() as patch:
+        kill_after(patch, killed)
+        with pytest.raises(Killed):
+            project.train(*wishes)
+    project.train(*wishes, resume=Resume())
+    begun = [event["step"] for event in (*project.events("start"), *project.events("resume"))]
+    assert begun == ([0, 6] if killed == 7 else [0, 0])
+    steps = [event["step"] for event in project.events("step")]
+    assert steps == [*range(1, killed + 1), *range(killed // 3 * 3 + 1, STEPS + 1)]
+    assert project.losses() == whole.losses()
+    assert_same_end(checkpoint(project, STEPS), checkpoint(whole, STEPS))
+
+
+def test_a_half_written_checkpoint_is_passed_over(whole: Project, project: Project) -> None:
+    for step in (4, 5):
+        shutil.copytree(checkpoint(whole, step), checkpoint(project, step, "resumed"))
+    (checkpoint(project, 5, "resumed") / "index.json").unlink()
+    project.train(*settings(max_steps=8), resume=Resume())
+    assert project.events("resume", "resumed")[0]["step"] == 4
+    assert numbers(project, "resumed", 0) == numbers(whole, "run", 4)[:4]
+
+
+def test_a_damaged_checkpoint_is_named(whole: Project, project: Project) -> None:
+    copy = Path(shutil.copytree(checkpoint(whole, 4), project.folder / "damaged"))
+    file = copy / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"checkpoint {copy} is damaged"):
+        project.train(*settings(), resume=Resume(copy))
+
+
+def test_a_run_that_is_over_has_nothing_left_to_do(whole: Project, project: Project) -> None:
+    done = project.train(*settings(), resume=Resume(checkpoint(whole, STEPS)))
+    assert done.step == STEPS
+    assert project.events("step", "resumed") == []
+
+
+def test_a_run_is_not_begun_over_another(whole: Project) -> None:
+    before = (whole.run / "log.jsonl").read_bytes()
+    with pytest.raises(UserError, match=rf"{whole.run} holds a run \(step-00000015\); go on with --resume"):
+        whole.train()
+    assert (whole.run / "log.jsonl").read_bytes() == before
+
+
+def test_another_order_of_data_is_refused(whole: Project, project: Project) -> None:
+    with pytest.raises(UserError, match=r"trained on another order of data .*--reset_dataloader"):
+        project.train(*settings(micro_batch_size_per_gpu=2), resume=Resume(checkpoint(whole, 4)))
+    with pytest.raises(UserError, match="another order of data"):
+        project.train(*settings(seed=4), resume=Resume(checkpoint(whole, 4)))
+
+
+def test_another_model_is_refused(whole: Project, project: Project) -> None:
+    with pytest.raises(UserError, match=r"is of another model \(differs in"):
+        project.train('model.size="tiny3"', *settings(), resume=Resume(checkpoint(whole, 4)))
+
+
+def test_the_dataloader_can_be_reset(whole: Project, project: Project) -> None:
+    """With the data anew a run may change its batch size; weights and moments go on."""
+    wish = Resume(checkpoint(whole, 4), reset_dataloader=True)
+    done = project.train(*settings(max_steps=2, micro_batch_size_per_gpu=2), resume=wish)
+    assert (done.step, done.samples) == (2, 4)
+    moments = {
+        step: read_checkpoint(path)[0]["step/proj_out.bias"].item()
+        for step, path in ((4, checkpoint(whole, 4)), (2, checkpoint(project, 2, "resumed")))
+    }
+    assert moments == {4: 4.0, 2: 6.0}, "AdamW counts on"
+
+
+def test_the_optimizer_can_be_reset(whole: Project, project: Project) -> None:
+    project.train(*settings(max_steps=7), resume=Resume(checkpoint(whole, 4), reset_optimizer=True))
+    resumed, unbroken = numbers(project, "resumed", 0), numbers(whole, "run", 4)
+    assert resumed[0] == unbroken[0], "the first loss is of the same weights and data"
+    assert resumed[1] != unbroken[1], "then AdamW without its past goes elsewhere"
+    assert read_checkpoint(checkpoint(project, 7, "resumed"))[0]["step/proj_out.bias"].item() == 3.0
+
+
+def test_another_rate_holds_from_the_resume_on(whole: Project, project: Project) -> None:
+    wish = Resume(checkpoint(whole, 4), reset_optimizer_params=True)
+    project.train(*settings(max_steps=6), "optimizer.lr=5e-4", resume=wish)
+    assert [event["lr"] for event in project.events("step", "resumed")] == [5e-4, 5e-4]
+    assert numbers(project, "resumed", 0)[0][2] == numbers(whole, "run", 4)[0][2]
+
+
+# --- the same training by other means ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_trains_the_same(whole: Project, project: Project, workers: int) -> None:
+    project.train(*settings("run", max_steps=5, num_dataloader_workers=workers, dataloader_prefetch_per_worker=2))
+    assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:5]
+    assert_same_end(checkpoint(project, 5), checkpoint(whole, 5))
+
+
+def test_accumulation_makes_the_same_steps(whole: Project, project: Project) -> None:
+    project.train(*settings("run", max_steps=5, micro_batch_size_per_gpu=2, gradient_accumulation_steps=2))
+    expected = whole.losses()
+    assert [project.losses()[step] for step in range(1, 6)] == pytest.approx(
+        [expected[step] for step in range(1, 6)], rel=1e-5
+    )
+
+
+def test_activation_checkpointing_changes_nothing(whole: Project, project: Project) -> None:
+    project.train(*settings("run", max_steps=3), "activation_checkpointing=true")
+    assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:3]
+
+
+def test_the_running_average_is_in_every_checkpoint(whole: Project) -> None:
+    """ema = 0.9 ema + 0.1 weights after each step, in float32, from the first weights on."""
+    average: dict[str, torch.Tensor] = {}
+    for step in (1, 2, 3, 4):
+        tensors, _ = read_checkpoint(checkpoint(whole, step))
+        weights = {name.removeprefix("param/"): t for name, t in tensors.items() if name.startswith("param/")}
+        saved = {name.removeprefix("ema/"): t for name, t in tensors.items() if name.startswith("ema/")}
+        assert set(saved) == set(weights)
+        assert len(saved) > 50
+        if average:
+            for name, tensor in saved.items():
+                assert torch.allclose(tensor, 0.9 * average[name] + 0.1 * weights[name], atol=1e-7), name
+        assert any(not torch.equal(saved[name], weights[name]) for name in saved)
+        average = saved

@@ -1,0 +1,335 @@
+"""One run from the cache to pictures: what it logs, writes and exports, and that stock diffusers agrees."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from sd3_light.checkpoint.store import read_checkpoint
+from sd3_light.config import load_config
+from sd3_light.config.faults import UserError
+from sd3_light.stages import evaluate, export, init, inspect, report, sample
+from sd3_light.stages.train import Resume
+
+Project = Any  # the class is in tests/conftest.py
+PROMPT = "a small red circle to the left of a large blue square"
+SECRET = "0123456789abcdef-a-secret-key"
+WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / WEIGHTS)
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --- the log -----------------------------------------------------------------------------------
+
+
+def test_every_step_is_logged_with_its_numbers(finished: Project) -> None:
+    steps = finished.events("step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    assert [event["samples"] for event in steps] == [4, 8, 12, 16]
+    for event in steps:
+        assert math.isfinite(event["loss"])
+        assert event["loss"] > 0
+        assert event["grad_norm"] > 0
+        assert event["lr"] == 1e-3
+        assert event["samples_per_second"] > 0
+        assert 0 <= event["data_wait"] <= 1
+        assert event["taken"] is True
+    assert finished.events("start")[0]["world"] == 1
+
+
+def test_evaluation_is_logged_at_every_quantile(finished: Project) -> None:
+    events = finished.events("eval")
+    assert [event["step"] for event in events] == [0, 2, 4]
+    for event in events:
+        assert event["set"] == "held_out"
+        curves = [event[f"flow@{quantile}"] for quantile in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)]
+        assert all(math.isfinite(value) and value > 0 for value in curves)
+        assert event["flow"] == pytest.approx(sum(curves) / 9)
+
+
+def test_grids_of_the_configs_prompts_appear(finished: Project) -> None:
+    files = [event["file"] for event in finished.events("sample")]
+    assert files == ["samples/step-00000002.png", "samples/step-00000004.png"]
+    for file in files:
+        grid = Image.open(finished.run / file)
+        assert grid.width > 2 * 64
+        assert len(np.unique(np.asarray(grid.convert("L")))) > 10
+
+
+def test_the_run_folder_is_as_promised(finished: Project) -> None:
+    assert sorted(path.name for path in finished.run.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "exports",
+        "log.jsonl",
+        "samples",
+        "tensorboard",
+    ]
+    assert sorted(path.name for path in (finished.run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert [path.name for path in (finished.run / "exports").iterdir()] == ["step-00000004"]
+
+
+def test_the_resolved_config_loads_and_is_the_same(finished: Project) -> None:
+    given, resolved = finished.load().train, load_config(finished.run / "config.toml").train
+    assert resolved.model == given.model
+    assert resolved.optimizer == given.optimizer
+    assert resolved.eval_datasets == given.eval_datasets
+
+
+def test_a_secret_is_in_no_file_of_the_run(finished: Project) -> None:
+    assert SECRET in finished.train_toml.read_text()
+    files = [path for path in finished.run.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_report_and_inspect_read_what_the_run_wrote(finished: Project) -> None:
+    found = report.run(finished.run)
+    assert [step for step, _ in found.losses] == [1, 2, 3, 4]
+    assert set(found.last) >= {"start", "step", "eval", "sample", "checkpoint", "export"}
+    assert report.render(found).row_count > 5
+    cache = inspect.run(finished.cache)
+    assert cache.counts["used"] == 40
+    assert cache.buckets == {"64x64": 20, "80x48": 10, "48x80": 10}
+
+
+# --- checkpoint and export ---------------------------------------------------------------------
+
+
+def test_the_export_is_the_running_average(finished: Project, export_folder: Path) -> None:
+    tensors, facts = read_checkpoint(finished.run / "checkpoints" / "step-00000004")
+    assert facts["progress"] == {"step": 4, "samples": 16, "skipped": 0}
+    saved = weights_of(export_folder)
+    average = {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in average.items())
+    assert set(saved) - set(average) == {"pos_embed.pos_embed"}, "every weight trains; the position table is a buffer"
+    assert not torch.equal(saved["proj_out.weight"], tensors["param/proj_out.weight"])
+    assert (export_folder / "proof.json").is_file()
+
+
+def test_exporting_the_checkpoint_gives_the_runs_own_export(
+    finished: Project, export_folder: Path, tmp_path: Path, unproven: None
+) -> None:
+    export.run(finished.run, tmp_path / "again")
+    assert equal(weights_of(tmp_path / "again"), weights_of(export_folder))
+    for name in ("model_index.json", "sd3_light.json", "README.md", "scheduler/scheduler_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (export_folder / name).read_bytes(), name
+
+
+def test_raw_weights_and_older_checkpoints_can_be_exported(finished: Project, tmp_path: Path, unproven: None) -> None:
+    export.run(finished.run, tmp_path / "raw", finished.run / "checkpoints" / "step-00000002", "raw")
+    tensors, _ = read_checkpoint(finished.run / "checkpoints" / "step-00000002")
+    saved = weights_of(tmp_path / "raw")
+    assert torch.equal(saved["proj_out.weight"], tensors["param/proj_out.weight"])
+    facts = json.loads((tmp_path / "raw" / "sd3_light.json").read_text())
+    assert (facts["weights"], facts["step"]) == ("raw", 2)
+
+
+def test_an_export_does_not_overwrite(finished: Project, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="exists already; choose another folder, nothing was changed"):
+        export.run(finished.run, tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_run_without_a_checkpoint_cannot_be_exported(finished: Project, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished.run / "config.toml", tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        export.run(tmp_path / "run", tmp_path / "out")
+
+
+# --- sampling ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [3.0, 1.0])
+def test_a_sample_is_the_stock_pipelines_picture(export_folder: Path, tmp_path: Path, guidance: float) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    seed, steps = 11, 3
+    sample.run(export_folder, [PROMPT], [seed], tmp_path, sample.Wishes(steps, guidance, batch=1))
+    pipe = StableDiffusion3Pipeline.from_pretrained(export_folder, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    stock = pipe(
+        PROMPT,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        max_sequence_length=16,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+    ).images[0]
+    ours = Image.open(tmp_path / "00000.png")
+    assert ours.size == (64, 64)
+    assert np.array_equal(np.asarray(ours), np.asarray(stock))
+    sample.run(export_folder, ["两个绿色的星星"], [seed], tmp_path / "other", sample.Wishes(steps, guidance, batch=1))
+    assert not np.array_equal(np.asarray(ours), np.asarray(Image.open(tmp_path / "other" / "00000.png"))), "text shows"
+    assert ours.text["prompt"] == PROMPT
+    assert json.loads(ours.text["seed"]) == seed
+
+
+def test_each_prompt_is_drawn_with_each_seed(export_folder: Path, tmp_path: Path) -> None:
+    grid = sample.run(export_folder, [PROMPT, "两个绿色的星星"], [1, 2], tmp_path, sample.Wishes(1, 1.0, 80, 48))
+    assert grid == tmp_path / "grid.png"
+    images = [np.asarray(Image.open(tmp_path / f"{number:05d}.png")) for number in range(4)]
+    assert all(image.shape == (48, 80, 3) for image in images)
+    assert not np.array_equal(images[0], images[1])
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_model_is_judged(export_folder: Path, tmp_path: Path) -> None:
+    result = evaluate.run(export_folder, count=3, steps=1, guidance=1.0, out=tmp_path / "score.json")
+    assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
+
+
+# --- where runs start --------------------------------------------------------------------------
+
+
+def test_init_writes_a_start_and_never_overwrites(project: Project, unproven: None) -> None:
+    start = project.folder / "start"
+    init.run(project.load(), start)
+    first = weights_of(start)
+    with pytest.raises(UserError, match=r"start exists already; choose another folder, nothing was changed"):
+        init.run(project.load("seed=9"), start)
+    assert equal(weights_of(start), first)
+    init.run(project.load(), project.folder / "again")
+    assert equal(weights_of(project.folder / "again"), first), "a start is a function of size and seed"
+    init.run(project.load("seed=9"), project.folder / "other")
+    assert not equal(weights_of(project.folder / "other"), first)
+
+
+def test_a_run_from_an_init_folder_is_the_run_from_random(project: Project, unproven: None) -> None:
+    """`diffusers_path` written by `sd3-light init` is known by its marker, and its denoiser is taken."""
+    project.train("max_steps=2")
+    init.run(project.load('save_dtype="float32"'), project.folder / "start")
+    text = project.train_toml.read_text().replace('init = "random"\n', "").replace(str(project.model), "start")
+    project.train_toml.write_text(text)
+    project.train("max_steps=2", 'output_dir="from_folder"')
+    assert project.losses("from_folder") == project.losses()
+
+
+def test_an_export_can_be_trained_on(project: Project, export_folder: Path, unproven: None) -> None:
+    """Fine-tuning: no `train_type`, the denoiser of `diffusers_path`."""
+    text = project.train_toml.read_text().replace('train_type = "sd3_light_pretrain"\n', "")
+    text = text.replace('init = "random"\nsize = "tiny2"\n', "").replace(str(project.model), str(export_folder))
+    project.train_toml.write_text(text)
+    project.train("max_steps=1", "optimizer.lr=1e-12", "ema.enable=false")
+    before, after = weights_of(export_folder), weights_of(project.run / "exports" / "step-00000001")
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
+
+
+# --- kinds of training -------------------------------------------------------------------------
+
+
+def test_training_learns(project: Project, unproven: None) -> None:
+    from sd3_light.world import write_dataset
+
+    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.train(
+        "max_steps=60",
+        "optimizer.lr=3e-3",
+        "warmup_steps=10",
+        'eval_datasets=["eval.toml"]',
+        "eval_every_n_steps=60",
+        "eval_before_first_step=true",
+        "checkpoint_every_n_steps=100",
+    )
+    before, after = (event["flow"] for event in project.events("eval"))
+    assert after < 0.8 * before
+
+
+def test_frozen_weights_stay_and_the_others_move(project: Project, unproven: None) -> None:
+    init.run(project.load('save_dtype="float32"'), project.folder / "start")
+    before = weights_of(project.folder / "start")
+    project.train("max_steps=2", 'freeze=["transformer_blocks.0.*", "context_embedder.*"]')
+    after = weights_of(project.run / "exports" / "step-00000002")
+    frozen = {name for name in before if name.startswith(("transformer_blocks.0.", "context_embedder."))}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not moved & frozen
+    assert {"proj_out.weight", "norm_out.linear.weight"} <= moved
+    tensors, _ = read_checkpoint(project.run / "checkpoints" / "step-00000002")
+    assert not any(frozen & {name.split("/", 1)[1]} for name in tensors), "a checkpoint holds what trains"
+    export.run(project.run, project.folder / "out")
+    assert equal(weights_of(project.folder / "out"), after), "what is frozen comes from the start"
+    project.train(
+        "max_steps=3", 'freeze=["transformer_blocks.0.*", "context_embedder.*"]', 'output_dir="run"', resume=Resume()
+    )
+    assert sorted(project.losses()) == [1, 2, 3]
+
+
+def test_a_pattern_that_freezes_nothing_is_refused(project: Project) -> None:
+    with pytest.raises(UserError, match=r"freeze: 'blocks\.\*' matches no parameter; names look like 'transformer_"):
+        project.train('freeze=["blocks.*"]')
+
+
+def test_text_reconstruction_trains(project: Project, unproven: None) -> None:
+    project.train("model.text_recon_gamma=0.25", "model.text_recon_target_layer=0")
+    for event in project.events("step"):
+        assert event["text_recon"] >= 0
+        assert event["loss"] == pytest.approx(event["flow"] + 0.25 * event["text_recon"], rel=1e-5)
+    assert project.events("step")[-1]["text_recon"] > 0
+
+
+def test_pseudo_huber_is_reachable_and_another_loss(project: Project, unproven: None) -> None:
+    project.train("max_steps=1", 'output_dir="mse"')
+    project.train("max_steps=1", 'output_dir="huber"', "pseudo_huber_c=0.1")
+    squared, huber = project.losses("mse")[1], project.losses("huber")[1]
+    assert 0 < huber < squared
+    assert math.isfinite(huber)
+
+
+def test_masks_change_where_a_run_learns(fresh_project: Project, unproven: None) -> None:
+    left = Image.new("L", (64, 64), 0)
+    left.paste(255, (0, 0, 32, 64))
+    left.save(fresh_project.folder / "left.png")
+    text = fresh_project.data_toml.read_text()
+    losses = {}
+    for name, mask in (("plain", ""), ("masked", 'default_mask_file = "left.png"\n')):
+        fresh_project.data(text + mask)
+        fresh_project.train("max_steps=2", f'output_dir="{name}"', f'cache_dir="cache-{name}"')
+        losses[name] = fresh_project.losses(name)
+    assert all(math.isfinite(loss) for loss in losses["masked"].values())
+    assert losses["masked"] != losses["plain"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd3_light.training import module
+
+    real = module.flow_loss
+    monkeypatch.setattr(module, "flow_loss", lambda *given: real(*given) * float("nan"))
+    with pytest.raises(UserError, match=r"not finite in 3 steps in a row .*then resume"):
+        project.train("max_steps=10", "max_nonfinite_steps=2")
+    assert [event["taken"] for event in project.events("step")] == [False] * 3
+    assert project.events("step")[-1]["skipped"] == 3
+
+
+def test_retention_keeps_the_newest(project: Project, unproven: None) -> None:
+    project.train(
+        "max_steps=5",
+        "checkpoint_every_n_steps=1",
+        "keep_last_n_checkpoints=2",
+        "save_every_n_steps=1",
+        "keep_last_n_exports=3",
+    )
+    names = {kind: sorted(path.name for path in (project.run / kind).iterdir()) for kind in ("checkpoints", "exports")}
+    assert names["checkpoints"] == ["step-00000004", "step-00000005"]
+    assert names["exports"] == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_epochs_end_a_run(project: Project, unproven: None) -> None:
+    text = project.train_toml.read_text().replace("max_steps = 4\n", "epochs = 1\n")
+    project.train_toml.write_text(text)
+    done = project.train("checkpoint_every_n_steps=100", "save_every_n_epochs=1")
+    assert (done.step, done.samples) == (11, 44)
