@@ -62,7 +62,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Training steps from scratch (default: about two minutes).")] = None,
     more_steps: Annotated[int | None, typer.Option(help="Training steps on from the shipped base.")] = None,
     pictures: Annotated[int, typer.Option(help="Pictures to draw and train on.")] = 3000,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts each score asks.")] = 48,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts each score asks.")] = 96,
 ) -> None:
     """Draw a captioned world, cache, pretrain, export, sample and score it: the whole journey on two CPU cores."""
     _prepare()

@@ -20,7 +20,7 @@ from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"
-_SHORT = {"background": "backgr.", "relation": "relat."}
+_SHORT = {"background": "backgr.", "relation": "relat.", "one object": "colour,\none object"}
 
 
 def cache_then_train(
@@ -85,11 +85,17 @@ def score_table(rows: Mapping[str, CompositionScore], of: str = "of held-out com
     """Scores side by side, in percent; every row says where its weights come from."""
     asked = next(iter(rows.values())).num_prompts
     table = Table("weights", title=f"{asked} prompts {of}: % of pictures that show what was asked", show_lines=True)
-    for demand in DEMANDS:
+    for demand in (*DEMANDS, "one object"):
         table.add_column(_SHORT.get(demand, demand), justify="right", no_wrap=True)
     for name, result in rows.items():
-        table.add_row(name, *("-" if rate is None else f"{100 * rate:.0f}" for rate in result.rates.values()))
+        # the first thing a young model learns, so that its row says something
+        one_object = result.by_kind.get("single", {}).get("colour")
+        table.add_row(name, *map(_percent, (*result.rates.values(), one_object)))
     return table
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.0f}"
 
 
 def _score_last_export(loaded: LoadedConfig, prompts: int) -> CompositionScore:

@@ -33,18 +33,17 @@ class Page:
         inside: list[str] | None = None
         language, before = "", ""
         for line in lines:
-            if line.lstrip().startswith("```"):
-                if inside is None:
-                    inside, language = [], line.strip().removeprefix("```")
-                else:
-                    self.blocks.append(Block(language, "\n".join(inside), before == RUN))
-                    inside = None
+            fence = line.lstrip().startswith("```")
+            if inside is None and fence:
+                inside, language = [], line.strip().removeprefix("```")
             elif inside is None:
                 self.prose.append(line)
+                before = line.strip()
+            elif fence:
+                self.blocks.append(Block(language, "\n".join(inside), before == RUN))
+                inside, before = None, ""
             else:
                 inside.append(line)
-            if inside is None or line.lstrip().startswith("```"):
-                before = line.strip() if inside is None else before
         assert inside is None, f"{self.path}: a fence is not closed"
 
     @property
