@@ -20,8 +20,7 @@ _MIN_AREA = 9.0  # inner pixels of an object in a 64x64 picture
 _SIZE_BORDER = 24.5  # the diameter between small and large, in the same pixels
 _MIN_OVERLAP = 0.70  # the least soft IoU with a template; true renderings have 0.87 and more
 _MIN_LEAD = 0.01  # by how much the best template must beat the second
-MIN_ASKED = 0.8  # the share of what is not background that must have an asked colour
-MIN_EACH = 0.1  # and the least share of each asked colour
+MIN_EACH = 0.1  # the least share of what is not background that an asked colour must have
 # The lines of the grid on which masks are compared, in radii of the disc of equal area.
 _STEPS = np.linspace(-1.45, 1.45, 32)
 
@@ -52,9 +51,9 @@ class Seen:
 class Verdict:
     """Which of a scene's demands a picture meets; None where the scene does not demand it.
 
-    `colour`: what is not background has the asked colours, whatever its form (`MIN_ASKED` of its area, at least
-    `MIN_EACH` in each); `shape`: the objects' (colour, shape) pairs; `count`: how many there are; `relation`: how
-    the centres of the objects lie that have the named colours (and shapes, if the colours agree).
+    `colour`: the asked colours are the picture's main ones, whatever the form (the largest by area besides the
+    background, each at least `MIN_EACH` of it); `shape`: the objects' (colour, shape) pairs; `count`: how many there
+    are; `relation`: how the centres of the objects lie that have the named colours (and shapes, if the colours agree).
     """
 
     background: bool
@@ -112,8 +111,8 @@ def compare(seen: Seen, scene: Scene) -> Verdict:
 
 
 def _coloured_as(asked: set[str], areas: Mapping[str, float]) -> bool:
-    shares = [areas.get(colour, 0.0) for colour in asked]
-    return sum(shares) >= MIN_ASKED and min(shares) >= MIN_EACH
+    largest = sorted(areas, key=lambda colour: -areas[colour])[: len(asked)]
+    return set(largest) == asked and min(areas[colour] for colour in asked) >= MIN_EACH
 
 
 def _related(found: tuple[SeenObject, ...], scene: Scene) -> bool:
