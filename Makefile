@@ -28,10 +28,11 @@ demo: $(VENV)/.run-installed ## train a tiny model on made-up pictures and sampl
 	$(BIN)/sd3-light demo
 
 test: $(VENV)/.dev-installed ## the tests that every change must pass (under 15 minutes on 2 cores)
-	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow and not timed and not gpu" $(ARGS)
 
 test-full: $(VENV)/.dev-installed ## every test but the GPU ones; a missing tool skips by name
-	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not gpu and not timed" $(ARGS)
+	$(BIN)/python -m pytest -m timed tests/e2e
 
 test-gpu: $(VENV)/.dev-installed ## the tests that need CUDA
 	$(PYTEST) -m gpu $(ARGS)

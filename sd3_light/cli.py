@@ -248,8 +248,8 @@ def _launch(flags: argparse.Namespace) -> None:
 
 def _prepare(local_rank: int | None = None) -> "Launch":
     """Who this process is; it speaks if it is the main one. Called before anything heavy is imported."""
-    # threads of torch that wait by spinning make a CPU that others use too many times slower
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's threads wait by spinning for long, which makes a CPU that others use too many times slower
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if not _DEBUG:
         quiet_libraries()
     from sd3_light.engines import Launch

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.export.card import model_card
 from sd3_light.export.verify import prove
+from sd3_light.sampling.scheduler import flow_scheduler
 
 FACTS = "sd3_light.json"
 FROZEN = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
@@ -90,8 +91,7 @@ def _write_parts(folder: Path, weights: Mapping[str, Tensor], spec: ExportSpec) 
         denoiser = SD3Transformer2DModel(**spec.transformer_config)
     denoiser.load_state_dict(dict(weights), strict=True, assign=True)
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=spec.shift, use_dynamic_shifting=spec.flux_shift)
-    scheduler.save_pretrained(folder / "scheduler")
+    flow_scheduler(spec.shift, spec.flux_shift).save_pretrained(folder / "scheduler")
     index = json.loads((spec.base / "model_index.json").read_text(encoding="utf-8"))
     index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
     index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]

@@ -8,6 +8,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from sd3_light.config import TrainConfig
 from sd3_light.sampling.generate import Request, TextPolicy, generate
 from sd3_light.sampling.grid import make_grid
+from sd3_light.sampling.scheduler import flow_scheduler
 
 
 def text_policy(config: TrainConfig) -> TextPolicy:
@@ -19,7 +20,11 @@ def text_policy(config: TrainConfig) -> TextPolicy:
 def draw_samples(config: TrainConfig, transformer: SD3Transformer2DModel, path: Path, size: tuple[int, int]) -> Path:
     """One picture for each prompt and seed in one PNG."""
     pipe = StableDiffusion3Pipeline.from_pretrained(
-        config.model.diffusers_path, transformer=transformer, dtype=torch.float32, local_files_only=True
+        config.model.diffusers_path,
+        transformer=transformer,
+        scheduler=flow_scheduler(config.model.shift, config.model.flux_shift),  # as the export will have it
+        dtype=torch.float32,
+        local_files_only=True,
     ).to(transformer.device)
     wishes = config.sampling
     requests = [Request(prompt, seed, *size) for prompt in wishes.prompts for seed in wishes.seeds]
