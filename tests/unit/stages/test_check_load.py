@@ -1,0 +1,40 @@
+"""Law 7: the faults of the config itself and those that the disk shows come in one report."""
+
+from pathlib import Path
+
+import pytest
+
+from sd3_light.config import ConfigFaults
+from sd3_light.stages import check
+
+BAD = """
+output_dir = "run"
+dataset = "data.toml"
+max_steps = "ten"
+micro_batch_sise_per_gpu = 4
+save_every_n_steps = 5
+[model]
+train_type = "sd3_light_pretrain"
+size = "tiny2"
+{path}
+"""
+
+
+def _faults(folder: Path, path: str) -> dict[str, str]:
+    (folder / "train.toml").write_text(BAD.format(path=path), encoding="utf-8")
+    (folder / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\n', encoding="utf-8")
+    with pytest.raises(ConfigFaults) as caught:
+        check.load(folder / "train.toml")
+    return {fault.key: fault.problem for fault in caught.value.faults}
+
+
+def test_both_passes_report_together(tmp_path: Path) -> None:
+    faults = _faults(tmp_path, 'diffusers_path = "nowhere"')
+    assert {"max_steps", "micro_batch_sise_per_gpu", "model.diffusers_path", "directory[0].path"} == set(faults)
+    assert faults["model.diffusers_path"] == "no such folder"
+
+
+def test_a_key_that_is_faulty_already_is_not_looked_up_on_disk(tmp_path: Path) -> None:
+    faults = _faults(tmp_path, "")
+    assert {key for key in faults if key.startswith("model")} == {"model.diffusers_path"}
+    assert faults["model.diffusers_path"] != "no such folder"
