@@ -268,7 +268,9 @@ def _guarded(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except Exception as error:  # the last resort of the program: everything unknown is ours
-        return _fail(f"{type(error).__name__}: {error} (our fault; --debug shows where)", 1)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(at.filename).name}:{at.lineno}"
+        return _fail(f"{type(error).__name__}: {error} (our fault, at {where}; --debug shows the whole way)", 1)
     return 0
 
 
