@@ -84,3 +84,20 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     if name == "demo/continue.toml":
         assert max(losses) < 1.0, "it starts from trained weights"
     assert list((loaded.train.output_dir / "exports").iterdir())
+
+
+def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path) -> None:
+    """All keys as shipped but for size, places and counts, through cache, training and proven export."""
+    from sd3_light.journeys import cache_then_train
+
+    data = (FOLDER / "sd3_light_256_data.toml").read_text(encoding="utf-8")
+    (tmp_path / "sd3_light_256_data.toml").write_text(data.replace("[256]", "[128]"), encoding="utf-8")
+    shutil.copy(FOLDER / "sd3_light_256.toml", tmp_path)
+    for number in range(2):
+        write_dataset(tmp_path / f"data/train/0000{number}", 6, seed=number)
+    wishes = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=1", "model.t5_max_length=16"]
+    wishes += ["model.size=tiny2", "model.num_layers=2", f'model.diffusers_path="{demo_folder / "model"}"']
+    loaded = load_config(tmp_path / "sd3_light_256.toml", wishes)
+    done = cache_then_train(loaded, Launch())
+    assert (done.step, done.samples, done.skipped) == (2, 4, 0)
+    assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
