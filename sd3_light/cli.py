@@ -59,10 +59,12 @@ def _main(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to work in; it is made anew.")] = Path("demo_run"),
-    steps: Annotated[int | None, typer.Option(help="Training steps from scratch (default: about two minutes).")] = None,
-    more_steps: Annotated[int | None, typer.Option(help="Training steps on from the shipped base.")] = None,
-    pictures: Annotated[int, typer.Option(help="Pictures to draw and train on.")] = 3000,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts each score asks.")] = 96,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps from scratch (default: two to three minutes).")
+    ] = None,
+    more_steps: Annotated[int | None, typer.Option(min=1, help="Training steps on from the shipped base.")] = None,
+    pictures: Annotated[int, typer.Option(min=1, help="Pictures to draw and train on.")] = 3000,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts each score asks.")] = 96,
 ) -> None:
     """Draw a captioned world, cache, pretrain, export, sample and score it: the whole journey on two CPU cores."""
     _prepare()
@@ -165,7 +167,7 @@ def sample(
 @app.command()
 def evaluate(
     model: ModelFolder,
-    prompts: Annotated[int, typer.Option(help="How many prompts to draw and judge.")] = 96,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to draw and judge.")] = 96,
     seen: Annotated[bool, typer.Option("--seen", help="Combinations that training saw, not held-out ones.")] = False,
     language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,

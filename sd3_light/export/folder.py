@@ -62,7 +62,12 @@ def _replace(new: Path, out: Path) -> None:
     aside = out.with_name(f".{out.name}.{os.getpid()}.old")
     if out.exists():
         os.replace(out, aside)
-    os.replace(new, out)
+    try:
+        os.replace(new, out)
+    except OSError:
+        if aside.exists():
+            os.replace(aside, out)
+        raise
     shutil.rmtree(aside, ignore_errors=True)
 
 

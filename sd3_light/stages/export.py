@@ -15,6 +15,8 @@ from sd3_light.training.saver import export_spec, model_config, whole_state
 
 def run(run_folder: Path, out: Path, checkpoint: Path | None = None, weights: str | None = None) -> Path:
     """Export the newest (or the given) checkpoint; ``weights`` is `ema` or `raw`, None for `ema` where there is one."""
+    if weights not in (None, "ema", "raw"):
+        raise UserError(f"--weights: {weights!r} is not known; use `ema` or `raw`")
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder, nothing was changed")
     train = load_config(run_folder / "config.toml").train

@@ -125,6 +125,8 @@ def _freeze(pipeline: LightSD3Pipeline, patterns: Sequence[str]) -> None:
             raise UserError(f"freeze: {pattern!r} matches no parameter; names look like {names[len(names) // 2]!r}")
     for name, parameter in pipeline.transformer.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    if not any(parameter.requires_grad for parameter in pipeline.transformer.parameters()):
+        raise UserError(f"freeze: {list(patterns)} leaves nothing to train; name fewer parameters")
 
 
 def _find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:

@@ -1,0 +1,35 @@
+"""What stages refuse before they do anything."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.config.faults import UserError
+from sd3_light.export import folder as export_folder
+from sd3_light.stages import export, train
+
+
+def test_unknown_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'best' is not known"):
+        export.run(tmp_path, tmp_path / "out", weights="best")
+
+
+def test_freezing_everything_is_refused() -> None:
+    pipeline: Any = SimpleNamespace(transformer=torch.nn.Linear(2, 2))
+    train._freeze(pipeline, ["bias"])
+    assert [p.requires_grad for p in pipeline.transformer.parameters()] == [True, False]
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        train._freeze(pipeline, ["*"])
+
+
+def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Path) -> None:
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "weights").write_text("old")
+    with pytest.raises(OSError, match="missing"):
+        export_folder._replace(tmp_path / "missing", old)
+    assert (old / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
