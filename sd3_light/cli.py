@@ -96,14 +96,24 @@ def check(
 
 @app.command()
 def cache(
-    config: ConfigFile, trust_cache: TrustCache = False, regenerate_cache: Regenerate = False, set_: Overrides = None
+    config: ConfigFile,
+    trust_cache: TrustCache = False,
+    regenerate_cache: Regenerate = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every shard; damaged ones are encoded again.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete files that nothing uses any more.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", help="Say what is fresh, stale, missing; encode nothing.")
+    ] = False,
+    set_: Overrides = None,
 ) -> None:
-    """Encode pictures and captions once; what is there already stays."""
+    """Say what is fresh, stale, missing and orphaned, then encode what has to be; what is fresh stays."""
     loaded, launched = _load(config, set_), _prepare()
     from sd3_light.journeys import only_cache
     from sd3_light.stages import inspect as stage
+    from sd3_light.stages.cache import Wishes
 
-    for folder in only_cache(loaded, launched, trust_cache, regenerate_cache):
+    folders = only_cache(loaded, launched, Wishes(trust_cache, regenerate_cache, verify, prune, dry_run))
+    for folder in () if dry_run else folders:
         Console().print(stage.render(stage.run(folder)))
 
 
@@ -121,10 +131,11 @@ def train(
     """Encode what is missing, then train. `train.py` does the same under torchrun and takes all its flags."""
     loaded, launched = _load(config, set_), _prepare()
     from sd3_light.journeys import cache_then_train
+    from sd3_light.stages.cache import Wishes
     from sd3_light.stages.train import Resume
 
     wish = Resume(resume_from) if resume or resume_from else None
-    cache_then_train(loaded, launched, trust_cache, regenerate_cache, wish)
+    cache_then_train(loaded, launched, Wishes(trust_cache, regenerate_cache), wish)
 
 
 @app.command()
@@ -186,11 +197,30 @@ def evaluate(
 
 
 @app.command()
-def inspect(cache: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder.")]) -> None:
-    """What a data set became: counts, buckets, bytes, captions."""
+def inspect(
+    cache: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder.")],
+    out: Annotated[Path | None, typer.Option(help="Write a page with pictures to this HTML file.")] = None,
+    samples: Annotated[int, typer.Option(min=0, max=1000, help="Samples that the page shows.")] = 48,
+    seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = 0,
+    vae: Annotated[
+        Path | None, typer.Option(help="A diffusers folder with the cache's VAE, if it is not where it was.")
+    ] = None,
+) -> None:
+    """What a data set became: counts, buckets, captions, rejects; with --out, samples beside their originals too."""
+    from sd3_light.config.base import is_url
     from sd3_light.stages import inspect as stage
 
-    Console().print(stage.render(stage.run(cache)))
+    if is_url(cache):
+        raise UserError(f"{cache}: inspect reads a folder of this machine; copy the cache to one")
+    if out is None:
+        Console().print(stage.render(stage.run(Path(cache), seed)))
+        return
+    _prepare()
+    from sd3_light.stages.inspect.page import write_page
+
+    for note in write_page(Path(cache), out, samples, seed, vae).notes:
+        _say(f"note: {note}")
+    _say(f"look at {out}")
 
 
 @app.command()
@@ -234,10 +264,12 @@ def _launch(flags: argparse.Namespace) -> None:
         raise UserError("--deepspeed: this version trains with torch's own engine; launch with torchrun, without it")
     loaded, launched = _load(flags.config, flags.set), _prepare(flags.local_rank)
     from sd3_light.journeys import cache_then_train, only_cache
+    from sd3_light.stages.cache import Wishes
     from sd3_light.stages.train import Resume
 
+    wishes = Wishes(flags.trust_cache, flags.regenerate_cache)
     if flags.cache_only:
-        only_cache(loaded, launched, flags.trust_cache, flags.regenerate_cache)
+        only_cache(loaded, launched, wishes)
         return
     resume = None
     if flags.resume_from_checkpoint is not None:
@@ -245,7 +277,7 @@ def _launch(flags: argparse.Namespace) -> None:
         resume = Resume(place, flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     elif flags.reset_dataloader or flags.reset_optimizer or flags.reset_optimizer_params:
         raise UserError("--reset_* flags go with --resume_from_checkpoint")
-    cache_then_train(loaded, launched, flags.trust_cache, flags.regenerate_cache, resume)
+    cache_then_train(loaded, launched, wishes, resume)
 
 
 def _prepare(local_rank: int | None = None) -> "Launch":

@@ -26,22 +26,19 @@ _GUIDANCE = 2.0  # a young model's colours suffer from more, the base's do not c
 def cache_then_train(
     loaded: LoadedConfig,
     launch: Launch,
-    trust_cache: bool = False,
-    regenerate_cache: bool = False,
+    wishes: cache.Wishes | None = None,
     resume: train.Resume | None = None,
 ) -> Progress:
     """Encode what is missing, then train."""
     check.require(loaded)
-    cache.run(loaded, launch, trust_cache, regenerate_cache)
+    cache.run(loaded, launch, wishes)
     return train.run(loaded, launch, resume)
 
 
-def only_cache(
-    loaded: LoadedConfig, launch: Launch, trust_cache: bool = False, regenerate_cache: bool = False
-) -> list[Path]:
+def only_cache(loaded: LoadedConfig, launch: Launch, wishes: cache.Wishes | None = None) -> list[Path]:
     """Encode what is missing; returns the cache folders."""
     check.require(loaded)
-    cache.run(loaded, launch, trust_cache, regenerate_cache)
+    cache.run(loaded, launch, wishes)
     return [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
 
 

@@ -119,7 +119,7 @@ class Project:
         """Run the cache stage in this process; its report."""
         from sd3_light.stages import cache
 
-        return cache.run(self.load(*overrides), **flags)
+        return cache.run(self.load(*overrides), wishes=cache.Wishes(**flags))
 
     def train(self, *overrides: str, resume: Any = None) -> Any:
         """Cache what is missing and train in this process; returns the progress."""

@@ -1,5 +1,6 @@
 """The strict, typed config: TOML in, frozen objects out, all faults in one report (law 7)."""
 
+from sd3_light.config.base import Place
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load import LoadedConfig, cache_dir_of, load_config
 from sd3_light.config.resolved import resolved_toml
@@ -32,6 +33,7 @@ __all__ = [
     "ModelSize",
     "MonitoringConfig",
     "OptimizerConfig",
+    "Place",
     "Resolution",
     "SamplingConfig",
     "TrainConfig",

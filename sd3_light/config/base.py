@@ -58,6 +58,37 @@ def against(base: Path, value: str | Path) -> Path:
     return Path(os.path.abspath(base / Path(value).expanduser()))
 
 
+def is_url(value: str) -> bool:
+    """Whether a text is meant as a URL: `://` comes before any other slash."""
+    return "://" in value and "/" not in value.partition("://")[0]
+
+
+def path_or_url(value: Any, info: ValidationInfo) -> Path | str:
+    """A path, or a URL as it stands but for a slash at its end."""
+    if not isinstance(value, str) or not is_url(value):
+        return absolute(value, info)
+    scheme, _, rest = value.partition("://")
+    host = rest.partition("/")[0]
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme):
+        raise bad("not a URL of one protocol")
+    # a secret may hold a slash, and then its @ comes after what looks like the host
+    if "@" in host or not re.fullmatch(r"[^:]*(:\d+)?|\[.*\](:\d+)?", host):
+        raise bad("a URL must not carry a user or password: credentials come from the environment")
+    if re.search(r"[?#\s]", rest):
+        raise bad("a URL must not have a query, a fragment or spaces: the files' names are added to it")
+    if not rest.strip("/"):
+        raise bad("the URL names no folder")
+    if scheme == "file" and host:
+        raise bad("a file URL has three slashes: file:///folder")
+    return value.rstrip("/")
+
+
+def without_secrets(text: str) -> str:
+    """A text in which nothing between `://` and the last `@`, and no query of a URL, can be read."""
+    text = re.sub(r"://.*@", "://(hidden)@", text)
+    return re.sub(r"(://[^?\s]*)\?[^\s\"]*", r"\1?(hidden)", text)
+
+
 def random_or_path(value: Any, info: ValidationInfo) -> Path | Literal["random"]:
     """The word "random", or a path."""
     return "random" if value == "random" else absolute(value, info)
@@ -80,6 +111,11 @@ Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrZero = Annotated[int, Strict(), Ge(0)]
 TomlPath = Annotated[Path, BeforeValidator(absolute), Allowed("a path")]
+Place = Path | str
+"""Where a cache lies: a Path is a folder, a str is a URL that fsspec knows."""
+TomlPlace = Annotated[
+    Place, BeforeValidator(path_or_url), Allowed("a path, or a URL such as s3://bucket/folder without credentials")
+]
 RandomOrPath = Annotated[
     Literal["random"] | Path, BeforeValidator(random_or_path), Allowed('"random" or the path of a folder')
 ]

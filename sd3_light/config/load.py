@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd3_light.config.base import against, tables
+from sd3_light.config.base import Place, against, tables
 from sd3_light.config.cross import cross_findings
 from sd3_light.config.faults import ConfigFaults, Fault
 from sd3_light.config.load_dataset import load_directories
@@ -127,11 +127,12 @@ def _load_datasets(train: _Train, raw: dict[str, Any], path: Path) -> tuple[dict
     return found, faults
 
 
-def cache_dir_of(train: TrainConfig, name: str, toml: Path) -> Path:
+def cache_dir_of(train: TrainConfig, name: str, toml: Path) -> Place:
     """Where a dataset's cache lies; `name` is "" for the training set."""
-    if train.cache_dir is None:
+    place, ending = train.cache_dir, f"-eval-{name}" if name else ""
+    if place is None:
         return toml.with_suffix(".cache")
-    return train.cache_dir.with_name(f"{train.cache_dir.name}-eval-{name}") if name else train.cache_dir
+    return place + ending if isinstance(place, str) else place.with_name(place.name + ending)
 
 
 def _joint_faults(

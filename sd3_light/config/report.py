@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sd3_light.config.base import Table, annotations, choices, element, table_of, tables, words
+from sd3_light.config.base import Table, annotations, choices, element, table_of, tables, without_secrets, words
 from sd3_light.config.faults import Fault
 from sd3_light.config.schema_dataset import DatasetFile
 from sd3_light.config.schema_train import ALIASES, TrainConfig
@@ -34,7 +34,7 @@ def show(value: Any, key: str = "", longest: int = 80) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, str | bool):
-        return json.dumps(value, ensure_ascii=False)
+        return without_secrets(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_plain(item) for item in value) + "]"
     if isinstance(value, dict):

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, Strict
 
-from sd3_light.config.base import Allowed, Count, CountOrZero, Flag, Positive, Table, Text, TomlPath, bad
+from sd3_light.config.base import Allowed, Count, CountOrZero, Flag, Place, Positive, Table, Text, TomlPath, bad
+from sd3_light.config.faults import UserError
 from sd3_light.config.schema_train import Resolution, as_resolution
 
 SIDE_MULTIPLE = 16  # the VAE shrinks by 8 and a patch covers 2
@@ -100,6 +101,12 @@ class DatasetDefaults(Table):
     subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = Field(
         default=1.0, description="Share of the samples that is used, chosen by their ids."
     )
+    image_column: Text = Field(
+        default="", description="Column of a table or Parquet that holds the picture or its file. Empty: found by name."
+    )
+    caption_column: Text = Field(
+        default="", description="Column (or JSON key) that holds the captions. Empty: found by name."
+    )
     skip_empty_caption: Flag = Field(default=False, description="Leave out samples whose caption is empty or missing.")
 
 
@@ -124,5 +131,15 @@ class DatasetConfig:
     """A dataset TOML as the program uses it: defaults merged into each directory."""
 
     path: Path
-    cache_dir: Path
+    cache_dir: Place
     directories: tuple[DirectoryConfig, ...]
+
+    @property
+    def local_cache_dir(self) -> Path:
+        """The folder that the cache is built in; a fault of the user where `cache_dir` is a URL."""
+        if isinstance(self.cache_dir, str):
+            raise UserError(
+                f"cache_dir: {self.cache_dir} is a URL, and a cache is built in a folder: give a local cache_dir, then "
+                "copy the folder there"
+            )
+        return self.cache_dir

@@ -19,6 +19,7 @@ from sd3_light.config.base import (
     Table,
     Text,
     TomlPath,
+    TomlPlace,
     bad,
 )
 from sd3_light.config.schema_tables import (
@@ -104,10 +105,11 @@ class TrainConfig(Table):
         default=(),
         description="Dataset TOMLs of the validation loss: paths (named by their stem), or {name, config} tables.",
     )
-    cache_dir: TomlPath | None = Field(
+    cache_dir: TomlPlace | None = Field(
         default=None,
-        description="Folder of the cache; eval sets get `<cache_dir>-eval-<name>`. Absent: `<dataset TOML's stem>"
-        ".cache` beside each dataset TOML.",
+        description="Folder of the cache, or the URL of a finished one (`s3://...`, `https://...`, whatever fsspec "
+        "knows; it is read, not built); eval sets get `<cache_dir>-eval-<name>`. Absent: `<dataset TOML's stem>.cache` "
+        "beside each dataset TOML.",
     )
     seed: Annotated[int, Strict(), Ge(0), Le(2**63 - 1)] = Field(default=0, description="Seed of everything random.")
 
@@ -190,12 +192,16 @@ class TrainConfig(Table):
     steps_per_print: Count = Field(default=10, description="Optimizer steps between two lines on the console.")
     x_axis_examples: Flag = Field(default=False, description="Trackers count samples seen, not steps.")
 
-    caching_batch_size: Count = Field(default=8, description="Samples the encoders take at once while caching.")
-    caching_num_workers: CountOrZero = Field(default=4, description="Threads that decode images for one caching rank.")
+    caching_batch_size: Count = Field(default=32, description="Samples the encoders take at once while caching.")
+    caching_num_workers: CountOrZero = Field(
+        default=4, description="Processes that decode images for one caching rank; 0 decodes in the rank itself."
+    )
     caching_device: Literal["auto", "cuda", "cpu"] = Field(
         default="auto", description="Where the encoders run while caching."
     )
-    map_num_proc: Count | None = Field(default=None, description="Processes that scan the sources. Absent: one.")
+    map_num_proc: Count | None = Field(
+        default=None, description="Processes of a rank that read new source files. Absent: `caching_num_workers`."
+    )
     num_dataloader_workers: CountOrZero = Field(
         default=2, description="Loader processes a rank; 0 loads in the trainer itself."
     )
@@ -205,7 +211,23 @@ class TrainConfig(Table):
     sd3_streaming_dataset: Flag = Field(
         default=True, description="Read samples from shards as needed; false: all in host memory."
     )
-    sd3_shard_size: Count = Field(default=512, description="Samples a shard.")
+    sd3_shard_size: Count = Field(
+        default=512, description="Most samples of a shard; shards hold a quarter of it or more, but for the last ones."
+    )
+    shuffle_window: Count = Field(
+        default=16, description="Shards whose samples are mixed with each other; more is more random and less local."
+    )
+    small_buckets: Literal["pad", "drop"] = Field(
+        default="pad",
+        description="A bucket with fewer samples than a global batch: its samples repeat to fill one, or are left out.",
+    )
+    stream_cache_dir: TomlPath | None = Field(
+        default=None,
+        description="Local folder for shards of a remote `cache_dir`. Absent: one in the system's temp folder.",
+    )
+    stream_cache_gb: Positive = Field(
+        default=100.0, description="Most disk space that `stream_cache_dir` takes, in GB."
+    )
     sd3_manifest_timeout_sec: Positive = Field(
         default=3600.0, description="Seconds a rank polls for the cache's manifest."
     )

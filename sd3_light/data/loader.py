@@ -1,14 +1,22 @@
 """The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them alive."""
 
-from collections.abc import Callable, Iterator
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from sd3_light.data.stream import Batch
+from sd3_light.config.faults import UserError
+from sd3_light.data.slots import InPlaceDataset, Packed, Packer, SlotPool, tensors_in
+from sd3_light.data.stream import Batch, fresh
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
 """(features, label): what the model takes, and what the loss compares it with."""
+
+Ticket = tuple[int, int | None]
+"""What a worker is asked for: an item, and the slot that it may use."""
 
 
 class PreparesInputs(Protocol):
@@ -18,26 +26,81 @@ class PreparesInputs(Protocol):
         """Cached features in, (features, label) out; runs in a worker process."""
 
 
-class _PreparedItems(Dataset[Prepared]):
-    """A data set whose items come prepared; a plain class, so that worker processes can take it along."""
+@dataclass(frozen=True)
+class _Failed:
+    """A fault of the user that a worker met; raised in the trainer, without the worker's traceback."""
 
-    def __init__(self, dataset: Dataset[Batch], prepare: Callable[[Batch], Prepared]) -> None:
+    text: str
+
+
+class _PreparedItems(Dataset[Any]):
+    """A data set whose items come prepared, in a worker packed into the slot of their ticket."""
+
+    def __init__(self, dataset: Dataset[Any], prepare: Callable[[Batch], Prepared]) -> None:
         self.dataset, self.prepare = dataset, prepare
+        self.pool = SlotPool(0)
+        self._scratch = fresh(0)
+        self._handed_on = False  # whether what was read is part of what is prepared
 
-    def __getitem__(self, item: int) -> Prepared:
-        return self.prepare(self.dataset[item])
+    def __getitem__(self, ticket: Ticket) -> Any:
+        item, slot = ticket
+        if get_worker_info() is None:
+            return self.prepare(self._read_here(item, slot))
+        try:
+            return self._in_worker(item, slot)
+        except UserError as fault:
+            return _Failed(str(fault))
+
+    def _read_here(self, item: int, slot: int | None) -> Any:
+        if slot is None:
+            return self._read(item, fresh)
+        if isinstance(self.dataset, InPlaceDataset):
+            return self._read(item, lambda nbytes: self.pool.lease(slot, nbytes))
+        self.pool.give_back(slot)
+        return self._read(item, fresh)
+
+    def _in_worker(self, item: int, slot: int | None) -> Any:
+        if slot is None:  # batches travel in the background, so each needs memory of its own
+            return self.prepare(self._read(item, fresh))
+        packer = Packer(self.pool, slot)
+        # what is read goes to the slot where it is handed on, else to memory that is read into each time
+        batch = self._read(item, packer.allocate if self._handed_on else self._take_scratch)
+        packed = packer.pack(prepared := self.prepare(batch))
+        self._handed_on = self._handed_on or _shares_memory(prepared, self._scratch)
+        return packed
+
+    def _read(self, item: int, allocate: Callable[[int], Tensor]) -> Any:
+        if isinstance(self.dataset, InPlaceDataset):
+            return self.dataset.fetch(item, allocate)
+        return self.dataset[item]
+
+    def _take_scratch(self, nbytes: int) -> Tensor:
+        if len(self._scratch) < nbytes:
+            self._scratch = fresh(nbytes)
+        return self._scratch[:nbytes]
+
+
+class _Tickets:
+    """Items in their order, each with a slot that is free when it is asked for."""
+
+    def __init__(self, items: Iterable[int], prepared: _PreparedItems) -> None:
+        self.items, self.prepared = items, prepared
+
+    def __iter__(self) -> Iterator[Ticket]:
+        pool = self.prepared.pool
+        return ((item, pool.lend()) for item in self.items)
 
 
 class PipelineDataLoader:
     """Yields (features, label) micro-batches of a rank, ``gradient_accumulation_steps`` to an optimizer step.
 
-    Items of ``dataset`` are micro-batches. Each worker holds at most ``prefetch_batches_per_worker`` prepared ones, so
-    host memory is bounded by ``workers x prefetch`` micro-batches (law 10). Without workers they are made on demand.
+    Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
+    making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Batch],
+        dataset: Dataset[Any],
         engine: object,
         gradient_accumulation_steps: int,
         model: PreparesInputs,
@@ -47,24 +110,68 @@ class PipelineDataLoader:
     ) -> None:
         self.engine = engine
         self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._items = _PreparedItems(dataset, model.prepare_inputs)
+        self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
         count = len(dataset) if items is None else 0  # type: ignore[arg-type]
-        self.dataloader: DataLoader[Prepared] = DataLoader(
-            _PreparedItems(dataset, model.prepare_inputs),
+        self.dataloader: DataLoader[Any] = DataLoader(
+            self._items,
             batch_size=None,
-            sampler=items if items is not None else range(count),
+            sampler=_Tickets(items if items is not None else range(count), self._items),
             num_workers=num_dataloader_workers,
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
+            # forked workers share the slots, and a cache that is held in memory
+            multiprocessing_context=multiprocessing.get_context("fork") if num_dataloader_workers else None,
         )
 
     def __iter__(self) -> Iterator[Prepared]:
-        return iter(self.dataloader)
+        pool = self._items.pool = SlotPool(self._num_slots)
+        batches = iter(self.dataloader)  # workers start here, with this pool
+        while True:
+            try:
+                prepared = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if fault := _worker_fault(error):
+                    raise fault from error
+                raise
+            if isinstance(prepared, _Failed):
+                raise UserError(prepared.text)
+            if isinstance(prepared, Packed):
+                prepared = pool.unpack(prepared)
+            yield prepared
+            del prepared  # before the next is waited for
 
     def steps(self) -> Iterator[list[Prepared]]:
-        """The micro-batches of one optimizer step after another."""
+        """The micro-batches of one optimizer step after another.
+
+        A step's list is emptied when the next step is asked for, so that no two are alive.
+        """
         batches: list[Prepared] = []
-        for prepared in self.dataloader:
-            batches.append(prepared)
+        source = iter(self)
+        while True:
+            try:
+                batches.append(next(source))
+            except StopIteration:
+                break
             if len(batches) == self.gradient_accumulation_steps:
                 yield batches
-                batches = []
+                batches.clear()
         assert not batches, "the last optimizer step lacks micro-batches"
+
+
+def _worker_fault(error: RuntimeError) -> UserError | None:
+    """A worker's death as a fault of the user in one line; None for other errors."""
+    text = str(error).partition("\n")[0]
+    if not text.startswith("DataLoader worker (pid"):
+        return None
+    return UserError(
+        f"{text.rstrip('. ')}: out of memory, or stopped by someone; lower num_dataloader_workers or "
+        "dataloader_prefetch_per_worker, or free memory, then resume"
+    )
+
+
+def _shares_memory(value: Any, memory: Tensor) -> bool:
+    """Whether any tensor of a prepared micro-batch lies in ``memory``."""
+    first, last = memory.data_ptr(), memory.data_ptr() + len(memory)
+    return any(first <= tensor.data_ptr() < last for tensor in tensors_in(value))

@@ -33,9 +33,11 @@ REASONS = {
     "broken_image": "the header is of a picture, the rest cannot be decoded",
     "too_large": f"more than {MAX_PIXELS // 1_000_000} megapixels",
     "unsupported_mode": "a pixel format without a plain meaning as colours (floats, 32-bit integers, LAB)",
+    "decoder_crashed": "the decoder's process died of this file",
     "empty_mask": "the mask is zero everywhere inside the crop, so the sample would teach nothing",
     # files
     "unreadable": "the file or folder could not be read",
+    "changed_meanwhile": "the file changed while it was being cached; the next run takes it as it is then",
     "unsupported_format": "a picture or archive format that is not read here",
     "name_not_utf8": "the file's name is not UTF-8",
     "missing_file": "captions name it, but it is not there",

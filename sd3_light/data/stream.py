@@ -1,137 +1,326 @@
 """The streaming data set: batches read from a cache's shards as the order asks for them, in bounded memory."""
 
+import math
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import getpid
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sd3_light.data.order import Order, Picks, Segment, make_order, rank_slice
-from sd3_light.data.shards import POOLED, TOKENS, Features, Manifest, ShardEntry, ShardReader
+from sd3_light.config.faults import UserError
+from sd3_light.data.memory import too_large
+from sd3_light.data.order import WINDOW, Order, Picks, Segment, make_order, open_shards, rank_slice
+from sd3_light.data.reader import Located, ShardReader
+from sd3_light.data.shards import POOLED, TOKENS, Features, ShardEntry
+from sd3_light.data.slots import Allocate, InPlaceDataset, aligned, carve
+from sd3_light.data.store import ShardStore, opened
+from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
 Batch = dict[str, Any]
-MAX_OPEN_SHARDS = 64
 
 
 @dataclass(frozen=True)
 class BucketShards:
-    """The shards of one bucket at one resolution, by directory."""
+    """The shards of one bucket at one resolution."""
 
     bucket: str
     resolution: tuple[int, int]
-    directories: tuple[int, ...]
-    shards: tuple[tuple[ShardEntry, ...], ...]
+    shards: tuple[ShardEntry, ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of each directory."""
-        return tuple(sum(shard.count for shard in group) for group in self.shards)
+    def size(self) -> int:
+        """Samples of the bucket."""
+        return sum(shard.count for shard in self.shards)
 
 
 def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:
-    """Buckets in a fixed order, so that every rank means the same by a number."""
-    grouped: dict[tuple[tuple[int, int], str], dict[int, list[ShardEntry]]] = {}
+    """Buckets and their shards in a fixed order, so that every rank means the same by a number."""
+    grouped: dict[tuple[tuple[int, int], str], list[ShardEntry]] = {}
     for shard in sorted(shards, key=lambda shard: shard.file):
-        grouped.setdefault((shard.resolution, shard.bucket), {}).setdefault(shard.directory, []).append(shard)
+        grouped.setdefault((shard.resolution, shard.bucket), []).append(shard)
     return tuple(
-        BucketShards(bucket, resolution, tuple(sorted(parts)), tuple(tuple(parts[at]) for at in sorted(parts)))
-        for (resolution, bucket), parts in sorted(grouped.items())
+        BucketShards(bucket, resolution, tuple(found)) for (resolution, bucket), found in sorted(grouped.items())
     )
 
 
-class CachedDataset:
-    """Random access to a cache by (bucket, directory, index); at most ``MAX_OPEN_SHARDS`` shards are open at a time."""
+def fresh(nbytes: int) -> Tensor:
+    """Memory of its own for one batch."""
+    return torch.empty(nbytes, dtype=torch.uint8)
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.buckets = group_shards(manifest.shards)
-        self._ends = [[np.cumsum([shard.count for shard in group]) for group in b.shards] for b in self.buckets]
+
+class _Row(NamedTuple):
+    """One sample of a batch: its reader, where its parts lie there, and its own draws."""
+
+    reader: ShardReader
+    at: Located
+    sample_id: int
+    variant: int
+
+
+class CachedDataset:
+    """A cache as batches, by the picks of an `Order`.
+
+    A shard is hashed when it is first read (see `data.verify`); as many are kept open as the order's windows hold. With
+    ``in_memory`` all are read here and now, and worker processes that are forked later share that memory;
+    ``processes`` on this machine do the same. ``launched``: this process is one of several of a launcher.
+    """
+
+    def __init__(self, store: ShardStore, in_memory: bool = False, processes: int = 1, launched: bool = False) -> None:
+        self.store, self.manifest = store, store.manifest
+        self.buckets = group_shards(self.manifest.shards)
+        self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
+        self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
-        self._verified: set[str] = set()  # a shard is hashed once a process, not each time it is opened
+        self._ahead: threading.Thread | None = None
+        self._verifier: Verifier | None = None
+        if not store.verified:
+            folder = store.path(self.manifest.empty).parent
+            self._verifier = Verifier(folder, self.manifest, launched)
+        self._resident = self._read_all(processes) if in_memory else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # open files do not travel to worker processes
-        return {**self.__dict__, "_open": OrderedDict()}
+        # open files and threads do not travel to worker processes
+        return {**self.__dict__, "_open": OrderedDict(), "_ahead": None}
 
-    def order(self, seed: int, repeats: Sequence[float], batch_of: Callable[[tuple[int, int]], int]) -> Order:
-        """The order of this cache: ``repeats`` by directory, ``batch_of`` a resolution the global batch."""
-        return make_order(
-            seed,
-            [
-                (
-                    [Segment(size, repeats[at]) for size, at in zip(b.sizes, b.directories, strict=True)],
-                    batch_of(b.resolution),
-                )
-                for b in self.buckets
-            ],
-        )
+    def order(
+        self,
+        seed: int,
+        repeats: Mapping[str, float],
+        batch_of: Callable[[tuple[int, int]], int],
+        window: int = WINDOW,
+        small: str = "pad",
+    ) -> Order:
+        """The order of this cache: ``repeats`` by directory label, ``batch_of`` a resolution the global batch.
+
+        ``small`` is the config's ``small_buckets``: "drop" leaves out buckets with fewer occurrences than a batch.
+        """
+        if unknown := sorted({shard.directory for shard in self.manifest.shards} - repeats.keys()):
+            raise UserError(
+                f"the cache holds samples of {unknown[0]!r}, which the dataset TOML does not have (it has "
+                f"{', '.join(map(repr, repeats))}): it is of another data set; run without --trust_cache"
+            )
+        buckets = [
+            ([Segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
+            for bucket in self.buckets
+        ]
+        order = make_order(seed, buckets, window, small == "drop")
+        if order.steps_per_epoch == 0:
+            raise UserError(
+                "every bucket is smaller than a global batch; write small_buckets = 'pad', or lower the batch"
+            )
+        self.max_open = open_shards(window, len(self.buckets))
+        return order
 
     def empty_text(self) -> Features:
         """The features of the empty caption."""
-        return self._reader(self.manifest.empty).caption(0, 0)
+        return self._readers([self.manifest.empty])[0].caption(0, 0)
 
-    def read(self, picks: Picks, seed: int) -> Batch:
-        """The picked samples as one batch; caption and flip are each sample's own draw (law 1)."""
-        rows = zip(picks.segment.tolist(), picks.index.tolist(), picks.repeat.tolist(), strict=True)
-        samples = [self._sample(picks.bucket, *row, picks.epoch, seed) for row in rows]
-        masks = [mask for _, _, mask, _ in samples]
-        batch: Batch = {
-            "sample_id": torch.tensor([sample_id for sample_id, _, _, _ in samples]),
-            "epoch": torch.full((len(samples),), picks.epoch),
-            "repeat": torch.from_numpy(picks.repeat),
-            "moments": torch.stack([moments for _, moments, _, _ in samples]),
-            "mask": None if all(mask is None for mask in masks) else _stack_masks(masks, samples[0][1]),
-        }
-        for name in (*TOKENS, *(f"{name}.pooled" for name in POOLED)):
-            batch[name] = torch.stack([features[name] for _, _, _, features in samples])
-        return batch
+    # --- a batch -------------------------------------------------------------------------------
 
-    def _sample(
-        self, bucket: int, segment: int, index: int, repeat: int, epoch: int, seed: int
-    ) -> tuple[int, Tensor, Tensor | None, Features]:
-        ends = self._ends[bucket][segment]
-        number = int(np.searchsorted(ends, index, side="right"))
-        shard = self._reader(self.buckets[bucket].shards[segment][number])
-        row = index - (int(ends[number - 1]) if number else 0)
-        sample_id = int(shard.sample_id[row])
-        caption = _choose(seed, "caption", epoch, repeat, sample_id, shard.num_captions(row))
-        variant = _choose(seed, "flip", epoch, repeat, sample_id, shard.num_variants)
-        return sample_id, *shard.picture(row, variant), shard.caption(row, caption)
+    def read(self, picks: Picks, seed: int, allocate: Allocate = fresh) -> Batch:
+        """The picked samples as one batch; caption and flip are each sample's own draw (law 1).
+
+        ``mask`` is None where no shard of the batch has one. Text is as long as the longest caption of the batch, zeros
+        behind the others, and a cache of real tokens adds ``ENCODER.length``.
+        """
+        rows = self._rows(picks, seed)
+        layout = _layout(rows, self.has_lengths)
+        memory = allocate(layout.nbytes)
+        # in the order of the file, so that the disk may read ahead
+        order = np.lexsort((picks.index, picks.segment)).tolist()
+        _read_rows(rows, order, layout, memory.numpy().data)
+        batch = {name: carve(memory, *place) for name, place in layout.places.items()}
+        batch["sample_id"].copy_(torch.tensor([row.sample_id for row in rows]))
+        batch["epoch"].fill_(picks.epoch)
+        batch["repeat"].copy_(torch.from_numpy(picks.repeat))
+        _finish_text(rows, batch)
+        _finish_masks(rows, batch)
+        return {"mask": None, **batch}
+
+    def _rows(self, picks: Picks, seed: int) -> list[_Row]:
+        shards = self.buckets[picks.bucket].shards
+        segments = sorted(set(picks.segment.tolist()))
+        readers = dict(zip(segments, self._readers([shards[at] for at in segments]), strict=True))
+        rows = []
+        for segment, row, repeat in zip(
+            picks.segment.tolist(), picks.index.tolist(), picks.repeat.tolist(), strict=True
+        ):
+            reader = readers[segment]
+            occurrence = picks.epoch, repeat, reader.identity(row)
+            caption = _choose(seed, "caption", *occurrence, reader.num_captions(row))
+            variant = _choose(seed, "flip", *occurrence, reader.num_variants)
+            rows.append(_Row(reader, reader.locate(row, caption, variant), occurrence[2], variant))
+        return rows
+
+    # --- shards --------------------------------------------------------------------------------
+
+    def _readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
+        """Readers of verified shards; beyond ``max_open`` those used longest ago are closed when nobody reads them."""
+        found = [self._resident.get(entry.file) or self._open.get(entry.file) for entry in entries]
+        if None in found and self._verifier is not None:
+            missing = [entry for entry, reader in zip(entries, found, strict=True) if reader is None]
+            self._verifier.require((entry, self.store.path(entry)) for entry in missing)
+        readers = [reader or self._reader(entry) for entry, reader in zip(entries, found, strict=True)]
+        for entry in entries:
+            if entry.file in self._open:
+                self._open.move_to_end(entry.file)
+        while len(self._open) > self.max_open:
+            self._open.popitem(last=False)
+        return readers
 
     def _reader(self, entry: ShardEntry) -> ShardReader:
-        reader = self._open.pop(entry.file, None)
-        if reader is None:
-            reader = ShardReader(self.folder, entry, verify=entry.file not in self._verified)
-            self._verified.add(entry.file)
-        self._open[entry.file] = reader
-        if len(self._open) > MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)
+        reader = self._open[entry.file] = self._opened(entry)
         return reader
+
+    def _opened(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
+        return opened(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
+
+    def _read_all(self, processes: int) -> dict[str, ShardReader]:
+        if problem := too_large(sum(entry.bytes for entry in self.manifest.shards), processes):
+            raise UserError(problem)
+        found = {}
+        for entry in self.manifest.shards:
+            if self._verifier is not None:
+                self._verifier.require([(entry, self.store.path(entry))])
+            found[entry.file] = self._opened(entry, in_memory=True)
+        return found
+
+    def look_ahead(self, bucket: int, segments: Sequence[int]) -> None:
+        """Fetch and hash in the background what will be read later; at most one such work is under way."""
+        if self._resident or (self._ahead is not None and self._ahead.is_alive()):
+            return
+        entries = [self.buckets[bucket].shards[at] for at in segments]
+        if self._verifier is not None:
+            entries = [entry for entry in entries if not self._verifier.is_known(entry)]
+        if not entries:
+            return
+        first = getpid() % len(entries)  # processes begin at different shards
+        entries = [*entries[first:], *entries[:first]]
+        self._ahead = threading.Thread(target=self._prefetch, args=(entries,), daemon=True)
+        self._ahead.start()
+
+    def _prefetch(self, entries: Sequence[ShardEntry]) -> None:
+        for entry in entries:
+            try:
+                path = self.store.path(entry)
+                if self._verifier is not None:
+                    self._verifier.look_ahead((entry, path))
+            except (UserError, OSError):
+                return  # it is told when the shard is read
 
 
 def _choose(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int, count: int) -> int:
     return 0 if count == 1 else int(stream(seed, purpose, epoch, repeat, sample_id).integers(count))
 
 
-def _stack_masks(masks: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    whole = torch.full(like.shape[-2:], 255, dtype=torch.uint8)
-    return torch.stack([whole if mask is None else mask for mask in masks])
+_Place = tuple[int, torch.dtype, tuple[int, ...]]
 
 
-class MicroBatches(torch.utils.data.Dataset[Batch]):
+@dataclass
+class _Layout:
+    """Where the tensors of a batch lie side by side in one piece of memory: offset, dtype and shape of each."""
+
+    places: dict[str, _Place] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def add(self, name: str, dtype: torch.dtype, *shape: int) -> None:
+        """One more tensor."""
+        offset = aligned(self.nbytes)
+        self.places[name] = (offset, dtype, shape)
+        self.nbytes = offset + dtype.itemsize * math.prod(shape)
+
+    def rows(self, name: str) -> tuple[int, int]:
+        """(offset, bytes of a row) of a tensor."""
+        offset, dtype, shape = self.places[name]
+        return offset, dtype.itemsize * math.prod(shape[1:])
+
+
+def _layout(rows: Sequence[_Row], lengths: bool) -> _Layout:
+    count, first, layout = len(rows), rows[0].reader, _Layout()
+    for name in ("sample_id", "epoch", "repeat"):
+        layout.add(name, torch.int64, count)
+    layout.add("moments", torch.float16, count, *first.latent_shape)
+    if any(row.at.mask is not None for row in rows):
+        layout.add("mask", torch.uint8, count, *first.latent_shape[1:])
+    for number, name in enumerate(TOKENS):
+        longest = max(row.at.tokens[number][1] for row in rows)
+        layout.add(name, torch.bfloat16, count, longest, first.width(f"{name}.tokens"))
+        if lengths:
+            layout.add(f"{name}.length", torch.int64, count)
+    for name in POOLED:
+        layout.add(f"{name}.pooled", torch.bfloat16, count, first.width(f"{name}.pooled"))
+    return layout
+
+
+def _read_rows(rows: Sequence[_Row], order: Sequence[int], layout: _Layout, memory: memoryview) -> None:
+    """Everything that comes from files, each part straight to its place."""
+    moments, moment_bytes = layout.rows("moments")
+    mask, mask_bytes = layout.rows("mask") if "mask" in layout.places else (0, 0)
+    tokens = [(*layout.rows(name), 2 * layout.places[name][2][2]) for name in TOKENS]
+    pooled = [layout.rows(f"{name}.pooled") for name in POOLED]
+    for number in order:
+        read, at = rows[number].reader.read, rows[number].at
+        start = moments + number * moment_bytes
+        read(memory[start : start + moment_bytes], at.moments)
+        if at.mask is not None:
+            start = mask + number * mask_bytes
+            read(memory[start : start + mask_bytes], at.mask)
+        for (offset, length), (first, row_bytes, token_bytes) in zip(at.tokens, tokens, strict=True):
+            start = first + number * row_bytes
+            read(memory[start : start + length * token_bytes], offset)
+        for offset, (first, row_bytes) in zip(at.pooled, pooled, strict=True):
+            start = first + number * row_bytes
+            read(memory[start : start + row_bytes], offset)
+
+
+def _finish_text(rows: Sequence[_Row], batch: Batch) -> None:
+    """Zeros behind texts that are shorter than the longest, and their lengths."""
+    for number, name in enumerate(TOKENS):
+        lengths = [row.at.tokens[number][1] for row in rows]
+        for at, length in enumerate(lengths):
+            if length < batch[name].shape[1]:
+                batch[name][at, length:] = 0
+        if f"{name}.length" in batch:
+            batch[f"{name}.length"].copy_(torch.tensor(lengths))
+
+
+def _finish_masks(rows: Sequence[_Row], batch: Batch) -> None:
+    """White where a shard has no masks, and mirrored where the picture is."""
+    for at, row in enumerate(rows if "mask" in batch else ()):
+        if row.at.mask is None:
+            batch["mask"][at] = 255
+        elif row.variant:
+            batch["mask"][at] = batch["mask"][at].flip(-1)
+
+
+class MicroBatches(InPlaceDataset):
     """A rank's micro-batches as a map: item ``step * micro_batches + micro``. Its whole state is that number."""
 
     def __init__(self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int) -> None:
         self.data, self.order = data, order
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
+        self._seen_ahead: set[tuple[int, int, int]] = set()
 
     def __getitem__(self, item: int) -> Batch:
+        return self.fetch(item, fresh)
+
+    def fetch(self, item: int, allocate: Allocate) -> Batch:
+        """The micro-batch, its tensors in one piece of ``allocate``'s memory."""
         step, micro = divmod(item, self.micro_batches)
         size = self.order.batch_size(step)
         start, stop = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
-        return self.data.read(self.order.picks(step, start, stop), self.order.seed)
+        batch = self.data.read(self.order.picks(step, start, stop), self.order.seed, allocate)
+        self._look_ahead(step)
+        return batch
+
+    def _look_ahead(self, step: int) -> None:
+        window, segments = self.order.coming(step)
+        if window not in self._seen_ahead:
+            self._seen_ahead = {seen for seen in self._seen_ahead if seen[0] >= window[0] - 1} | {window}
+            self.data.look_ahead(window[1], segments.tolist())

@@ -1,128 +1,282 @@
-"""The cache's units of work: which samples make which shard, as a pure function of the sources.
+"""The cache's units of work: which samples make which shard, as a pure function of the catalogue.
 
-A unit is one shard's worth of samples of one directory and one bucket. Its name carries the fingerprint of all that
-makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames what it touches.
+A unit is one shard's worth of samples of one source, one resolution and one bucket. Its name carries the fingerprint of
+all that makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames what it
+touches. Units end where their samples' own hashes say, so an added file touches its own unit and seldom the next.
+
+A plan is kept on disk: `plan-DIGEST.arrow` has a row a unit with the places of its samples in the catalogue, read when
+the unit's turn comes; `plan-DIGEST.json` has the counts and is written last.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from sd3_light.config import DatasetConfig, DirectoryConfig
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, plan
-from sd3_light.data.preprocess import Reject, probe
-from sd3_light.data.shards import ShardEntry
-from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan
+from sd3_light.data.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
+from sd3_light.data.chunks import is_end
+from sd3_light.data.shards import ShardEntry, replacing, write_atomically
+from sd3_light.data.sources import caption_variants
+from sd3_light.randomness import sample_id
+
+PLAN_VERSION = 1
+_UNITS_A_BATCH = 64
+_POLL_SECONDS = 0.2
+_TAGS_SEED = 0  # shuffled captions are a stock to draw from: another seed of training must not make them anew
+_SETTINGS_APART = {"path", "mask_path", "default_mask_file", "num_repeats"}
 
 
 @dataclass(frozen=True)
 class Member:
     """One sample of a unit."""
 
-    record: Record
-    width: int
-    height: int
+    row: Row
+    identity: int
     captions: tuple[str, ...]
     fingerprint: str
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One shard to be: its members and the entry it will have in the manifest."""
+    """One shard to be."""
 
-    directory: int
+    number: int
+    file: str
+    label: str
     bucket: Bucket
     resolution: tuple[int, int]
-    number: int
-    members: tuple[Member, ...]
     flip: bool
+    fingerprint: str
+    count: int
 
     @property
     def entry(self) -> ShardEntry:
-        """Named by content; count, size and hash are known when it is written."""
-        fingerprint = _digest(*(member.fingerprint for member in self.members), str(self.bucket), str(self.flip))
-        side = f"r{self.resolution[0]}x{self.resolution[1]}"
-        file = f"{self.directory:03d}-{side}-{self.bucket}-{self.number:05d}-{fingerprint[:16]}.safetensors"
-        return ShardEntry(file, str(self.bucket), self.resolution, self.directory, 0, 0, "", fingerprint)
+        """Its entry in the manifest; count, size and hash are known when it is written."""
+        return ShardEntry(self.file, str(self.bucket), self.resolution, self.label, 0, 0, "", self.fingerprint)
 
 
 @dataclass
-class Plan:
-    """All units of a data set, what the scan rejected, and counts for the report."""
+class PlanCounts:
+    """What planning saw."""
 
-    units: list[Unit] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    pictures: int = 0
     cropped: int = 0
     enlarged: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
-def plan_units(dataset: DatasetConfig, recipe: Mapping[str, Any], seed: int, shard_size: int) -> Plan:
-    """Scan every directory and deal its samples to buckets and units, in the order of the scan."""
+class Plan:
+    """All units of a data set; their samples are read from the catalogue when asked for."""
+
+    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing], recipe: str) -> None:
+        self._catalogue, self._recipe = catalogue, recipe
+        self._sources = {listing.source.label: listing.source for listing in listings}
+        self._parts = [part for listing in listings for part in listing.parts]
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        self.counts = PlanCounts(**{**found, "rejected": Counter(found["rejected"])})
+        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        self.units = list(self._read_units())
+
+    def _read_units(self) -> Iterator[Unit]:
+        self._starts = [0]
+        for number in range(self._file.num_record_batches):
+            batch = self._file.get_batch(number)
+            rows = batch.select(["file", "label", "size", "resolution", "flip", "fingerprint", "count"]).to_pylist()
+            for at, row in enumerate(rows):
+                bucket, resolution = Bucket(*row.pop("size")), tuple(row.pop("resolution"))
+                yield Unit(number=self._starts[-1] + at, bucket=bucket, resolution=resolution, **row)
+            self._starts.append(self._starts[-1] + len(rows))
+
+    def source(self, unit: Unit) -> Source:
+        """Where a unit's samples come from."""
+        return self._sources[unit.label]
+
+    def ids(self, unit: Unit) -> NDArray[np.int64]:
+        """The ids of a unit's samples."""
+        return self._column(unit, "ids")
+
+    def members(self, unit: Unit) -> list[Member]:
+        """The samples of a unit, in order."""
+        places = self._column(unit, "places")
+        members: list[Member] = []
+        for part in dict.fromkeys((places // PART_ROWS).tolist()):
+            numbers = (places[places // PART_ROWS == part] % PART_ROWS).tolist()
+            rows = self._catalogue.rows(self._parts[part], numbers)
+            members += [make_member(row, self.source(unit).directory, self._recipe) for row in rows]
+        return members
+
+    def rejected(self) -> Iterator[Row]:
+        """Every input that is no sample, part by part."""
+        for part in self._parts:
+            yield from (row for row in self._catalogue.rows(part) if row.reason)
+
+    def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
+        batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
+        column = self._file.get_batch(batch).column(name)
+        values: NDArray[np.int64] = column[unit.number - self._starts[batch]].values.to_numpy()
+        return values
+
+
+def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping[str, Any], shard_size: int) -> Plan:
+    """The plan of what the catalogue holds now: an earlier one where nothing changed, else a new one, made by one
+    process while others wait."""
     recipe_digest = _digest(repr(sorted(recipe.items())))
-    result = Plan()
-    for index, number in enumerate(occurrences(dataset.directories)):
-        _plan_directory(dataset, index, number, recipe_digest, seed, shard_size, result)
-    return result
-
-
-def _plan_directory(
-    dataset: DatasetConfig, index: int, number: int, recipe: str, seed: int, shard_size: int, result: Plan
-) -> None:
-    directory = dataset.directories[index]
-    groups = buckets_by_resolution(directory)
-    waiting: dict[tuple[tuple[int, int], Bucket], list[Member]] = {}
-    for found in scan(directory, number):
-        member = found if isinstance(found, Rejected) else _member(found, directory, recipe, seed)
-        if isinstance(member, Rejected):
-            result.rejected.append(member)
+    settings = [
+        (*listing.parts, listing.source.directory.model_dump_json(exclude=_SETTINGS_APART)) for listing in listings
+    ]
+    name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
+    path = catalogue.folder / f"{name}.arrow"
+    while not path.with_suffix(".json").is_file():
+        if not catalogue.claims.take(name):
+            time.sleep(_POLL_SECONDS)
             continue
-        for bucket in assign_all(member.width, member.height, groups):
-            waiting.setdefault((_resolution(directory, groups, bucket), bucket), []).append(member)
-            fit = plan(member.width, member.height, bucket)
-            result.cropped += fit.cropped_fraction > 0
-            result.enlarged += fit.enlarged
-    for (resolution, bucket), members in sorted(waiting.items()):
-        for unit, part in enumerate(_parts(members, shard_size)):
-            result.units.append(Unit(index, bucket, resolution, unit, part, directory.flip))
+        if not path.with_suffix(".json").is_file():
+            _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
+        catalogue.claims.release(name)
+    return Plan(path, catalogue, listings, recipe_digest)
+
+
+@dataclass
+class _Open:
+    """A unit that is being filled."""
+
+    places: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)
+
+
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("file", "label", "fingerprint")),
+        ("size", pa.list_(pa.int32(), 2)),
+        ("resolution", pa.list_(pa.int32(), 2)),
+        ("flip", pa.bool_()),
+        ("count", pa.int32()),
+        ("places", pa.list_(pa.int64())),
+        ("ids", pa.list_(pa.int64())),
+    ]
+)
+
+_Slot = tuple[tuple[int, int], Bucket]
+
+
+class _Planner:
+    """Deals samples to units in the catalogue's order; holds one unit a bucket and a few finished ones."""
+
+    def __init__(self, catalogue: Catalogue, recipe: str, shard_size: int) -> None:
+        self._catalogue, self._recipe, self._most = catalogue, recipe, shard_size
+        self._counts = PlanCounts()
+
+    def write(self, path: Path, listings: Sequence[Listing]) -> None:
+        """Write the plan, counts last."""
+        with (
+            replacing(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, _SCHEMA) as writer,
+        ):
+            for batch in _batched(self._units(listings)):
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_SCHEMA))
+        counts = {**self._counts.__dict__, "rejected": dict(self._counts.rejected)}
+        write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
+
+    def _units(self, listings: Sequence[Listing]) -> Iterator[dict[str, Any]]:
+        number = 0
+        for listing in listings:
+            slots: dict[_Slot, _Open] = {}
+            for part in listing.parts:
+                yield from self._deal(listing.source, number * PART_ROWS, self._catalogue.rows(part), slots)
+                number += 1
+            for slot, rest in slots.items():
+                if rest.places:
+                    yield _finished(listing.source, slot, rest)
+
+    def _deal(
+        self, source: Source, first: int, rows: Sequence[Row], slots: dict[_Slot, _Open]
+    ) -> Iterator[dict[str, Any]]:
+        for place, row in enumerate(rows, start=first):
+            if row.reason:
+                self._counts.rejected[row.reason] += 1
+                continue
+            self._counts.pictures += 1
+            member = make_member(row, source.directory, self._recipe)
+            for resolution, bucket, cropped, enlarged in fits(row.width, row.height, source.directory):
+                self._counts.cropped += cropped
+                self._counts.enlarged += enlarged
+                unit = slots.setdefault((resolution, bucket), _Open())
+                unit.places.append(place)
+                unit.ids.append(member.identity)
+                unit.fingerprints.append(member.fingerprint)
+                if is_end(len(unit.places), member.identity, self._most):
+                    yield _finished(source, (resolution, bucket), unit)
+                    slots[resolution, bucket] = _Open()
+
+
+def _batched(units: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while batch := list(islice(units, _UNITS_A_BATCH)):
+        yield batch
+
+
+def _finished(source: Source, slot: _Slot, unit: _Open) -> dict[str, Any]:
+    (resolution, bucket), flip = slot, source.directory.flip
+    fingerprint = _digest(*unit.fingerprints, str(bucket), str(flip))
+    return {
+        "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
+        "label": source.label,
+        "fingerprint": fingerprint,
+        "size": [bucket.width, bucket.height],
+        "resolution": list(resolution),
+        "flip": flip,
+        "count": len(unit.places),
+        "places": unit.places,
+        "ids": unit.ids,
+    }
+
+
+def make_member(row: Row, directory: DirectoryConfig, recipe: str) -> Member:
+    """A row as a sample: the captions to encode, and the fingerprint of all that its features come from."""
+    captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
+    return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
+
+
+@lru_cache(maxsize=1 << 16)
+def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[tuple[int, int], Bucket, bool, bool], ...]:
+    """For a picture of this size: (resolution, bucket, is cropped, is enlarged), one for each bucket it takes."""
+    groups = _groups(directory)
+    found = []
+    for bucket in assign_all(width, height, groups):
+        fit = plan(width, height, bucket)
+        found.append((_resolution(directory, groups, bucket), bucket, fit.cropped_fraction > 0, fit.enlarged))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _groups(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
+    return buckets_by_resolution(directory)
 
 
 def _resolution(directory: DirectoryConfig, groups: Sequence[Sequence[Bucket]], bucket: Bucket) -> tuple[int, int]:
     """The resolution a bucket belongs to, by which batch sizes are named; an explicit size bucket is its own."""
-    if not directory.resolutions:
+    if directory.size_buckets:
         return (bucket.width, bucket.height)
     return directory.resolutions[next(at for at, group in enumerate(groups) if bucket in group)]
 
 
-def _member(record: Record, directory: DirectoryConfig, recipe: str, seed: int) -> Member | Rejected:
-    try:
-        data = record.read()
-        width, height = probe(data)
-        mask = b"" if record.mask is None else record.mask.read()
-    except Reject as reject:
-        return Rejected(record.key, reject.reason, reject.detail)
-    captions = caption_variants(record.captions, seed, record.key, directory)
-    fingerprint = _digest(record.key, data, mask, repr(captions), recipe)
-    return Member(record, width, height, captions, fingerprint)
-
-
-def _parts(members: list[Member], size: int) -> Iterator[tuple[Member, ...]]:
-    for start in range(0, len(members), size):
-        yield tuple(members[start : start + size])
-
-
-def _digest(*parts: str | bytes) -> str:
+def _digest(*parts: str) -> str:
     digest = blake2b(digest_size=16)
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def count_reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
-    """How many inputs each reason took."""
-    counts: dict[str, int] = {}
-    for reject in rejected:
-        counts[reject.reason] = counts.get(reject.reason, 0) + 1
-    return counts

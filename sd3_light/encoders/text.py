@@ -1,6 +1,7 @@
-"""The three text encoders, as diffusers' stock SD3 pipeline calls them, one at a time.
+"""The three text encoders: as diffusers' stock SD3 pipeline calls them (padded), or on real tokens alone.
 
 CLIP tokens are joined on width and zero-padded to T5's width, T5's tokens follow on length, pooled vectors are joined.
+Shapes: B captions, L tokens, W width, H heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,54 +24,71 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class TextEncoder:
-    """One encoder with its tokenizer: texts in, padded features out."""
+class Tokenizer:
+    """Texts in, token ids out, cut to ``max_length`` with their end mark kept."""
 
-    name: str
-    model: nn.Module
     tokenizer: Any
     max_length: int
 
-    def __call__(self, texts: Sequence[str]) -> Features:
-        """NAME -> tokens [B, L, W] and, for CLIP, NAME.pooled -> [B, W]; float32 on the CPU."""
-        return _encode_t5(self, texts) if self.name == "t5" else _encode_clip(self, texts)
-
-    def _ids(self, texts: Sequence[str]) -> Tensor:
-        batch = self.tokenizer(
-            list(texts), padding="max_length", max_length=self.max_length, truncation=True, return_tensors="pt"
+    def __call__(self, texts: Sequence[str], padded: bool) -> list[list[int]]:
+        """The ids of each text: its own, or padded to ``max_length``."""
+        padding = "max_length" if padded else False
+        found = self.tokenizer(
+            list(texts), padding=padding, max_length=self.max_length, truncation=True, return_attention_mask=False
         )
-        ids: Tensor = batch.input_ids
-        return ids.to(next(self.model.parameters()).device)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills places without a token."""
+        return int(self.tokenizer.pad_token_id)
 
 
-@torch.no_grad()
-def _encode_clip(encoder: TextEncoder, texts: Sequence[str]) -> Features:
-    output = encoder.model(encoder._ids(texts), output_hidden_states=True)
-    tokens, pooled = output.hidden_states[-2], output.text_embeds
-    return {encoder.name: tokens.float().cpu(), f"{encoder.name}.pooled": pooled.float().cpu()}
+def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Tokenizer:
+    """The tokenizer of one of `PARTS`. Both CLIPs have the first tokenizer's length, as in the stock pipeline."""
+    folder = diffusers_path / PARTS[name][1]
+    if name == "t5":
+        return Tokenizer(T5TokenizerFast.from_pretrained(folder, local_files_only=True), t5_max_length)
+    first = CLIPTokenizer.from_pretrained(diffusers_path / PARTS["clip_l"][1], local_files_only=True)
+    return Tokenizer(CLIPTokenizer.from_pretrained(folder, local_files_only=True), int(first.model_max_length))
 
 
-@torch.no_grad()
-def _encode_t5(encoder: TextEncoder, texts: Sequence[str]) -> Features:
-    return {encoder.name: encoder.model(encoder._ids(texts))[0].float().cpu()}
+def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model of one of `PARTS`, frozen, with fused attention."""
+    model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
+    load: Callable[..., nn.Module] = model_class.from_pretrained
+    model = load(diffusers_path / PARTS[name][0], dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    return model.to(device).eval().requires_grad_(False)
 
 
-def load_text_encoder(
-    name: str, diffusers_path: Path, t5_max_length: int, device: torch.device, dtype: torch.dtype
-) -> TextEncoder:
-    """One of `PARTS` from a diffusers folder, frozen. Both CLIPs are padded to the first tokenizer's length."""
-    model_folder, tokenizer_folder = PARTS[name]
-    model_class, tokenizer_class = (
-        (T5EncoderModel, T5TokenizerFast) if name == "t5" else (CLIPTextModelWithProjection, CLIPTokenizer)
-    )
-    load: Callable[..., Any] = model_class.from_pretrained
-    model = load(diffusers_path / model_folder, dtype=dtype, local_files_only=True)
-    tokenizer = tokenizer_class.from_pretrained(diffusers_path / tokenizer_folder, local_files_only=True)
-    length = t5_max_length
-    if name != "t5":
-        first = CLIPTokenizer.from_pretrained(diffusers_path / PARTS["clip_l"][1], local_files_only=True)
-        length = int(first.model_max_length)
-    return TextEncoder(name, model.to(device).eval().requires_grad_(False), tokenizer, length)
+def encode_clip(model: nn.Module, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens [B, L, W] of the last layer but one, and the pooled [B, W] of the first end mark.
+
+    CLIP looks back only, so what stands behind the end mark changes nothing before it.
+    """
+    output = model(ids_BL, output_hidden_states=True)
+    return output.hidden_states[-2], output.text_embeds
+
+
+def encode_t5(model: nn.Module, ids_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+    """tokens [B, L, W]. With ``lengths_B`` a caption's tokens attend to its own first tokens only, else to all.
+
+    This is `T5EncoderModel.forward` with position bias and mask joined once, not in every layer, and laid out as the
+    fused kernels take it; its masks are also made without asking the device for a value, which would make it wait.
+    """
+    stack: Any = model.encoder
+    attention = stack.block[0].layer[0].SelfAttention
+    length = ids_BL.shape[1]
+    bias_BHLL = attention.compute_bias(length, length).contiguous()  # B is 1 until captions differ in length
+    if lengths_B is not None:
+        is_real_BL = torch.arange(length, device=ids_BL.device) < lengths_B[:, None]
+        bias_BHLL = torch.where(is_real_BL[:, None, None], bias_BHLL, torch.finfo(bias_BHLL.dtype).min)
+    hidden_BLW = stack.embed_tokens(ids_BL)
+    for block in stack.block:
+        hidden_BLW = block(hidden_BLW, attention_mask=None, position_bias=bias_BHLL)[0]
+    tokens: Tensor = stack.final_layer_norm(hidden_BLW)
+    return tokens
 
 
 def join_text(features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

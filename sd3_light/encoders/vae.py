@@ -4,8 +4,11 @@ The cache keeps raw moments; normalisation is applied on read, so that a change 
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,13 +45,35 @@ def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> 
     return vae.to(device).eval().requires_grad_(False)
 
 
+def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:
+    """uint8 pixels on the VAE's device -> mean and log-variance [B, 2C, h, w] there, fp16; mirrored with ``flip``."""
+    images = pixels_BHWC.permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1
+    with convolutions_in_tf32():
+        posterior = vae.encode(images.flip(-1) if flip else images).latent_dist
+    # the log-variance is clamped by the VAE itself; fp16 holds its range
+    return torch.cat([posterior.mean, posterior.logvar], dim=1).to(torch.float16)
+
+
+@contextmanager
+def convolutions_in_tf32() -> Iterator[None]:
+    """On GPUs, TF32 convolutions (ten bits of mantissa, as in the fp16 that is kept) by kernels that are chosen
+    without timing them, so that equal pictures become equal bytes. The flags are put back."""
+    cudnn: Any = torch.backends.cudnn
+    wanted = {"allow_tf32": True, "benchmark": False, "deterministic": True}
+    before = {name: getattr(cudnn, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(cudnn, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(cudnn, name, value)
+
+
 @torch.no_grad()
 def encode_moments(vae: AutoencoderKL, pixels: NDArray[np.uint8]) -> Tensor:
     """uint8 [B, H, W, 3] -> mean and log-variance [B, 2C, h, w], fp16 on the CPU."""
-    images = torch.from_numpy(pixels).to(vae.device).permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1
-    posterior = vae.encode(images).latent_dist
-    # the log-variance is clamped by the VAE itself; fp16 holds its range
-    return torch.cat([posterior.mean, posterior.logvar], dim=1).to("cpu", torch.float16)
+    return raw_moments(vae, torch.from_numpy(pixels).to(vae.device)).cpu()
 
 
 def draw_latent(moments: Tensor, noise: Tensor | None) -> Tensor:

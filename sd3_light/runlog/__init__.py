@@ -1,7 +1,7 @@
 """What a run says: `log.jsonl` (the truth), TensorBoard and trackers (its mirrors), lines and bars for people."""
 
 from sd3_light.runlog.bars import Bar, progress
-from sd3_light.runlog.console import is_main_process, quiet_libraries, say, set_main_process
+from sd3_light.runlog.console import is_main_process, quiet_libraries, say, set_main_process, show
 from sd3_light.runlog.log import RunLog, Tracker, read_log
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "read_log",
     "say",
     "set_main_process",
+    "show",
 ]

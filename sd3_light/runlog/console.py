@@ -2,7 +2,7 @@
 
 import os
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 # The one console: lines that are printed while a bar is shown go above it.
 console = Console(stderr=True)
@@ -25,6 +25,12 @@ def say(text: str) -> None:
     """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent."""
     if is_main_process():
         console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def show(table: RenderableType) -> None:
+    """Print a table to stderr; other ranks are silent."""
+    if is_main_process():
+        console.print(table)
 
 
 def quiet_libraries() -> None:

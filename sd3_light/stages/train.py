@@ -1,26 +1,30 @@
 """The training stage: from a cache to checkpoints and exports."""
 
 import fnmatch
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, gather, of_kind
 from sd3_light.checkpoint.store import keep_newest, newest_checkpoint, read_checkpoint, write_checkpoint
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for, resolved_toml
 from sd3_light.config.faults import UserError
-from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.catalogue import sources_of
+from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
 from sd3_light.data.order import Order
-from sd3_light.data.shards import Manifest
+from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine, start_process_group
-from sd3_light.metrics.validation import validate
+from sd3_light.metrics.validation import AtQuantiles, EvalPreparer, validate
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Ema
@@ -48,10 +52,10 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
     launch, config = launch or Launch(), loaded.train
     device = launch.device()
     saved = _find_checkpoint(config.output_dir, resume)
-    data = open_cache(loaded.dataset)
+    data = open_cache(loaded.dataset, config, launch, in_memory=not config.sd3_streaming_dataset)
     start_process_group(launch, device, config.dist_timeout_sec)
 
-    order = data.order(config.seed, repeats(loaded.dataset), lambda size: global_batch(config, size, launch.world))
+    order = make_order(data, loaded, launch)
     total = _total_steps(config, order)
     pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
     _freeze(pipeline, config.freeze)
@@ -63,6 +67,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
 
     with RunFolder(loaded, launch.is_main) as folder:
         folder.announce(where_weights_start(config.model).sentence, progress, total, order, launch)
+        folder.tell_dropped(data, order)
         stage = _Stage(loaded, launch, order, data, pipeline, engine, ema, folder)
         training = Run(
             engine=engine,
@@ -83,14 +88,25 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         return train(training)
 
 
-def open_cache(dataset: DatasetConfig) -> CachedDataset:
-    """A data set's cache, by its manifest alone."""
-    return CachedDataset(dataset.cache_dir, Manifest.load(dataset.cache_dir))
+def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_memory: bool = False) -> CachedDataset:
+    """A data set's cache, by its manifest alone unless all of it is wanted in memory."""
+    limit = int(config.stream_cache_gb * 1e9)
+    store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
+    here = min(launch.world, int(os.environ.get("LOCAL_WORLD_SIZE", launch.world)))
+    # the first process of a machine answers for all: the others may come when its memory is taken already
+    return CachedDataset(store, in_memory, here if launch.local_rank == 0 else 1, launched=launch.world > 1)
 
 
-def repeats(dataset: DatasetConfig) -> list[float]:
-    """Repeats by directory."""
-    return [directory.num_repeats for directory in dataset.directories]
+def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
+    """The order that training follows."""
+    config = loaded.train
+    return data.order(
+        config.seed,
+        {source.label: source.directory.num_repeats for source in sources_of(loaded.dataset.directories)},
+        lambda resolution: global_batch(config, resolution, launch.world),
+        config.shuffle_window,
+        config.small_buckets,
+    )
 
 
 def global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
@@ -168,8 +184,12 @@ def _restore(saved: Path | None, resume: Resume, engine: TorchEngine, ema: Ema |
 
 def order_facts(order: Order) -> dict[str, Any]:
     """What must be equal for a position in the order to mean the same."""
-    sizes = [[bucket.batch, *(segment.length for segment in bucket.segments)] for bucket in order.buckets]
-    return {"seed": order.seed, "buckets": sizes}
+    buckets = []
+    for bucket in order.buckets:
+        shards = blake2b(digest_size=8)
+        shards.update(repr([(shard.size, shard.repeats) for shard in bucket.segments]).encode())
+        buckets.append([bucket.batch, bucket.window, bucket.length, bucket.num_batches, shards.hexdigest()])
+    return {"seed": order.seed, "buckets": buckets}
 
 
 @torch.no_grad()
@@ -217,6 +237,14 @@ class RunFolder:
         event = "resume" if progress.step else "start"
         self.log(event, **progress.as_dict(), total=total, steps_per_epoch=order.steps_per_epoch, world=launch.world)
 
+    def tell_dropped(self, data: CachedDataset, order: Order) -> None:
+        """Name the buckets that are left out because they are smaller than a batch."""
+        if order.dropped:
+            buckets = {data.buckets[number].bucket: data.buckets[number].size for number in order.dropped}
+            named = ", ".join(f"{name} ({size} samples)" for name, size in buckets.items())
+            say(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {named}")
+            self.log("dropped", buckets=buckets)
+
 
 @dataclass
 class _Stage:
@@ -230,6 +258,7 @@ class _Stage:
     engine: TorchEngine
     ema: Ema | None
     folder: RunFolder
+    eval_sets: dict[str, CachedDataset] = field(default_factory=dict)
 
     @property
     def config(self) -> TrainConfig:
@@ -238,16 +267,20 @@ class _Stage:
     def steps(self, first: int) -> Iterator[Sequence[Prepared]]:
         micro = self.config.gradient_accumulation_steps
         dataset = MicroBatches(self.data, self.order, self.launch.rank, self.launch.world, micro)
-        loader = PipelineDataLoader(
+        return self._loader(dataset, micro, self.pipeline.preparer, range(first * micro, 2**62)).steps()
+
+    def _loader(
+        self, dataset: Dataset[Any], micro_batches: int, preparer: PreparesInputs, items: range | None = None
+    ) -> PipelineDataLoader:
+        return PipelineDataLoader(
             dataset,
             self.engine,
-            micro,
-            self.pipeline.preparer,
+            micro_batches,
+            preparer,
             num_dataloader_workers=self.config.num_dataloader_workers,
             prefetch_batches_per_worker=self.config.dataloader_prefetch_per_worker,
-            items=range(first * micro, 2**62),
+            items=items,
         )
-        return loader.steps()
 
     def duties(self, total: int) -> list[Duty]:
         c, per_epoch = self.config, self.order.steps_per_epoch
@@ -271,18 +304,19 @@ class _Stage:
     def evaluate(self, progress: Progress) -> None:
         """The validation loss of every evaluation set, with the averaged weights where there are any."""
         for name, dataset in self.loaded.eval_datasets.items():
-            data = open_cache(dataset)
-            order = data.order(0, [1.0] * len(dataset.directories), self._eval_batch)
-            batches = MicroBatches(data, order, self.launch.rank, self.launch.world, 1)
-            losses = self._with_average(
-                lambda batches=batches, order=order: validate(
-                    (batches[item] for item in range(order.steps_per_epoch)),
-                    self.pipeline.prepare_inputs,
-                    self.engine.evaluate,
-                )
-            )
+            if name not in self.eval_sets:
+                self.eval_sets[name] = open_cache(dataset, self.config, self.launch)
+            loader = self._eval_loader(self.eval_sets[name])
+            losses = self._with_average(lambda loader=loader: validate(loader, self.engine.evaluate))
             say(f"eval {name} at step {progress.step}: flow loss {losses['flow']:.4f}")
             self.folder.log("eval", **progress.as_dict(), set=name, **losses)
+
+    def _eval_loader(self, data: CachedDataset) -> PipelineDataLoader:
+        """Each sample once, whatever its directory's repeats."""
+        once = {shard.directory: 1.0 for shard in data.manifest.shards}
+        order = data.order(0, once, self._eval_batch, self.config.shuffle_window)
+        batches = MicroBatches(data, order, self.launch.rank, self.launch.world, 1)
+        return self._loader(AtQuantiles(batches, order.steps_per_epoch), 1, EvalPreparer(self.pipeline.preparer))
 
     def _eval_batch(self, resolution: tuple[int, int]) -> int:
         return batch_size_for(self.config.eval_micro_batch_size_per_gpu, resolution) * self.launch.world

@@ -1,6 +1,7 @@
 """Captions: read as UTF-8, tidied, prefixed; and the shuffled variants that are cached of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config import DirectoryConfig
@@ -11,6 +12,7 @@ TEXT_NAMES = ("text", "caption", "captions", "prompt", "description", "caption_t
 """Column names of a caption, in order of precedence, compared in lower case."""
 
 MAX_CAPTION_BYTES = 1 << 20
+"""A caption may be thousands of words long (encoders cut it); what is longer than this is no caption."""
 
 
 def is_utf8(text: str) -> bool:
@@ -28,16 +30,41 @@ def decode_text(data: bytes) -> str:
         raise Reject("caption_not_utf8", str(fault)) from fault
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns of a table hold the picture (or its file) and the captions; "" is found by its usual names."""
+
+    image: str = ""
+    caption: str = ""
+
+    def image_names(self, usual: Sequence[str]) -> Sequence[str]:
+        """The names to look for a picture by."""
+        return (self.image,) if self.image else usual
+
+    def caption_names(self) -> Sequence[str]:
+        """The names to look for captions by."""
+        return (self.caption,) if self.caption else TEXT_NAMES
+
+
 def named(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of ``names`` that the row has; None where it has none of them."""
+    """The value of the first of ``names`` that the row has, in any case of letters; None where it has none of them."""
     lowered = {str(key).lower(): value for key, value in row.items()}
-    return next((lowered[name] for name in names if lowered.get(name) is not None), None)
+    for name in names:
+        value = row.get(name)
+        if value is None:
+            value = lowered.get(name.lower())
+        if value is not None:
+            return value
+    return None
 
 
-def texts(value: Any) -> tuple[str, ...]:
-    """The captions in a value that a table or a file gave: a text, or a list of texts. Raises Reject."""
+def texts(value: Any, column: str = "") -> tuple[str, ...]:
+    """The captions in a value that a table or a file gave: a text, or a list of texts. Raises Reject.
+
+    ``column`` is the configured one, if the value was looked up by it.
+    """
     if value is None or value == []:
-        raise Reject("no_caption", "no value")
+        raise Reject("no_caption", f"no value in {column!r} (caption_column)" if column else "no value")
     entries = value if isinstance(value, list | tuple) else (value,)
     for entry in entries:
         if not isinstance(entry, str):
@@ -45,6 +72,9 @@ def texts(value: Any) -> tuple[str, ...]:
         # half a surrogate pair, from a JSON escape or from bytes that are not UTF-8, cannot be tokenised
         if not is_utf8(entry):
             raise Reject("caption_not_utf8", f"{entry!a:.80}")
+        # a character is at least one byte and at most four
+        if 4 * len(entry) > MAX_CAPTION_BYTES and len(entry.encode()) > MAX_CAPTION_BYTES:
+            raise Reject("caption_too_long", f"{len(entry)} characters")
     return tuple(entries)
 
 

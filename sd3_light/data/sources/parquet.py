@@ -5,7 +5,7 @@ that memory does not grow with the size of row groups; reading in the order of t
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import TEXT_NAMES, decode_text, texts
-from sd3_light.data.sources.records import Found
+from sd3_light.data.sources.captions import Columns, decode_text, texts
+from sd3_light.data.sources.records import Found, file_version
 from sd3_light.data.sources.scope import Scope
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
@@ -45,22 +45,37 @@ class ParquetCell:
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
 
+    def version(self) -> str:
+        """Size and time of the Parquet file."""
+        return file_version(self.path)
+
 
 def scan_parquet(scope: Scope, path: str, name: str, may_lack_images: bool) -> Iterator[Found]:
     """The samples of one Parquet file, in its order; their names are their row numbers."""
     try:
         with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            image, text = _column(schema, IMAGE_NAMES, _holds_bytes), _column(schema, TEXT_NAMES, _holds_text)
-            if image is None and may_lack_images:
-                return
-            if image is None or text is None:
-                reason = "no_image_column" if image is None else "no_caption_column"
-                yield scope.broken(name, reason, f"it has {', '.join(schema.names)}")
+            try:
+                image, text = _columns(file.schema_arrow, scope.columns)
+            except Reject as reject:
+                if reject.reason != "no_image_column" or not may_lack_images:
+                    yield scope.broken(name, reject.reason, reject.detail)
                 return
             yield from _rows(scope, file, path, name, image, text)
     except _FAULTS as fault:
         yield scope.broken(name, "broken_parquet", f"{type(fault).__name__}: {fault}")
+
+
+def _columns(schema: Any, columns: Columns) -> tuple[str, str]:
+    """The columns of pictures and of captions. Raises Reject when one is not there, or holds something else."""
+    image = _column(schema, columns.image_names(IMAGE_NAMES), _holds_bytes)
+    text = _column(schema, columns.caption_names(), _holds_text)
+    if image is not None and text is not None:
+        return image, text
+    key, column = ("image_column", columns.image) if image is None else ("caption_column", columns.caption)
+    detail = f"it has {', '.join(schema.names)}"
+    if column:
+        detail = f"no {column!r} ({key}) of the right type; it has {', '.join(f'{f.name}: {f.type}' for f in schema)}"
+    raise Reject("no_image_column" if image is None else "no_caption_column", detail)
 
 
 def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) -> Iterator[Found]:
@@ -72,17 +87,20 @@ def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) 
             for value in batch.column(0).to_pylist():
                 cell = ParquetCell(path, image, group, row)
                 row_name = f"{number:09d}"
-                yield from scope.found(f"{name}/{row_name}", cell, partial(_texts, value), f"{masks}/{row_name}")
+                fetch = partial(_texts, value, scope.columns.caption)
+                yield from scope.found(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}")
                 row, number = row + 1, number + 1
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    return texts(decode_text(value) if isinstance(value, bytes) else value)
+def _texts(value: Any, column: str) -> tuple[str, ...]:
+    return texts(decode_text(value) if isinstance(value, bytes) else value, column)
 
 
-def _column(schema: Any, names: tuple[str, ...], fits: Any) -> str | None:
-    lowered = {field.name.lower(): field for field in schema if fits(field.type)}
-    return next((lowered[name].name for name in names if name in lowered), None)
+def _column(schema: Any, names: Sequence[str], fits: Any) -> str | None:
+    fitting = [field.name for field in schema if fits(field.type)]
+    lowered = {name.lower(): name for name in fitting}
+    found = (name if name in fitting else lowered.get(name.lower()) for name in names)
+    return next(filter(None, found), None)
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -3,6 +3,7 @@
 A record is light: it says where the bytes are and reads them only when asked.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,19 @@ class Location(Protocol):
 
     def read(self) -> bytes:
         """The bytes; raises Reject when they cannot be had."""
+
+    def version(self) -> str:
+        """``SIZE-MTIME_NS`` of the file that holds the bytes, a tar's for its members; raises Reject("unreadable")."""
+
+
+def file_version(path: str) -> str:
+    """``SIZE-MTIME_NS`` of a file. Raises Reject("unreadable") when it is not there."""
+    # asked anew each time: a stat costs a microsecond or two, and a kept answer could hide a change
+    try:
+        status = os.stat(path)
+    except OSError as fault:
+        raise Reject("unreadable", str(fault)) from fault
+    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,10 @@ class FileBytes:
             return Path(self.path).read_bytes()
         except OSError as fault:
             raise Reject("unreadable", str(fault)) from fault
+
+    def version(self) -> str:
+        """The file's size and time."""
+        return file_version(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,10 @@ class FileRange:
             raise Reject("truncated", f"{self.path} ends {self.size - len(data)} bytes before its member does")
         return data
 
+    def version(self) -> str:
+        """Size and time of the file that holds the range."""
+        return file_version(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -72,11 +94,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """One input that cannot be used: its key, a code of `preprocess.REASONS`, and what was seen."""
+    """One input that cannot be used: its key, a code of `preprocess.REASONS`, and what was seen.
+
+    ``image`` says where the picture is, if there is one that may be shown.
+    """
 
     key: str
     reason: str
     detail: str = ""
+    image: Location | None = None
 
 
 Found = Record | Rejected

@@ -1,7 +1,9 @@
 """The front door: one directory of a data set as a stream of records and rejects."""
 
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from sd3_light.config import DirectoryConfig
@@ -9,6 +11,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import Found
 from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.shelf import Shelf
 from sd3_light.data.sources.tars import scan_tar
 from sd3_light.data.sources.walk import scan_folder
 
@@ -26,14 +29,26 @@ def scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
             raise UserError(f"{key}: {place} does not exist; correct the [[directory]] that names it")
     if directory.mask_path is not None and not directory.mask_path.is_dir():
         raise UserError(f"mask_path: {directory.mask_path} is not a folder; one mask for all is `default_mask_file`")
-    scope, path = Scope(directory, index), directory.path
-    if path.is_dir():
-        return scan_folder(scope, path)
-    if path.suffix.lower() == ".tar":
-        return scan_tar(scope, str(path), path.name)
-    if path.suffix.lower() == ".parquet":
-        return scan_parquet(scope, str(path), path.name, may_lack_images=False)
-    raise UserError(f"path: {path} is neither a folder nor a .tar or .parquet file; name the folder that holds it")
+    path = directory.path
+    if not path.is_dir() and path.suffix.lower() not in (".tar", ".parquet"):
+        raise UserError(f"path: {path} is neither a folder nor a .tar or .parquet file; name the folder that holds it")
+    return _scan(directory, index)
+
+
+def _scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
+    path = directory.path
+    try:
+        with closing(Shelf()) as shelf:
+            scope = Scope(directory, index, shelf)
+            if path.is_dir():
+                yield from scan_folder(scope, path)
+            elif path.suffix.lower() == ".tar":
+                yield from scan_tar(scope, str(path), path.name)
+            else:
+                yield from scan_parquet(scope, str(path), path.name, may_lack_images=False)
+    except sqlite3.OperationalError as fault:
+        hint = "free some space in the temporary folder, or name another one in SQLITE_TMPDIR"
+        raise UserError(f"{path}: the names that a scan keeps on disk: {fault}; {hint}") from fault
 
 
 def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Found]:

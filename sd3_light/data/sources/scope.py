@@ -6,27 +6,27 @@ from pathlib import PurePosixPath
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import is_utf8, prepare
+from sd3_light.data.sources.captions import Columns, is_utf8, prepare
+from sd3_light.data.sources.listing import is_picture, places_apart
 from sd3_light.data.sources.records import FileBytes, Found, Location, Record, Rejected
+from sd3_light.data.sources.shelf import Shelf
 from sd3_light.randomness import sample_id
-
-# fmt: off
-IMAGE_SUFFIXES = frozenset((
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif",
-    ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pnm",
-))
-# fmt: on
-"""Names that are taken for pictures; what they hold is decided by their bytes."""
 
 
 class Scope:
-    """One directory of the data set during a scan. Names are relative to its root, with forward slashes."""
+    """One directory of the data set during a scan. Names are relative to its root, with forward slashes.
 
-    def __init__(self, directory: DirectoryConfig, index: int) -> None:
-        self.directory = directory
+    ``columns`` are the configured ones, ``apart`` the paths that hold masks, ``shelf`` keeps names on disk.
+    """
+
+    def __init__(self, directory: DirectoryConfig, index: int, shelf: Shelf) -> None:
+        self.columns = Columns(directory.image_column, directory.caption_column)
+        self.apart = places_apart(directory)
+        self.shelf = shelf
+        self._directory = directory
         # the index comes last: whatever characters a name holds, two different pairs never meet in one prefix
         self._prefix = f"{directory.path.name}#{index}"
-        self._masks = _Masks(directory)
+        self._masks = _Masks(directory, shelf)
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def key(self, name: str) -> str:
@@ -42,19 +42,19 @@ class Scope:
         """
         key = self.key(name)
         if not is_utf8(key):
-            yield Rejected(_printable(key), "name_not_utf8")
+            yield Rejected(_printable(key), "name_not_utf8", image=image)
         elif self._is_chosen(key):
             try:
-                captions = prepare(raw_captions(), self.directory)
+                captions = prepare(raw_captions(), self._directory)
                 yield Record(key, captions, image, self._masks.find(mask_name or name))
             except Reject as reject:
-                yield Rejected(key, reject.reason, reject.detail)
+                yield Rejected(key, reject.reason, reject.detail, image)
 
-    def rejected(self, name: str, reason: str, detail: str = "") -> Iterator[Rejected]:
+    def rejected(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
         """The reject of what is called ``name``, unless the subsample leaves it out."""
         key = _printable(self.key(name))
         if self._is_chosen(key):
-            yield self.broken(name, reason, detail)
+            yield Rejected(key, reason, detail, image)
 
     def broken(self, name: str, reason: str, detail: str = "") -> Rejected:
         """The reject of a container (a folder, table, tar): never left out, as many samples hang on it."""
@@ -67,34 +67,36 @@ class Scope:
 class _Masks:
     """Finds masks: ``mask_path/NAME.*`` for a picture NAME, else the default mask, else none."""
 
-    def __init__(self, directory: DirectoryConfig) -> None:
+    def __init__(self, directory: DirectoryConfig, shelf: Shelf) -> None:
         self._root = directory.mask_path
         self._default = FileBytes(str(directory.default_mask_file)) if directory.default_mask_file else None
         self._folder: str | None = None
-        self._by_stem: dict[str, str] = {}
+        self._names = shelf.names()
 
     def find(self, name: str) -> Location | None:
         if self._root is None:
             return self._default
         where = PurePosixPath(name)
         folder = os.path.join(self._root, where.parent)
-        # pictures come folder by folder: the listing of one folder at a time is all that is held
+        # pictures come folder by folder: one folder's listing at a time is kept
         if folder != self._folder:
-            self._folder, self._by_stem = folder, _masks_in(folder)
-        file = self._by_stem.get(where.stem)
+            self._list(folder)
+        file = next(filter(is_picture, self._names.with_stem(where.stem)), None)
         return FileBytes(os.path.join(folder, file)) if file else self._default
 
-
-def _masks_in(folder: str) -> dict[str, str]:
-    try:
-        names = sorted(os.listdir(folder), reverse=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as fault:
-        # a mask that may be there must not be taken for none
-        raise Reject("unreadable", str(fault)) from fault
-    splits = ((os.path.splitext(name), name) for name in names)
-    return {stem: name for (stem, suffix), name in splits if suffix.lower() in IMAGE_SUFFIXES}
+    def _list(self, folder: str) -> None:
+        self._folder = None
+        self._names.clear()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    self._names.add(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as fault:
+            # a mask that may be there must not be taken for none
+            raise Reject("unreadable", str(fault)) from fault
+        self._folder = folder
 
 
 def _printable(key: str) -> str:

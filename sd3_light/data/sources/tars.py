@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, TEXT_NAMES, decode_text, named, texts
+from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, named, texts
+from sd3_light.data.sources.listing import IMAGE_SUFFIXES
 from sd3_light.data.sources.records import FileRange, Found
-from sd3_light.data.sources.scope import IMAGE_SUFFIXES, Scope
-from sd3_light.randomness import sample_id
+from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.shelf import Names
 
 _Group = dict[str, FileRange]
 _FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
@@ -22,41 +23,42 @@ _FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
     """The samples of one tar, in its order."""
-    seen: set[int] = set()
+    seen = scope.shelf.names()
     groups = _groups(path)
     while True:
         try:
             base, members = next(groups)
         except StopIteration:
-            return
+            break
         except _FAULTS as fault:
             yield scope.broken(name, "broken_tar", f"{type(fault).__name__}: {fault}")
-            return
+            break
         yield from _sample(scope, name, base, members, seen)
+    seen.clear()
 
 
-def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: set[int]) -> Iterator[Found]:
+def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: Names) -> Iterator[Found]:
     image = next((suffix for suffix in members if suffix in IMAGE_SUFFIXES), None)
     if image is None:
         detail = f"no picture among {', '.join(members)}; a sample's name ends at its first dot"
         yield from scope.rejected(f"{tar}/{base}", "missing_file", detail)
         return
     name = f"{tar}/{base}{image}"
-    identity = sample_id(base.encode("utf-8", "backslashreplace").decode())
-    if identity in seen:
-        yield from scope.rejected(name, "duplicate_key")
+    if not seen.add_new(base):
+        yield from scope.rejected(name, "duplicate_key", image=members[image])
         return
-    seen.add(identity)
     # masks lie in a folder named as the tar
     mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
-    yield from scope.found(name, members[image], lambda: _captions(members), mask_name)
+    yield from scope.found(name, members[image], lambda: _captions(members, scope.columns), mask_name)
 
 
-def _captions(members: _Group) -> Sequence[str]:
-    if ".txt" in members:
+def _captions(members: _Group, columns: Columns) -> Sequence[str]:
+    # who names a key of the .json wants it, and not what .txt repeats of another key
+    asks_json = bool(columns.caption) and ".json" in members
+    if ".txt" in members and not asks_json:
         return (decode_text(_small(members[".txt"])),)
     if ".json" in members:
-        return texts(named(_json_row(_small(members[".json"])), TEXT_NAMES))
+        return texts(named(_json_row(_small(members[".json"])), columns.caption_names()), columns.caption)
     raise Reject("no_caption", "no .txt or .json stands beside it in the tar")
 
 

@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
+from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
+from sd3_light.data.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
 from sd3_light.model.start import (
@@ -29,7 +30,8 @@ def disk_faults(loaded: LoadedConfig) -> list[Fault]:
     if start is not None:
         faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size)]
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
-        faults += _source_faults(dataset)
+        # a cache at a URL is taken as it is: a machine that trains from it need not have the pictures
+        faults += [] if isinstance(dataset.cache_dir, str) else _source_faults(dataset)
         faults += [] if start is None else _bucket_faults(dataset, start.size)
     return list(dict.fromkeys([*faults, *_write_faults(loaded)]))
 
@@ -204,12 +206,18 @@ def _bucket_faults(dataset: DatasetConfig, size: ModelSize) -> Iterator[Fault]:
 
 
 def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """Runs and caches have a place where they can be made."""
-    key = "dataset" if loaded.train.cache_dir is None else "cache_dir"
-    places = [("output_dir", loaded.train.output_dir), (key, loaded.dataset.cache_dir)]
-    places += [("eval_datasets", dataset.cache_dir) for dataset in loaded.eval_datasets.values()]
+    """Runs and caches have a place where they can be made; a cache at a URL has a protocol that can be read."""
+    train = loaded.train
+    key = "dataset" if train.cache_dir is None else "cache_dir"
+    places: list[tuple[str, Place | None]] = [("output_dir", train.output_dir), (key, loaded.dataset.cache_dir)]
+    if isinstance(train.cache_dir, str):
+        places.append(("stream_cache_dir", train.stream_cache_dir))
+    else:
+        places += [("eval_datasets", dataset.cache_dir) for dataset in loaded.eval_datasets.values()]
     for name, place in places:
-        if problem := _cannot_make(place):
+        if isinstance(place, str) and (problem := protocol_problem(place)):
+            yield Fault(str(loaded.path), name, problem, given=place)
+        if isinstance(place, Path) and (problem := _cannot_make(place)):
             yield Fault(str(loaded.path), name, problem, given=str(place), hint="choose another place")
 
 

@@ -10,6 +10,7 @@ from sd3_light.config import (
     DirectoryConfig,
     Fault,
     LoadedConfig,
+    Place,
     Resolution,
     TrainConfig,
     batch_size_for,
@@ -49,7 +50,7 @@ class DatasetSurvey:
 
     name: str
     path: Path
-    cache_dir: Path
+    cache_dir: Place
     samples: int
     rejects: Mapping[str, int]
     rows: tuple[BucketRow, ...]

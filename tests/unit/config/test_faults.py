@@ -10,6 +10,7 @@ from sd3_light.config import ConfigFaults, Fault, UserError, load_config
 from sd3_light.config.report import looks_secret
 
 OnlyFault = Callable[..., Fault]
+PLACE = "a path, or a URL such as s3://bucket/folder without credentials"
 
 
 def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
@@ -56,8 +57,10 @@ def test_a_report_is_a_user_error(files: Any) -> None:
         ('gradient_clipping = "1e-4"', "wrong type", "a number >= 0", "write it without quotes"),
         ('compile = "true"', "wrong type", "true or false", "write it without quotes"),
         ("compile = 1", "wrong type", "true or false", None),
-        ("cache_dir = 3", "wrong type", "a path", None),
-        ('cache_dir = ""', "wrong type", "a path", None),
+        ("output_dir = 3", "wrong type", "a path", None),
+        ('output_dir = ""', "wrong type", "a path", None),
+        ("cache_dir = 3", "wrong type", PLACE, None),
+        ('cache_dir = ""', "wrong type", PLACE, None),
         ('freeze = "all"', "wrong type", "a list, each a text", None),
         ("zero_stage = 4", "out of range", "a whole number >= 0 and <= 3", None),
         ("pseudo_huber_c = 0", "out of range", "a number > 0", None),

@@ -20,7 +20,8 @@ TRAIN_KEYS = {
         eval_every_n_epochs eval_every_n_examples eval_before_first_step logging_steps steps_per_print x_axis_examples
         caching_batch_size caching_num_workers caching_device map_num_proc num_dataloader_workers
         dataloader_prefetch_per_worker prefetch_batches_per_worker sd3_streaming_dataset sd3_shard_size
-        sd3_manifest_timeout_sec cache_dir parallel zero_stage dist_timeout_sec max_nonfinite_steps freeze
+        sd3_manifest_timeout_sec cache_dir stream_cache_dir stream_cache_gb shuffle_window small_buckets parallel
+        zero_stage dist_timeout_sec max_nonfinite_steps freeze
         keep_last_n_exports model optimizer ema adapter sampling monitoring""",
     "model": """type train_type diffusers_path num_layers dtype transformer_dtype t5_max_length timestep_sample_method
         sigmoid_scale shift flux_shift enable_uncond_text_dropout uncond_text_dropout_prob text_recon_gamma
@@ -33,7 +34,8 @@ TRAIN_KEYS = {
     "monitoring": "enable_wandb wandb_tracker_name wandb_run_name wandb_api_key enable_trackio",
 }
 SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_buckets size_buckets caption_prefix
-    num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio skip_empty_caption"""
+    num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio skip_empty_caption
+    image_column caption_column"""
 
 
 @pytest.mark.parametrize("name", TRAIN_KEYS)

@@ -1,70 +1,103 @@
 """A toy cache: shards whose tensors say which sample, variant and caption they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from sd3_light.data.shards import Manifest, Origin, Sample, ShardEntry, write_shard
+from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 
-WIDTHS = {"clip_l": (3, 4), "clip_g": (3, 6), "t5": (2, 12)}
+WIDTHS = {"clip_l": 4, "clip_g": 6, "t5": 12}
+PADDED = {"clip_l": 3, "clip_g": 3, "t5": 2}
+LABEL = "toy#0"
 
 
-def features(sample: int, caption: int) -> dict[str, torch.Tensor]:
-    """Tokens and pooled vectors that carry the sample in their first place and the caption in their second."""
-
-    def mark(*shape: int) -> torch.Tensor:
-        values = torch.zeros(shape)
-        values[..., 0], values[..., 1] = sample, caption
-        return values
-
-    tokens = {name: mark(*shape) for name, shape in WIDTHS.items()}
-    return {**tokens, "clip_l.pooled": mark(4), "clip_g.pooled": mark(6)}
+def token_counts(sample: int, caption: int, real: bool) -> dict[str, int]:
+    """Tokens of each encoder: always the same when padded, else by sample and caption."""
+    return {"clip_l": 1 + (sample + caption) % 3, "clip_g": 1 + sample % 2, "t5": sample % 4} if real else PADDED
 
 
-def toy_sample(number: int, captions: int = 1, variants: int = 1, mask: bool = False) -> Sample:
-    """Sample ``number``: moments hold 10 number + variant, the mask is white on the left only."""
-    moments = torch.stack([torch.full((4, 2, 4), 10.0 * number + variant) for variant in range(variants)])
-    left = torch.tensor([[255, 255, 0, 0]] * 2, dtype=torch.uint8)
-    return Sample(number, moments, [features(number, at) for at in range(captions)], left if mask else None)
-
-
-def toy_shard(folder: Path, name: str, samples: list[Sample], bucket: str = "32x16", directory: int = 0) -> ShardEntry:
-    """Write one shard below ``folder``; its entry."""
-    shards = folder / "shards"
-    shards.mkdir(parents=True, exist_ok=True)
-    entry = ShardEntry(f"{name}.safetensors", bucket, (32, 16), directory, 0, 0, "", name)
-    origins = [Origin(f"key/{sample.sample_id}", "f", 32, 16, ("a caption",)) for sample in samples]
-    return write_shard(shards, entry, samples, origins)
-
-
-def toy_cache(
-    folder: Path,
-    sizes: tuple[int, ...] = (5, 3, 4),
-    buckets: tuple[str, ...] | None = None,
-    directories: tuple[int, ...] | None = None,
+def toy_content(
+    numbers: Sequence[int],
     captions: int = 1,
     variants: int = 1,
     mask: bool = False,
-) -> CachedDataset:
+    real: bool = False,
+    bucket: str = "32x16",
+) -> ShardContent:
+    """Samples ``numbers``: moments hold 10 number + variant, the mask is white on the left only; every token and pooled
+    vector carries the sample in its first place and the caption in its second."""
+    count, distinct = len(numbers), [(number, at) for number in numbers for at in range(captions)]
+    moments = torch.tensor([[10.0 * number + variant for variant in range(variants)] for number in numbers])
+    text = {}
+    for name, width in WIDTHS.items():
+        lengths = [token_counts(*one, real)[name] for one in distinct]
+        marks = torch.tensor([one for one, length in zip(distinct, lengths, strict=True) for _ in range(length)])
+        tokens = torch.zeros(sum(lengths), width)
+        tokens[:, :2] = marks.reshape(-1, 2)
+        text[f"{name}.tokens"] = tokens.bfloat16()
+        text[f"{name}.start"] = torch.tensor([0, *lengths]).cumsum(0)
+    for name in ("clip_l", "clip_g"):
+        pooled = torch.zeros(len(distinct), WIDTHS[name])
+        pooled[:, :2] = torch.tensor(distinct)
+        text[f"{name}.pooled"] = pooled.bfloat16()
+    width, height = (8, 8) if bucket == "empty" else map(int, bucket.split("x"))
+    latent = (height // 8, width // 8)
+    left = torch.zeros(latent, dtype=torch.uint8)
+    left[:, : latent[1] // 2] = 255
+    return ShardContent(
+        torch.tensor(numbers),
+        moments[:, :, None, None, None].expand(-1, -1, 4, *latent).half(),
+        torch.arange(count + 1) * captions,
+        torch.arange(count * captions),
+        text,
+        left.expand(count, -1, -1) if mask else None,
+    )
+
+
+def toy_shard(
+    folder: Path, name: str, content: ShardContent, bucket: str = "32x16", directory: str = LABEL
+) -> ShardEntry:
+    """Write one shard below ``folder``; its entry."""
+    shards = folder / SHARDS
+    shards.mkdir(parents=True, exist_ok=True)
+    resolution = (0, 0) if bucket == "empty" else (32, 16)
+    entry = ShardEntry(f"{name}.safetensors", bucket, resolution, directory, 0, 0, "", name)
+    ids = content.sample_id.tolist()
+    return write_shard(shards, entry, content, [Origin(f"key/{one}", "f", 32, 16, ("a caption",)) for one in ids])
+
+
+def fake_cache(
+    folder: Path,
+    sizes: tuple[int, ...] = (5, 3, 4),
+    buckets: tuple[str, ...] | None = None,
+    directories: tuple[str, ...] | None = None,
+    captions: int = 1,
+    variants: int = 1,
+    mask: bool = False,
+    real: bool = False,
+) -> Manifest:
     """Shards of ``sizes`` samples with ids from 1 on, each in its bucket and directory."""
     entries, first = [], 1
     for at, size in enumerate(sizes):
-        samples = [toy_sample(number, captions, variants, mask) for number in range(first, first + size)]
         bucket = buckets[at] if buckets else "32x16"
-        directory = directories[at] if directories else 0
-        entries.append(toy_shard(folder, f"{directory:03d}-{bucket}-{at:05d}", samples, bucket, directory))
+        content = toy_content(range(first, first + size), captions, variants, mask, real, bucket)
+        directory = directories[at] if directories else LABEL
+        entries.append(toy_shard(folder, f"{directory}-{bucket}-{at:05d}", content, bucket, directory))
         first += size
-    empty = toy_shard(folder, "empty", [toy_sample(0)], "empty", -1)
-    Manifest({"t5_max_length": 2}, tuple(entries), empty, {"used": sum(sizes)}).save(folder)
-    return CachedDataset(folder, Manifest.load(folder))
+    empty = toy_shard(folder, "empty", toy_content([0], real=real, bucket="empty"), "empty", "")
+    recipe = {"t5_max_length": 2, "text_tokens": "real" if real else "padded"}
+    manifest = Manifest(recipe, tuple(entries), empty, {"used": sum(sizes)})
+    manifest.save(folder)
+    return manifest
 
 
 @pytest.fixture
-def make_sample() -> Callable[..., Sample]:
-    return toy_sample
+def make_content() -> Callable[..., ShardContent]:
+    return toy_content
 
 
 @pytest.fixture
@@ -74,9 +107,10 @@ def make_shard() -> Callable[..., ShardEntry]:
 
 @pytest.fixture
 def make_cache(tmp_path: Path) -> Callable[..., CachedDataset]:
-    """`toy_cache` in the test's folder."""
+    """`fake_cache` in the test's folder, opened."""
 
     def make(**keys: object) -> CachedDataset:
-        return toy_cache(tmp_path / "cache", **keys)  # type: ignore[arg-type]
+        fake_cache(tmp_path / "cache", **keys)  # type: ignore[arg-type]
+        return CachedDataset(LocalStore(tmp_path / "cache"))
 
     return make

@@ -8,10 +8,22 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sd3_light.data.order import BucketOrder, Order, Permutation, Picks, Segment, make_order, rank_slice
+from sd3_light.data.order import (
+    BucketOrder,
+    Indices,
+    Order,
+    Picks,
+    Segment,
+    make_order,
+    open_shards,
+    permute,
+    rank_slice,
+)
 
 Row = tuple[int, int, int, int]
-GOLDEN_PERMUTATION = [82, 550, 825, 38, 86, 29]
+GOLDEN_PERMUTATION = [413, 755, 422, 873, 886, 329]
+GOLDEN_PLACES = [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
+GOLDEN_ROWS = [(0, 1, 8, 0), (0, 0, 22, 0), (0, 0, 7, 0), (0, 0, 33, 0)]
 
 
 def rows(picks: Picks) -> list[Row]:
@@ -37,17 +49,22 @@ def mixed() -> Order:
 # --- the permutation ---------------------------------------------------------------------------
 
 
+def permuted(size: int, key: int, places: Indices | None = None) -> Indices:
+    """A permutation of ``range(size)``, at all places or the given ones."""
+    at = np.arange(size) if places is None else places
+    return permute(at, np.full(len(at), size), np.full(len(at), key, dtype=np.uint64))
+
+
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 1023, 1025, 4096, 65_537])
 def test_permutation_is_a_bijection(size: int) -> None:
-    found = Permutation(size, "key", size)(np.arange(size))
-    assert sorted(found.tolist()) == list(range(size))
+    assert sorted(permuted(size, size).tolist()) == list(range(size))
 
 
 def test_permutation_of_ten_million_takes_no_table() -> None:
     size = 10_000_000
-    tracemalloc.start()
     places = np.arange(0, size, 9973)
-    found = Permutation(size, "big")(places)
+    tracemalloc.start()
+    found = permuted(size, 1, places)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(set(found.tolist())) == len(places)
@@ -57,21 +74,31 @@ def test_permutation_of_ten_million_takes_no_table() -> None:
 
 
 def test_permutation_answers_any_place_alone_and_leaves_its_input() -> None:
-    permutation = Permutation(1000, 1, "a")
     places = np.arange(1000)
-    whole = permutation(places)
+    whole = permuted(1000, 1, places)
     assert places.tolist() == list(range(1000))
     for at in (0, 1, 500, 999):
-        assert permutation(np.array([at]))[0] == whole[at]
+        assert permuted(1000, 1, np.array([at]))[0] == whole[at]
+
+
+def test_permutations_of_several_sizes_and_keys_at_once() -> None:
+    sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
+    places = np.array([4, 900, 4, 5, 0])
+    alone = [
+        permuted(int(size), int(key), np.array([at]))[0] for size, key, at in zip(sizes, keys, places, strict=True)
+    ]
+    assert permute(places, sizes, keys).tolist() == alone
 
 
 @pytest.mark.parametrize("size", [3, 10, 50, 100])
 def test_permutation_is_roughly_uniform(size: int) -> None:
     """Over many keys every value stands at every place about equally often."""
-    keys = 1500
+    keys = 5000
+    found = permute(
+        np.tile(np.arange(size), keys), np.full(size * keys, size), np.repeat(np.arange(keys, dtype=np.uint64), size)
+    )
     counts = np.zeros((size, size))
-    for key in range(keys):
-        counts[np.arange(size), Permutation(size, "uniform", key)(np.arange(size))] += 1
+    np.add.at(counts, (np.tile(np.arange(size), keys), found), 1)
     expected = keys / size
     dof = (size - 1) ** 2
     chi = ((counts - expected) ** 2 / expected).sum()
@@ -79,23 +106,17 @@ def test_permutation_is_roughly_uniform(size: int) -> None:
 
 
 def test_permutation_mixes_neighbours() -> None:
-    found = Permutation(100_000, "neighbours")(np.arange(100_000))
+    found = permuted(100_000, 4)
     assert abs(float(np.corrcoef(found[:-1], found[1:])[0, 1])) < 0.02
     assert (np.abs(np.diff(found)) == 1).mean() < 0.001
     assert abs(float(np.corrcoef(found, np.arange(100_000))[0, 1])) < 0.02
 
 
-def test_permutation_depends_on_every_word_of_its_key() -> None:
-    results = {
-        tuple(Permutation(64, *words)(np.arange(64)).tolist())
-        for words in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
-    }
-    assert len(results) == 4
-
-
-def test_permutation_golden_values() -> None:
-    """Written down once: another network would change the order of every run that is to be resumed."""
-    assert Permutation(1000, 7, "samples", 2, 0)(np.arange(6)).tolist() == GOLDEN_PERMUTATION
+def test_golden_values() -> None:
+    """Written down once: another network or another hash would change the order of every run that is to be resumed."""
+    assert permuted(1000, 7)[:6].tolist() == GOLDEN_PERMUTATION
+    assert [mixed().place(step)[1:] for step in range(6)] == GOLDEN_PLACES
+    assert rows(mixed().picks(13, 0, 4)) == GOLDEN_ROWS
 
 
 # --- an epoch ----------------------------------------------------------------------------------
@@ -121,7 +142,7 @@ def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding()
         assert {counts[1, 1, index] for index in range(5)} == {1}
         half = [counts[1, 0, index] for index in range(23)]
         assert max(half) == 1
-        assert sum(half) == 12  # round(11.5)
+        assert sum(half) == 12  # 11.5, rounded
 
 
 def _without_padding(order: Order, epoch: int) -> list[Row]:
@@ -230,37 +251,84 @@ def test_a_bucket_smaller_than_a_batch_is_repeated_evenly_and_never_dropped(size
 
 def test_numbers_of_a_bucket() -> None:
     bucket = BucketOrder((Segment(10), Segment(3, 1.5)), 8)
-    assert (bucket.length, bucket.num_batches, bucket.padding) == (14, 2, 2)
+    assert (bucket.length, bucket.num_batches, bucket.padding) == (15, 2, 1), "14.5, rounded"
     assert BucketOrder((Segment(16),), 8).padding == 0
-    assert Segment(1, 0.1).length == 1
+    assert BucketOrder((Segment(1, 0.1),), 8).length == 1, "never nothing"
+    assert BucketOrder((Segment(1, 0.1),) * 20, 8).length == 2, "rounded over the bucket, not shard by shard"
 
 
 # --- worlds ------------------------------------------------------------------------------------
 
-SHAPES = [
-    (world, micro, accumulation)
-    for world, micro, accumulation in product((1, 2, 3, 4, 6, 8, 12, 16, 64), (1, 2, 3, 4, 7), (1, 2, 3, 4, 8))
-]
+LAYOUTS: dict[str, list[list[Segment]]] = {
+    "one shard": [[Segment(61)]],
+    "three buckets": [[Segment(40), Segment(9)], [Segment(17)], [Segment(3)]],
+    "repeats": [[Segment(12, 2.0), Segment(7, 0.5), Segment(5, 1.25)], [Segment(11, 1.5), Segment(2, 0.3)]],
+}
+SHAPES = list(product((1, 2, 3, 4, 8), (1, 2, 5), (1, 2, 3), LAYOUTS, (1, 2)))
+"""(ranks, micro-batch, accumulation, layout, workers)"""
+
+
+def seen_by_world(order: Order, first: int, last: int, ranks: int, accumulation: int, workers: int) -> list[Row]:
+    """What a world sees of some steps, in the order of the global batches; each worker has an order of its own."""
+    seen: dict[tuple[int, int, int], list[Row]] = {}
+    for worker in range(workers):
+        own = Order(order.seed, order.buckets)
+        for step in range(first, last):
+            micros = [micro for micro in range(accumulation) if (step * accumulation + micro) % workers == worker]
+            whole = own.picks(step) if micros else None
+            for rank, micro in product(range(ranks), micros):
+                part = rank_slice(own.batch_size(step), rank, ranks, micro, accumulation)
+                seen[step, rank, micro] = rows(whole.part(*part))
+    return [row for key in sorted(seen) for row in seen[key]]
+
+
+def check_coverage(order: Order, found: list[Row]) -> None:
+    """Every sample as often as its repeats say; what is too much is the stated padding, from the epoch's beginning."""
+    assert len(found) == len(set(found)), "an occurrence came twice"
+    for number, plan in enumerate(order.buckets):
+        own = [row for row in found if row[0] == number]
+        assert len(own) == plan.length + plan.padding
+        counts = Counter((segment, index) for _, segment, index, repeat in own if repeat < plan.most_repeats)
+        assert sum(counts.values()) == plan.length
+        for at, segment in enumerate(plan.segments):
+            times = [counts[at, index] for index in range(segment.size)]
+            assert min(times) >= int(segment.repeats)
+            assert max(times) <= -(-segment.repeats // 1)
 
 
 def test_there_are_enough_worlds() -> None:
     assert len(set(SHAPES)) >= 200
 
 
-@pytest.mark.parametrize("world", sorted({world for world, _, _ in SHAPES}))
-def test_the_ranks_slices_are_the_global_batch_in_its_order(world: int) -> None:
-    for _, micro, accumulation in (shape for shape in SHAPES if shape[0] == world):
-        batch = world * micro * accumulation
-        order = make_order(1, [([Segment(batch * 2 + 3)], batch)])
-        whole = rows(order.picks(1))
-        parts = [
-            rank_slice(batch, rank, world, at, accumulation) for rank in range(world) for at in range(accumulation)
-        ]
-        assert [start for start, _ in parts] == list(range(0, batch, micro)), "gaps, overlaps or another order"
-        assert all(stop - start == micro for start, stop in parts)
-        asked = parts if len(parts) <= 16 else parts[:: len(parts) // 8]
-        for start, stop in asked:
-            assert rows(order.picks(1, start, stop)) == whole[start:stop]
+@pytest.mark.parametrize("ranks", sorted({shape[0] for shape in SHAPES}))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -> None:
+    """In every world an epoch covers the data, and stopping anywhere and going on with other processes and workers
+    changes nothing."""
+    for _, micro, accumulation, _, workers in (shape for shape in SHAPES if (shape[0], shape[3]) == (ranks, layout)):
+        batch = ranks * micro * accumulation
+        order = make_order(4, [(segments, batch) for segments in LAYOUTS[layout]], window=2)
+        steps = order.steps_per_epoch
+        whole = seen_by_world(order, steps, 2 * steps, ranks, accumulation, workers)
+        check_coverage(order, whole)
+        stop = steps + steps // 2
+        # the same global batch on all in one process, or on as many processes as it has samples
+        for other, pieces in ((1, 1), (batch, 1), (1, batch)):
+            before = seen_by_world(order, steps, stop, ranks, accumulation, workers)
+            after = seen_by_world(order, stop, 2 * steps, other, pieces, 3 - workers)
+            assert before + after == whole
+
+
+@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 3, 2), (2, 4, 1), (3, 1, 4), (8, 7, 2), (64, 2, 1)])
+def test_the_ranks_slices_are_the_global_batch_in_its_order(ranks: int, micro: int, accumulation: int) -> None:
+    batch = ranks * micro * accumulation
+    order = make_order(1, [([Segment(batch * 2 + 3)], batch)])
+    whole = rows(order.picks(1))
+    parts = [rank_slice(batch, rank, ranks, at, accumulation) for rank in range(ranks) for at in range(accumulation)]
+    assert [start for start, _ in parts] == list(range(0, batch, micro)), "gaps, overlaps or another order"
+    assert all(stop - start == micro for start, stop in parts)
+    for start, stop in parts:
+        assert rows(order.picks(1, start, stop)) == whole[start:stop]
 
 
 def test_worlds_of_one_global_batch_see_the_same_steps() -> None:
@@ -301,16 +369,170 @@ def test_starting_at_any_step_is_skipping_to_it() -> None:
     assert [sequence[step][0] for step in (per_epoch - 1, per_epoch, 2 * per_epoch)] == [0, 1, 2]
 
 
-def test_a_step_of_ten_million_samples_is_cheap() -> None:
-    order = make_order(0, [([Segment(4_000_000), Segment(1_000_000, 1.5)], 1024), ([Segment(5_000_000)], 1024)])
-    assert sum(bucket.length for bucket in order.buckets) > 10_000_000
-    order.picks(0)
+def large(batch: int) -> Order:
+    """Ten million samples in 20,000 shards and three buckets."""
+    sizes = [(10_000, 1.0), (6_000, 1.0), (4_000, 1.5)]
+    return make_order(0, [([Segment(500, repeats)] * count, batch) for count, repeats in sizes])
+
+
+def test_ten_million_samples_and_512_ranks_are_cheap() -> None:
+    ranks, micro = 512, 64
     tracemalloc.start()
     started = time.process_time()  # of this process: the machine may be busy
-    for step in (1, 5000, 123_456):
-        order.picks(step)
+    order = large(ranks * micro)
+    assert sum(bucket.length for bucket in order.buckets) == 11_000_000
+    for step in (0, 5, 100, order.steps_per_epoch + 7):
+        for rank in (0, 255, 511):
+            assert len(order.picks(step, *rank_slice(ranks * micro, rank, ranks, 0, 1)).index) == micro
     took = time.process_time() - started
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert took / 3 < 0.1
-    assert peak < 2_000_000
+    assert took < 1.0
+    assert peak < 12_000_000, "a shard a row, not a sample"
+
+
+def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
+    order = mixed()
+    for step in range(6 * order.steps_per_epoch):
+        order.picks(step)
+    assert {epoch for epoch, _ in order._tables} == {4, 5}
+    order.picks(0)
+    assert {epoch for epoch, _ in order._tables} == {0}
+
+
+# --- locality ----------------------------------------------------------------------------------
+
+
+def test_a_stretch_of_steps_reads_few_shards() -> None:
+    """However many shards there are: the steps of two windows' worth of samples touch at most three windows' shards."""
+    window, size, batch = 4, 32, 16
+    order = make_order(2, [([Segment(size)] * 200, batch)], window)
+    stretch = 2 * window * size // batch
+    for first in range(0, order.steps_per_epoch - stretch, 7):
+        touched = {segment for step in range(first, first + stretch) for segment in order.picks(step).segment.tolist()}
+        assert len(touched) <= 3 * window + 1
+    assert len({segment for step in range(stretch) for segment in order.picks(step).segment.tolist()}) >= 2 * window
+
+
+def test_every_bucket_keeps_its_own_window() -> None:
+    order = make_order(2, [([Segment(20)] * 50, 10), ([Segment(7)] * 80, 5)], window=3)
+    for first in range(0, order.steps_per_epoch - 12, 5):
+        touched = {
+            (p.bucket, one) for step in range(first, first + 12) for p in [order.picks(step)] for one in p.segment
+        }
+        assert len(touched) <= 2 * (2 * 3 + 4)
+
+
+def test_windows_are_formed_anew_each_epoch() -> None:
+    order = make_order(0, [([Segment(8)] * 40, 8)], window=4)
+
+    def first_window(epoch: int) -> set[int]:
+        first = epoch * order.steps_per_epoch
+        return {one for step in range(first, first + 4) for one in order.picks(step).segment.tolist()}
+
+    assert len({frozenset(first_window(epoch)) for epoch in range(6)}) == 6
+
+
+def test_samples_of_a_window_are_mixed() -> None:
+    """A batch draws on nearly all of its window's shards."""
+    order = make_order(0, [([Segment(64)] * 64, 64)], window=8)
+    assert all(len(set(order.picks(step).segment.tolist())) >= 6 for step in range(order.steps_per_epoch))
+
+
+def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
+    order = make_order(0, [([Segment(50)] * 20, 100)], window=20)
+    segments = np.concatenate([order.picks(step).segment for step in range(10)])
+    assert all(len(set(part.tolist())) > 15 for part in np.split(segments, 10))
+
+
+def test_what_comes_is_what_the_next_window_reads() -> None:
+    order = make_order(1, [([Segment(10)] * 12, 10)], window=3)
+    for step in range(2 * order.steps_per_epoch):
+        (epoch, bucket, window), segments = order.coming(step)
+        first = epoch * order.steps_per_epoch + window * 3
+        read = {one for later in range(first, first + 3) for one in order.picks(later).segment.tolist()}
+        assert read <= set(segments.tolist())
+        assert len(segments) <= 4
+        assert first > step
+        assert bucket == 0
+
+
+def test_open_shards_follow_the_window() -> None:
+    assert [open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
+
+
+# --- interleaving ------------------------------------------------------------------------------
+
+COUNTS = [(1,), (7,), (1, 1), (1, 500), (3, 5, 7), (100, 1, 1, 40), (2,) * 30, tuple(range(1, 25)), (0, 4, 9)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(counts: tuple[int, ...]) -> None:
+    order = make_order(3, [([Segment(max(1, 2 * count))], 2 if count else 4) for count in counts], drop_small=True)
+    assert [bucket.num_batches for bucket in order.buckets] == list(counts)
+    for epoch in range(3):
+        first = epoch * order.steps_per_epoch
+        places = [order.place(step) for step in range(first, first + order.steps_per_epoch)]
+        assert {at for at, _, _ in places} == {epoch}
+        for bucket, count in enumerate(counts):
+            assert [batch for _, found, batch in places if found == bucket] == list(range(count))
+
+
+def test_place_agrees_with_sorting_all_batches() -> None:
+    """The few candidates that are looked at hold the right one: the whole list, sorted, says the same."""
+    order = make_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
+    places = [order.place(step)[1:] for step in range(order.steps_per_epoch)]
+    counts = np.array([bucket.num_batches for bucket in order.buckets])
+    for step, (bucket, batch) in enumerate(places):
+        # before any batch, every bucket has had its even share, give or take one and a fraction
+        share = (batch + 0.5) / counts[bucket]
+        before = Counter(found for found, _ in places[:step])
+        assert all(
+            abs(before[other] - share * count) <= 1.5 + count / counts[bucket] for other, count in enumerate(counts)
+        )
+    assert len(set(places)) == len(places) == counts.sum()
+
+
+def test_buckets_are_spread_over_the_epoch() -> None:
+    order = make_order(0, [([Segment(800)], 8), ([Segment(80)], 8)])
+    steps = [step for step in range(order.steps_per_epoch) if order.place(step)[1] == 1]
+    assert len(steps) == 10
+    assert all(11 * at - 2 <= step <= 11 * at + 12 for at, step in enumerate(steps))
+
+
+# --- small buckets -----------------------------------------------------------------------------
+
+
+def test_small_buckets_may_be_dropped_and_are_named() -> None:
+    buckets = [([Segment(7)], 8), ([Segment(20)], 8), ([Segment(3, 2.0)], 8), ([Segment(4, 2.0)], 8)]
+    order = make_order(0, buckets, drop_small=True)
+    assert order.dropped == (0, 2)
+    assert [bucket.num_batches for bucket in order.buckets] == [0, 3, 0, 1]
+    assert [bucket.padding for bucket in order.buckets] == [0, 4, 0, 0]
+    assert {bucket for bucket, *_ in epoch_rows(order)} == {1, 3}
+    assert make_order(0, buckets).dropped == ()
+
+
+# --- fractional rounds over many small shards --------------------------------------------------
+
+
+def test_shards_too_small_for_a_share_of_their_own_have_their_turn() -> None:
+    order = make_order(0, [([Segment(1, 0.25)] * 40, 5)])
+    seen: Counter[int] = Counter()
+    for epoch in range(60):
+        found = [segment for _, segment, _, _ in epoch_rows(order, epoch)]
+        assert len(found) == len(set(found)) == 10
+        seen.update(found)
+    assert len(seen) == 40
+    assert max(seen.values()) < 35  # 15 each on average
+
+
+def test_shares_of_several_kinds_add_up_in_every_epoch() -> None:
+    order = make_order(0, [([Segment(3, 0.4), Segment(5, 1.7), Segment(2), Segment(7, 0.1), Segment(1, 2.5)], 4)])
+    for epoch in range(40):
+        counts = Counter((segment, index) for _, segment, index, _ in _without_padding(order, epoch))
+        assert sum(counts.values()) == order.buckets[0].length == 15  # 1.2 + 8.5 + 2 + 0.7 + 2.5 = 14.9
+        for (segment, _), count in counts.items():
+            repeats = order.buckets[0].segments[segment].repeats
+            assert int(repeats) <= count <= int(repeats) + 1
+        assert sum(count for (segment, _), count in counts.items() if segment == 2) == 2

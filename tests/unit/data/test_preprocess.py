@@ -1,8 +1,5 @@
 import contextlib
-import io
 import random
-import struct
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,109 +9,27 @@ from PIL import Image, ImageCms
 
 from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, notes, probe
+from tests.unit.data.inputs import (
+    BLACK,
+    BLUE,
+    ORIENTATION,
+    RED,
+    WHITE,
+    animated,
+    as_srgb,
+    exif,
+    halves,
+    late_exif_png,
+    linear_grey,
+    noise,
+    palette,
+    png_header,
+    save,
+    scrambled_png,
+    wide_gamut,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
-
-RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
-ORIENTATION = 0x0112
-
-
-def save(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def halves(mode: str = "RGB", left: Any = RED, right: Any = BLUE, size: tuple[int, int] = (32, 16)) -> Image.Image:
-    image = Image.new(mode, size, left)
-    image.paste(right, (size[0] // 2, 0, *size))
-    return image
-
-
-def noise(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> Image.Image:
-    channels = len(Image.new(mode, (1, 1)).getbands())
-    data = np.random.default_rng(0).integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)
-    return Image.fromarray(data.squeeze(), mode) if channels == 1 else Image.merge(mode, Image.fromarray(data).split())
-
-
-def exif(orientation: int) -> Image.Exif:
-    tags = Image.Exif()
-    tags[ORIENTATION] = orientation
-    return tags
-
-
-def palette(transparent: int | None = None) -> bytes:
-    image = Image.new("P", (32, 16), 0)
-    image.putpalette([*RED, *BLUE, *GREEN])
-    image.paste(1, (16, 0, 32, 16))
-    return save(image, "PNG", **({} if transparent is None else {"transparency": transparent}))
-
-
-def frames() -> list[Image.Image]:
-    return [halves(), halves(left=GREEN, right=GREEN), halves(left=BLACK, right=BLACK)]
-
-
-def animated(kind: str, **options: Any) -> bytes:
-    first, *rest = frames()
-    return save(first, kind, save_all=True, append_images=rest, duration=50, **options)
-
-
-def profile(space: bytes, tags: dict[bytes, bytes]) -> bytes:
-    """A minimal version 2 ICC profile."""
-    table, body = struct.pack(">I", len(tags)), b""
-    start = 128 + 4 + 12 * len(tags)
-    for name, data in tags.items():
-        data += b"\0" * (-len(data) % 4)
-        table += name + struct.pack(">II", start + len(body), len(data))
-        body += data
-    size = start + len(body)
-    head = struct.pack(">I4sI4s4s4s", size, b"none", 0x02400000, b"mntr", space, b"XYZ ").ljust(36, b"\0") + b"acsp"
-    head = head.ljust(68, b"\0") + xyz(0.9642, 1.0, 0.8249)[8:]
-    return head.ljust(128, b"\0") + table + body
-
-
-def xyz(*values: float) -> bytes:
-    return b"XYZ \0\0\0\0" + struct.pack(">iii", *(round(value * 65536) for value in values))
-
-
-def gamma(value: float) -> bytes:
-    return b"curv\0\0\0\0" + struct.pack(">IH", 1, round(value * 256))
-
-
-def words(text: bytes) -> bytes:
-    return b"desc\0\0\0\0" + struct.pack(">I", len(text) + 1) + text + b"\0" * 80
-
-
-# Adobe RGB (1998): primaries adapted to D50, as its specification prints them
-WIDE = ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457))
-SRGB = ((0.43607, 0.22249, 0.01392), (0.38515, 0.71687, 0.09708), (0.14307, 0.06061, 0.71410))
-
-
-def wide_gamut() -> bytes:
-    curves = {name: gamma(2.2) for name in (b"rTRC", b"gTRC", b"bTRC")}
-    primaries = {name: xyz(*row) for name, row in zip((b"rXYZ", b"gXYZ", b"bXYZ"), WIDE, strict=True)}
-    return profile(b"RGB ", {b"desc": words(b"wide"), b"wtpt": xyz(0.9642, 1.0, 0.8249), **primaries, **curves})
-
-
-def linear_grey() -> bytes:
-    return profile(b"GRAY", {b"desc": words(b"linear"), b"wtpt": xyz(0.9642, 1.0, 0.8249), b"kTRC": gamma(1.0)})
-
-
-def as_srgb(colour: tuple[int, int, int]) -> np.ndarray:
-    """What an Adobe RGB colour is in sRGB, by the textbook."""
-    light = (np.array(colour) / 255) ** 2.2 @ np.array(WIDE) @ np.linalg.inv(np.array(SRGB))
-    light = light.clip(0, 1)
-    return 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
-
-
-def late_exif_png() -> bytes:
-    """A PNG whose EXIF stands behind the pixels."""
-    data = save(halves(), "PNG", exif=exif(6))
-    start = data.index(b"eXIf") - 4
-    end = start + 12 + struct.unpack(">I", data[start : start + 4])[0]
-    chunk, rest = data[start:end], data[:start] + data[end:]
-    return rest.replace(b"\0\0\0\0IEND", chunk + b"\0\0\0\0IEND")
-
 
 GREY_16 = Image.fromarray(np.array([[0, 257 * 100] * 8, [257 * 200, 65535] * 8], dtype=np.uint16))
 SRGB_PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
@@ -198,18 +113,6 @@ BAD: dict[str, tuple[Callable[[], bytes], set[str]]] = {
     "a bomb": (lambda: png_header(20_000, 20_000), {"too_large"}),
     "a bomb just past the limit": (lambda: png_header(178_000, 1_001), {"too_large"}),
 }
-
-
-def png_header(width: int, height: int) -> bytes:
-    data = save(Image.new("1", (1, 1)), "PNG")
-    body = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
-    return data[:12] + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
-
-
-def scrambled_png() -> bytes:
-    data = bytearray(save(noise(), "PNG"))
-    data[200:260] = bytes(60)
-    return bytes(data)
 
 
 @pytest.mark.parametrize("kind", GOOD)

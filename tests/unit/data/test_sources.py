@@ -1,71 +1,22 @@
-import csv
-import io
+import inspect
 import json
 import os
 import pickle
-import random
-import tarfile
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.preprocess import REASONS, Reject, decode
-from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, scan_all
+from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, scan_all, signature
 from sd3_light.randomness import sample_id
+from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, structs, write_tar
 
-
-def picture(colour: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (colour, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def lay(root: Path, files: dict[str, bytes | str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return root
-
-
-def directory(path: Path, **keys: Any) -> DirectoryConfig:
-    return DirectoryConfig(path=path, resolutions=[64], **keys)
-
-
-def found(path: Path, **keys: Any) -> list[Record | Rejected]:
-    items = list(scan(directory(path, **keys), 0))
-    names = [item.key for item in items]
-    assert len(set(names)) == len(names), "keys are unique"
-    assert all(item.reason in REASONS for item in items if isinstance(item, Rejected))
-    assert items == list(scan(directory(path, **keys), 0)), "a second scan sees the same"
-    return items
-
-
-def captions(items: Iterable[Record | Rejected]) -> dict[str, tuple[str, ...]]:
-    return {item.key.split("/", 1)[1]: item.captions for item in items if isinstance(item, Record)}
-
-
-def rejects(items: Iterable[Record | Rejected]) -> dict[str, str]:
-    return {item.key.split("/", 1)[1]: item.reason for item in items if isinstance(item, Rejected)}
-
-
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-# --- folders ----------------------------------------------------------------------------------
+# --- folders -----------------------------------------------------------------------------------
 
 
 def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
@@ -131,6 +82,36 @@ def test_a_name_that_is_not_utf8_is_rejected_printably(tmp_path: Path) -> None:
     assert item.key.encode().endswith(rb"caf\udce9.jpg")
 
 
+def test_rejects_say_where_the_picture_is(tmp_path: Path) -> None:
+    root = lay(tmp_path, {"lonely.jpg": picture(3), os.fsdecode(b"caf\xe9.jpg"): picture(4), "orphan.txt": "x"})
+    shown = {
+        item.reason: item.image.read() if item.image else None for item in found(root) if isinstance(item, Rejected)
+    }
+    assert shown == {"no_caption": picture(3), "name_not_utf8": picture(4), "missing_file": None}
+
+
+def test_folders_may_lie_deeper_than_the_stack_reaches(tmp_path: Path) -> None:
+    lay(tmp_path / Path(*["d"] * 120), {"a.jpg": picture(), "a.txt": "deep"})
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 80)
+    try:
+        signed, items = signature(directory(tmp_path), 0), found(tmp_path)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert list(captions(items).values()) == [("deep",)]
+    assert signed == signature(directory(tmp_path), 0)
+
+
+def test_a_link_to_itself_leaves_the_folder_readable(tmp_path: Path) -> None:
+    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a", "loop.txt": "loop"})
+    (root / "loop.jpg").symlink_to(root / "loop.jpg")
+    (item, broken) = found(root)
+    assert isinstance(item, Record)
+    assert isinstance(broken, Record)
+    with pytest.raises(Reject, match="unreadable"):
+        broken.read()
+
+
 def test_a_picture_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
     root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a"})
     (item,) = found(root)
@@ -167,7 +148,7 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
         scan(directory(tmp_path / "x.zip"), 0)
 
 
-# --- captions ---------------------------------------------------------------------------------
+# --- captions ----------------------------------------------------------------------------------
 
 
 def test_empty_captions_are_kept_or_skipped(tmp_path: Path) -> None:
@@ -213,7 +194,7 @@ def test_tags_one_a_line_survive_tidying(tmp_path: Path) -> None:
     assert captions(found(root)) == {"a.jpg": ("red fox snow",)}
 
 
-# --- keys and subsamples ----------------------------------------------------------------------
+# --- keys and subsamples -----------------------------------------------------------------------
 
 
 def test_directories_of_one_name_have_different_keys(tmp_path: Path) -> None:
@@ -247,285 +228,7 @@ def test_a_subsample_does_not_call_unchosen_rows_missing(tmp_path: Path) -> None
     assert rejects(items) == {}
 
 
-# --- tables -----------------------------------------------------------------------------------
-
-
-def test_captions_json(tmp_path: Path) -> None:
-    table = {
-        "a.jpg": "one",
-        "sub/b.png": ["one", "two  words"],
-        "stem": "by stem",
-        "gone.jpg": "gone",
-        "number.jpg": 7,
-        "null.jpg": None,
-        "half.jpg": "half a pair \ud83d",
-        "notes.md": "no picture",
-    }
-    pictures = ("a.jpg", "sub/b.png", "stem.webp", "number.jpg", "null.jpg", "half.jpg", "extra.jpg", "extra2.jpg")
-    root = lay(tmp_path / "set", {name: picture() for name in pictures})
-    lay(root, {"captions.json": json.dumps(table), "extra.txt": "from a file", "notes.md": ""})
-    items = found(root)
-    assert captions(items) == {
-        "a.jpg": ("one",),
-        "sub/b.png": ("one", "two words"),
-        "stem.webp": ("by stem",),
-        "extra.jpg": ("from a file",),
-    }
-    assert rejects(items) == {
-        "gone.jpg": "missing_file",
-        "number.jpg": "bad_caption",
-        "null.jpg": "no_caption",
-        "half.jpg": "caption_not_utf8",
-        "extra2.jpg": "no_caption",
-        "notes.md": "unsupported_format",
-    }
-
-
-def test_a_table_that_is_none_leaves_the_text_files(tmp_path: Path) -> None:
-    broken = {
-        "captions.json": "{",
-        "metadata.json": '"a text"',
-        "metadata.csv": "width,height\n1,2\n",
-        "metadata.jsonl": "\xff\xfe",
-    }
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a", **broken})
-    items = found(root)
-    assert captions(items) == {"a.jpg": ("a",)}
-    assert set(rejects(items).values()) == {"broken_table", "broken_row"}
-    assert {name for name, reason in rejects(items).items() if reason == "broken_table"} == set(broken) - {
-        "metadata.jsonl"
-    }
-
-
-ROWS = [
-    ("a.jpg", "a bird"),
-    ("sub/b.jpg", 'says "hi",\nthen goes'),
-    ("./sub/../c.jpg", "c"),
-    ("sub\\d.jpg", "d"),
-    ("a.jpg", "a bird again"),
-    ("gone.jpg", "gone"),
-    ("", "nameless"),
-    ("empty.jpg", ""),
-]
-EXPECTED = {
-    "a.jpg": ("a bird", "a bird again"),
-    "c.jpg": ("c",),
-    "empty.jpg": ("",),
-    "sub/b.jpg": ('says "hi", then goes',),
-    "sub/d.jpg": ("d",),
-}
-
-
-def as_csv(file: str, text: str) -> bytes:
-    buffer = io.StringIO(newline="")
-    csv.writer(buffer).writerows([("id", file, text), *((n, *row) for n, row in enumerate(ROWS)), ()])
-    return b"\xef\xbb\xbf" + buffer.getvalue().encode()
-
-
-def as_jsonl(file: str, text: str) -> bytes:
-    rows = [json.dumps({"id": n, file: name, text: caption}) for n, (name, caption) in enumerate(ROWS)]
-    return "\n".join([*rows[:3], "", *rows[3:]]).encode()
-
-
-def as_json(file: str, text: str) -> bytes:
-    return json.dumps([{file: name, text: caption} for name, caption in ROWS]).encode()
-
-
-@pytest.mark.parametrize(("file", "text"), [("file_name", "text"), ("image", "caption"), ("Path", "PROMPT")])
-@pytest.mark.parametrize(("kind", "write"), [("csv", as_csv), ("jsonl", as_jsonl), ("json", as_json)])
-def test_metadata_tables(tmp_path: Path, kind: str, write: Any, file: str, text: str) -> None:
-    root = lay(tmp_path, {name: picture() for name in EXPECTED})
-    lay(root, {f"metadata.{kind}": write(file, text)})
-    items = found(root)
-    assert captions(items) == EXPECTED
-    assert sorted(rejects(items).values()) == ["broken_row", "missing_file"]
-    assert rejects(items)["gone.jpg"] == "missing_file"
-
-
-def test_broken_rows_are_named_and_the_others_used(tmp_path: Path) -> None:
-    lines = [
-        b'{"file": "a.jpg", "text": "a"}',
-        b"{broken",
-        b"[1]",
-        b'{"file": "b.jpg", "text": "caf\xe9"}',
-        b'{"file": "c.jpg", "text": ["c", "see"]}',
-        b'{"file": "d.jpg"}',
-        b'{"text": "nameless"}',
-    ]
-    root = lay(tmp_path, {f"{name}.jpg": picture() for name in "abcd"})
-    lay(root, {"metadata.jsonl": b"\n".join(lines)})
-    items = found(root)
-    assert captions(items) == {"a.jpg": ("a",), "c.jpg": ("c", "see")}
-    by_reason = sorted(rejects(items).values())
-    assert by_reason == ["broken_row", "broken_row", "broken_row", "caption_not_utf8", "no_caption"]
-    assert any(name.startswith("metadata.jsonl:byte 31") for name in rejects(items))
-
-
-def test_the_nearest_table_wins_and_none_calls_its_row_missing(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"sub/a.jpg": picture(), "b.jpg": picture()})
-    lay(root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}', "sub/metadata.csv": "file,text\na.jpg,near\n"})
-    items = found(root)
-    assert captions(items) == {"b.jpg": ("b",), "sub/a.jpg": ("near",)}
-    assert rejects(items) == {}
-
-
-def test_tables_find_composed_and_absolute_names(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"cafe\u0301.jpg": picture(), "b.jpg": picture()})
-    lay(root, {"captions.json": json.dumps({"caf\u00e9.jpg": "coffee", str(tmp_path / "b.jpg"): "b"})})
-    assert sorted(captions(found(root)).values()) == [("b",), ("coffee",)]
-
-
-def test_csv_rows_are_found_at_any_place_of_a_long_table(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    expected = {f"{n}.jpg": f'word {n} "{rng.random()}"\n, line' for n in range(500)}
-    buffer = io.StringIO(newline="")
-    rows = list(expected.items())
-    rng.shuffle(rows)
-    csv.writer(buffer).writerows([("file", "text"), *rows])
-    root = lay(tmp_path, dict.fromkeys(expected, b""))
-    lay(root, {"metadata.csv": buffer.getvalue()})
-    assert captions(found(root)) == {name: (" ".join(text.split()),) for name, text in expected.items()}
-
-
-# --- tars -------------------------------------------------------------------------------------
-
-
-def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
-    for shard in ("00001", "00000"):
-        members = []
-        for n in range(3):
-            key = f"{shard}{n:04d}"
-            about = json.dumps({"caption": f"json {key}", "url": "http://example.org", "status": "success"})
-            members += [(f"{key}.jpg", picture(n)), (f"{key}.json", about.encode())]
-            if n != 2:
-                members.append((f"{key}.txt", f"text {key}".encode()))
-        write_tar(tmp_path / f"{shard}.tar", members)
-        lay(tmp_path, {f"{shard}_stats.json": "{}"})
-        pq.write_table(pa.table({"url": ["u"], "caption": ["c"]}), tmp_path / f"{shard}.parquet")
-    items = found(tmp_path)
-    assert rejects(items) == {}
-    assert list(captions(items)) == [
-        f"{shard}.tar/{shard}{n:04d}.jpg" for shard in ("00000", "00001") for n in range(3)
-    ]
-    assert captions(items)["00000.tar/000000000.jpg"] == ("text 000000000",)
-    assert captions(items)["00000.tar/000000002.jpg"] == ("json 000000002",)
-    assert [item.read() for item in items if isinstance(item, Record)] == [picture(n) for n in (0, 1, 2)] * 2
-
-
-def test_what_is_wrong_in_a_tar_is_named(tmp_path: Path) -> None:
-    members = [
-        ("./good.png", picture()),
-        ("./good.txt", b"good"),
-        ("./lonely.png", picture()),
-        ("./textonly.txt", b"no picture"),
-        ("./good.png", picture()),
-        ("./good.txt", b"again"),
-        ("./latin.png", picture()),
-        ("./latin.txt", b"caf\xe9"),
-        ("./odd.png", picture()),
-        ("./odd.json", b"{"),
-        ("dir/dotted.name.png", picture()),
-        (".hidden", b""),
-    ]
-    path = write_tar(tmp_path / "set.tar", members)
-    items = list(scan(directory(path), 0))
-    assert captions(items) == {"set.tar/good.png": ("good",)}
-    assert rejects(items) == {
-        "set.tar/lonely.png": "no_caption",
-        "set.tar/textonly": "missing_file",
-        "set.tar/good.png": "duplicate_key",
-        "set.tar/latin.png": "caption_not_utf8",
-        "set.tar/odd.png": "bad_caption",
-        "set.tar/dir/dotted": "missing_file",
-    }
-
-
-def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
-    members = [(f"{n}.{end}", data) for n in range(4) for end, data in (("txt", b"caption"), ("png", picture(n)))]
-    whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
-    third = whole.index(b"2.txt")
-    lay(
-        tmp_path,
-        {
-            "cut.tar": whole[: third + 1600],
-            "garbled.tar": whole[:third] + b"\x07" * 512 + whole[third + 512 :],
-            "no.tar": b"this is no tar at all",
-            "empty.tar": b"",
-        },
-    )
-    items = found(tmp_path)
-    names = captions(items)
-    assert [name for name in names if name.startswith("whole")] == [f"whole.tar/{n}.png" for n in range(4)]
-    assert [name for name in names if name.startswith("garbled")] == ["garbled.tar/0.png", "garbled.tar/1.png"]
-    assert [name for name in names if name.startswith("cut")][:2] == ["cut.tar/0.png", "cut.tar/1.png"]
-    assert {name for name, reason in rejects(items).items() if reason == "broken_tar"} == {
-        "cut.tar",
-        "garbled.tar",
-        "no.tar",
-        "empty.tar",
-    }
-
-
-def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "set.tar", [("a.png", picture()), ("a.txt", b"a")])
-    (item,) = found(path)
-    assert isinstance(item, Record)
-    path.write_bytes(path.read_bytes()[:520])
-    with pytest.raises(Reject, match="truncated"):
-        item.read()
-
-
-# --- Parquet ----------------------------------------------------------------------------------
-
-
-def structs(count: int) -> list[dict[str, Any]]:
-    return [{"bytes": picture(n), "path": f"{n}.png"} for n in range(count)]
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"image": structs(50), "text": [f"row {n}" for n in range(50)]},
-        {"image": [picture(n) for n in range(50)], "caption": [f"row {n}" for n in range(50)]},
-        {"jpg": [picture(n) for n in range(50)], "txt": [f"row {n}".encode() for n in range(50)]},
-        {"PNG": [picture(n) for n in range(50)], "Prompt": [f"row {n}" for n in range(50)], "text": list(range(50))},
-    ],
-)
-@pytest.mark.parametrize("row_group_size", [7, 1000])
-def test_parquet_with_picture_bytes(tmp_path: Path, columns: dict[str, Any], row_group_size: int) -> None:
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
-    items = found(tmp_path)
-    assert captions(items) == {f"train.parquet/{n:09d}": (f"row {n}",) for n in range(50)}
-    order = list(enumerate(items))
-    random.Random(0).shuffle(order)
-    for n, item in [*order[:20], *enumerate(items)]:
-        assert isinstance(item, Record)
-        assert pickle.loads(pickle.dumps(item)).read() == picture(n)
-
-
-def test_odd_parquet(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"image": [*structs(2), None], "text": [["one", "two"], None, ["null picture"]]}),
-        tmp_path / "a.parquet",
-    )
-    pq.write_table(pa.table({"url": ["u"], "text": ["t"]}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"image": [picture()], "label": [1]}), tmp_path / "c.parquet")
-    lay(tmp_path, {"d.parquet": b"PAR1 or not"})
-    items = found(tmp_path)
-    assert captions(items) == {"a.parquet/000000000": ("one", "two"), "a.parquet/000000002": ("null picture",)}
-    assert rejects(items) == {
-        "a.parquet/000000001": "no_caption",
-        "b.parquet": "no_image_column",
-        "c.parquet": "no_caption_column",
-        "d.parquet": "broken_parquet",
-    }
-    null = [item for item in items if isinstance(item, Record)][-1]
-    with pytest.raises(Reject, match="empty_file"):
-        decode(null.read())
-
-
-# --- masks ------------------------------------------------------------------------------------
+# --- masks -------------------------------------------------------------------------------------
 
 
 def masks(items: Iterable[Record | Rejected]) -> dict[str, str | None]:

@@ -1,6 +1,5 @@
-"""Our text features are the stock pipeline's, bit for bit."""
+"""Our text features: padded, they are the stock pipeline's bit for bit; real, the same whatever the batch."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.encoders.text import PARTS, join_text, load_text_encoder
+from sd3_light.encoders.text import (
+    PARTS,
+    Tokenizer,
+    encode_clip,
+    encode_t5,
+    join_text,
+    load_text_model,
+    load_tokenizer,
+)
 
 CAPTIONS = [
     "a small red circle to the left of a large blue square",
@@ -20,17 +27,23 @@ CAPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def encode(demo_parts: Path) -> Callable[[list[str], int], dict[str, Tensor]]:
-    """Texts and T5 length -> the batched features of all three encoders."""
-    cpu = torch.device("cpu")
+def models(demo_parts: Path) -> dict[str, Any]:
+    return {name: load_text_model(name, demo_parts, torch.device("cpu"), torch.float32) for name in PARTS}
 
-    def features(texts: list[str], length: int = 16) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in PARTS:
-            found |= load_text_encoder(name, demo_parts, length, cpu, torch.float32)(texts)
-        return found
 
-    return features
+@pytest.fixture(scope="module")
+def tokenizers(demo_parts: Path) -> dict[str, Tokenizer]:
+    return {name: load_tokenizer(name, demo_parts, 16) for name in PARTS}
+
+
+@torch.no_grad()
+def encode(models: dict[str, Any], folder: Path, texts: list[str], length: int = 16) -> dict[str, Tensor]:
+    """The padded features of all three encoders, as one batch."""
+    ids = {name: torch.tensor(load_tokenizer(name, folder, length)(texts, padded=True)) for name in PARTS}
+    found = {"t5": encode_t5(models["t5"], ids["t5"])}
+    for name in ("clip_l", "clip_g"):
+        found[name], found[f"{name}.pooled"] = encode_clip(models[name], ids[name])
+    return found
 
 
 def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
@@ -46,29 +59,29 @@ def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("length", [16, 12])
-def test_the_joined_text_is_stock_bit_for_bit(stock: Any, encode: Any, length: int) -> None:
-    ours, theirs = join_text(encode(CAPTIONS, length)), stock_text(stock, CAPTIONS, length)
+def test_the_joined_text_is_stock_bit_for_bit(stock: Any, models: Any, demo_parts: Path, length: int) -> None:
+    ours, theirs = join_text(encode(models, demo_parts, CAPTIONS, length)), stock_text(stock, CAPTIONS, length)
     assert ours[0].shape == (len(CAPTIONS), 16 + length, 256)
     assert torch.equal(ours[0], theirs[0]), "tokens"
     assert torch.equal(ours[1], theirs[1]), "pooled"
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_a_caption_alone_is_stock_too(stock: Any, encode: Any, caption: str) -> None:
-    ours, theirs = join_text(encode([caption])), stock_text(stock, [caption], 16)
+def test_a_caption_alone_is_stock_too(stock: Any, models: Any, demo_parts: Path, caption: str) -> None:
+    ours, theirs = join_text(encode(models, demo_parts, [caption])), stock_text(stock, [caption], 16)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_different_captions_have_different_features(encode: Any) -> None:
+def test_different_captions_have_different_features(models: Any, demo_parts: Path) -> None:
     """Were a vocabulary lost, everything would be the same unknown token."""
-    features = encode(["a red circle", "a blue circle", "a blue square"])
+    features = encode(models, demo_parts, ["a red circle", "a blue circle", "a blue square"])
     for name, values in features.items():
         for one, two in ((0, 1), (1, 2)):
             assert not torch.allclose(values[one], values[two], atol=1e-3), name
 
 
-def test_each_part_stands_where_sd3_expects_it(encode: Any) -> None:
-    features = encode(CAPTIONS)
+def test_each_part_stands_where_sd3_expects_it(models: Any, demo_parts: Path) -> None:
+    features = encode(models, demo_parts, CAPTIONS)
     widths = {name: features[name].shape[-1] for name in PARTS}
     tokens, pooled = join_text(features)
     left, right = widths["clip_l"], widths["clip_l"] + widths["clip_g"]
@@ -79,9 +92,48 @@ def test_each_part_stands_where_sd3_expects_it(encode: Any) -> None:
     assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
 
 
-def test_encoders_are_frozen(demo_parts: Path) -> None:
-    for name in PARTS:
-        encoder = load_text_encoder(name, demo_parts, 16, torch.device("cpu"), torch.float32)
-        assert not encoder.model.training
-        assert not any(parameter.requires_grad for parameter in encoder.model.parameters())
-        assert not any(values.requires_grad for values in encoder(["a"]).values())
+def test_models_are_frozen(models: Any) -> None:
+    for model in models.values():
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+# --- real tokens ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_real_ids_are_the_padded_ones_without_their_padding(tokenizers: Any, name: str) -> None:
+    real, padded = (tokenizers[name](CAPTIONS, padded=padded) for padded in (False, True))
+    for own, filled in zip(real, padded, strict=True):
+        assert filled[: len(own)] == own
+        assert set(filled[len(own) :]) <= {tokenizers[name].pad_id}
+    end = tokenizers[name].tokenizer.eos_token_id
+    assert [ids[-1] for ids in real] == [end] * len(CAPTIONS), "a cut caption keeps its end mark"
+    assert [len(real[1]), len(real[3])] == [1 if name == "t5" else 2, 16], "the empty and the longest caption"
+
+
+@pytest.mark.parametrize("length", [13, 16, 40])
+@torch.no_grad()
+def test_t5_under_its_mask_is_the_models_own(models: Any, tokenizers: Any, length: int) -> None:
+    """However far the batch is padded; the public forward under an attention mask is the judge."""
+    ids = [row[:13] for row in tokenizers["t5"](CAPTIONS, padded=False)]
+    padded = torch.tensor([row + [0] * (length - len(row)) for row in ids])
+    lengths = torch.tensor([len(row) for row in ids])
+    mask = torch.arange(length) < lengths[:, None]
+    theirs = models["t5"](padded, attention_mask=mask.long())[0]
+    ours = encode_t5(models["t5"], padded, lengths)
+    assert torch.allclose(ours[mask], theirs[mask], atol=1e-5)
+    for row, values in zip(ids, ours, strict=True):
+        alone = models["t5"](torch.tensor([row]))[0][0]
+        assert torch.allclose(values[: len(row)], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["clip_l", "clip_g"])
+@torch.no_grad()
+def test_clip_does_not_see_what_follows_the_end_mark(models: Any, tokenizers: Any, name: str) -> None:
+    padded = torch.tensor(tokenizers[name](CAPTIONS, padded=True))
+    tokens, pooled = encode_clip(models[name], padded)
+    for number, row in enumerate(tokenizers[name](CAPTIONS, padded=False)):
+        own_tokens, own_pooled = encode_clip(models[name], torch.tensor([row]))
+        assert torch.allclose(own_tokens[0], tokens[number, : len(row)], atol=1e-5)
+        assert torch.allclose(own_pooled[0], pooled[number], atol=1e-5)

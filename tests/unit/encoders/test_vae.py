@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders.vae import LatentScale, draw_latent, encode_moments, load_vae
+from sd3_light.encoders.vae import LatentScale, convolutions_in_tf32, draw_latent, encode_moments, load_vae
 from sd3_light.world import picture
 
 
@@ -71,3 +71,15 @@ def test_a_vae_without_a_shift_has_none(tmp_path: Path, shift: dict[str, Any]) -
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"scaling_factor": 0.18215, **shift}))
     assert LatentScale.of_folder(tmp_path) == LatentScale(0.18215, 0.0)
+
+
+def test_the_flags_of_convolutions_are_put_back() -> None:
+    cudnn = torch.backends.cudnn
+    before = (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
+    try:
+        cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = False, True, False
+        with convolutions_in_tf32():
+            assert (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic) == (True, False, True)
+        assert (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic) == (False, True, False)
+    finally:
+        cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before

@@ -1,6 +1,8 @@
 """The cache stage: the same bytes each time, only what is missing or stale encoded, and nothing lost to a bad input."""
 
 import json
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,25 +11,52 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
+from sd3_light.data import catalogue
+from sd3_light.data.claims import Claims
 from sd3_light.data.shards import MANIFEST, Manifest, read_origins
 from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.data.units import make_plan
+from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.encoders.vae import encode_moments, load_vae
 from sd3_light.engines import Launch
 from sd3_light.journeys import only_cache
-from sd3_light.stages import cache as stage
-from sd3_light.stages.train import global_batch, open_cache, repeats
+from sd3_light.stages.cache import make_recipe
+from sd3_light.stages.cache.state import State, compare, render
+from sd3_light.stages.train import make_order, open_cache
 from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
 
 Project = Any  # the class is in tests/conftest.py
-SHARDS = 7  # 40 pictures in shards of 8: 20 square (8 + 8 + 4), 10 wide (8 + 2), 10 tall (8 + 2)
+PICTURES = 40
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(project: Project) -> dict[str, bytes]:
+    """The cache as training sees it: shards with what lies beside them, rejects, and the manifest but for places."""
+    manifest = json.loads((project.cache / MANIFEST).read_text(encoding="utf-8"))
+    shards = {path.name: path.read_bytes() for path in (project.cache / "shards").iterdir()}
+    facts = {key: value for key, value in manifest.items() if key != "places"}
+    return {**shards, "manifest": repr(facts).encode(), "rejects": (project.cache / "rejects.jsonl").read_bytes()}
+
+
+def moved(project: Project) -> set[str]:
+    """The shards in which the standing manifest and a new build differ; builds."""
+    before = set(shard_files(project))
+    project.build_cache()
+    return before ^ set(shard_files(project))
+
+
+def shard_of(project: Project, name: str) -> str:
+    """The shard that holds the picture ``name``."""
+    (found,) = (
+        shard.file
+        for shard in Manifest.load(project.cache).shards
+        if any(origin.key.endswith(f"/{name}") for origin in read_origins(project.cache / "shards" / shard.file))
+    )
+    return found
 
 
 def shard_files(project: Project) -> list[str]:
@@ -45,16 +74,39 @@ def captions_of(project: Project) -> dict[str, list[str]]:
     return found
 
 
+def opened(project: Project, *overrides: str) -> CachedDataset:
+    """The cache as training opens it."""
+    loaded = project.load(*overrides)
+    return open_cache(loaded.dataset, loaded.train, Launch())
+
+
 def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str, Any]]:
     """The global batches that training would see in an epoch."""
     loaded = project.load(*overrides)
-    data: CachedDataset = open_cache(loaded.dataset)
-    order = data.order(
-        loaded.train.seed, repeats(loaded.dataset), lambda resolution: global_batch(loaded.train, resolution, 1)
-    )
+    data = opened(project, *overrides)
+    order = make_order(data, loaded, Launch())
     batches = MicroBatches(data, order, 0, 1, 1)
     first = epoch * order.steps_per_epoch
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
+
+
+def compare_now(project: Project, *overrides: str) -> State:
+    """The cache against its sources as they are."""
+    loaded = project.load(*overrides)
+    with Claims(project.cache / "claims") as claims:
+        found = catalogue.Catalogue(project.cache, claims)
+        listings = found.refresh(catalogue.sources_of(loaded.dataset.directories), lambda _: None)
+        found.look(listings, 0, lambda _: None)
+        recipe = make_recipe(loaded.train)
+        return compare(project.cache, make_plan(found, listings, recipe, loaded.train.sd3_shard_size), recipe)
+
+
+def add_picture(project: Project, name: str) -> None:
+    """A folder with one captioned picture."""
+    folder = project.folder / name
+    folder.mkdir()
+    Image.new("RGB", (64, 64), "red").save(folder / "a.png")
+    (folder / "a.txt").write_text("a red picture")
 
 
 @pytest.fixture
@@ -64,8 +116,8 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("nothing should be encoded")
 
-    monkeypatch.setattr(stage, "_encode_unit", never)
-    monkeypatch.setattr(stage.Encoders, "encode_captions", never)
+    monkeypatch.setattr(FrozenParts, "encode_pictures", never)
+    monkeypatch.setattr(FrozenParts, "encode_captions", never)
 
 
 # --- the same bytes ----------------------------------------------------------------------------
@@ -73,30 +125,34 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_built_again_elsewhere_is_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
     (report,) = fresh_project.build_cache()
-    assert (report.encoded, report.already) == (SHARDS, 0)
-    assert contents(fresh_project.cache) == contents(cached_project.cache)
+    assert (report.encoded, report.already) == (PICTURES, 0)
+    assert contents(fresh_project) == contents(cached_project)
 
 
 def test_a_whole_cache_is_left_alone(project: Project, untouchable: None) -> None:
-    before = contents(project.cache)
+    before = contents(project)
     (report,) = project.build_cache()
-    assert (report.encoded, report.already) == (0, SHARDS)
-    assert contents(project.cache) == before
+    assert (report.encoded, report.already) == (0, PICTURES)
+    assert contents(project) == before
 
 
 def test_regenerate_encodes_all_again_to_the_same_bytes(project: Project) -> None:
-    before = contents(project.cache)
+    before = contents(project)
     shard = project.cache / "shards" / shard_files(project)[2]
     shard.write_bytes(b"damaged")
     (report,) = project.build_cache(regenerate=True)
-    assert (report.encoded, report.already) == (SHARDS, 0)
-    assert contents(project.cache) == before
+    assert (report.encoded, report.already) == (PICTURES, 0)
+    assert contents(project) == before
 
 
 def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
     manifest = Manifest.load(cached_project.cache)
     assert manifest.counts["used"] == 40 == sum(shard.count for shard in manifest.shards)
-    assert Counter(shard.bucket for shard in manifest.shards) == {"64x64": 3, "80x48": 2, "48x80": 2}
+    sizes = Counter()
+    for shard in manifest.shards:
+        assert shard.count <= 8
+        sizes[shard.bucket] += shard.count
+    assert sizes == {"64x64": 20, "80x48": 10, "48x80": 10}
     assert manifest.recipe["t5_max_length"] == 16
     captions = captions_of(cached_project)
     for shard in manifest.shards:
@@ -108,67 +164,192 @@ def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
 
 
 def test_a_killed_run_is_completed_by_the_missing_part_alone(project: Project) -> None:
-    before = contents(project.cache)
+    before = contents(project)
     files = shard_files(project)
-    for lost in (files[1], files[5]):
-        (project.cache / "shards" / lost).unlink()
+    lost = [shard for shard in Manifest.load(project.cache).shards if shard.file in (files[1], files[5])]
+    for shard in lost:
+        (project.cache / "shards" / shard.file).unlink()
     (project.cache / MANIFEST).unlink()
     with pytest.raises(UserError, match="no cache at"):
-        open_cache(project.load().dataset)
+        opened(project)
     (report,) = project.build_cache()
-    assert (report.encoded, report.already) == (2, SHARDS - 2)
-    assert contents(project.cache) == before
+    count = sum(shard.count for shard in lost)
+    assert (report.encoded, report.already) == (count, PICTURES - count)
+    assert contents(project) == before
 
 
-def test_a_cache_without_its_manifest_is_not_complete(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle, a first run leaves whole shards and no manifest, so nothing takes it for a cache."""
-    for path in project.cache.rglob("*.*"):
-        path.unlink()
-    done, real = 0, stage._write_unit
-
-    def killed(*given: Any) -> None:
-        nonlocal done
-        done += 1
-        if done > 3:
-            raise KeyboardInterrupt
-        real(*given)
-
-    monkeypatch.setattr(stage, "_write_unit", killed)
-    with pytest.raises(KeyboardInterrupt):
-        project.build_cache()
-    assert not (project.cache / MANIFEST).exists()
-    monkeypatch.undo()
-    (report,) = project.build_cache()
-    assert (report.encoded, report.already) == (SHARDS - 3, 3)
+# --- the stale matrix: each kind of change, and what is encoded again -----------------------------
 
 
-def test_a_changed_caption_re_encodes_its_shard_alone(project: Project) -> None:
-    before = set(shard_files(project))
+def change_caption(project: Project) -> None:
     captions = captions_of(project)
     captions["000007.png"] = ["a blue star", "一个蓝色的星星"]
     (project.pictures / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+
+
+def change_picture(project: Project) -> None:
+    picture = Image.open(project.pictures / "000007.png")
+    Image.new("RGB", picture.size, "white").save(project.pictures / "000007.png")
+
+
+def change_nothing_but_times(project: Project) -> None:
+    for path in project.pictures.iterdir():
+        os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [(change_caption, "the caption changed"), (change_picture, "the picture or its mask changed")],
+)
+def test_a_changed_sample_re_encodes_its_shard_alone(project: Project, change: Any, cause: str) -> None:
+    old = shard_of(project, "000007.png")
+    change(project)
+    state = compare_now(project)
+    assert state.causes[cause] == 1
+    assert (state.missing, state.fresh + state.stale) == (0, PICTURES)
+    assert {old, shard_of_new := (moved(project) - {old}).pop()} == {old, shard_of(project, "000007.png")}
+    assert old != shard_of_new
+
+
+def test_other_times_of_the_same_files_change_nothing(project: Project, untouchable: None) -> None:
+    change_nothing_but_times(project)
+    assert moved(project) == set()
+
+
+def test_a_directory_elsewhere_in_the_list_changes_nothing_of_the_others(project: Project) -> None:
+    add_picture(project, "more")
+    before = set(shard_files(project))
+    project.data(
+        project.data_toml.read_text().replace("[[directory]]", '[[directory]]\npath = "more"\n\n[[directory]]', 1)
+    )
     (report,) = project.build_cache()
-    assert (report.encoded, report.already) == (1, SHARDS - 1)
-    after = set(shard_files(project))
-    assert len(before - after) == len(after - before) == 1
-    (new,) = after - before
-    origins = read_origins(project.cache / "shards" / new)
-    assert ("a blue star", "一个蓝色的星星") in [origin.captions for origin in origins]
+    assert report.encoded == 1
+    assert before < set(shard_files(project))
 
 
-def test_a_changed_picture_re_encodes_its_shard_alone(project: Project) -> None:
-    Image.new("RGB", (64, 64), "white").save(project.pictures / "000000.png")
-    (report,) = project.build_cache()
-    assert (report.encoded, report.already) == (1, SHARDS - 1)
+@pytest.mark.parametrize(("change", "most"), [("add", 2), ("remove", 3)])
+def test_an_added_or_removed_picture_changes_its_neighbourhood_only(project: Project, change: str, most: int) -> None:
+    captions = captions_of(project)
+    if change == "add":
+        shutil.copy(project.pictures / "000020.png", project.pictures / "000019x.png")
+        captions["000019x.png"] = captions["000020.png"]
+    else:
+        (project.pictures / "000020.png").unlink()
+        del captions["000020.png"]
+    (project.pictures / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    before = len(shard_files(project))
+    gone_or_new = moved(project)
+    assert 1 <= len(gone_or_new) <= 2 * most < before
 
 
-def test_a_changed_text_length_is_noticed(project: Project) -> None:
-    (report,) = project.build_cache("model.t5_max_length=12")
-    assert (report.encoded, report.already) == (SHARDS, 0)
-    assert Manifest.load(project.cache).recipe["t5_max_length"] == 12
-    assert epoch_of(project)[0]["t5"].shape[1] == 12
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [("model.t5_max_length=12", "t5_max_length"), ('model.text_tokens="real"', "text_tokens")],
+)
+def test_a_change_of_text_is_noticed_everywhere(project: Project, override: str, cause: str) -> None:
+    state = compare_now(project, override)
+    assert (state.fresh, state.stale, state.missing) == (0, PICTURES, 0)
+    assert any(cause in text for text in state.causes)
+    (report,) = project.build_cache(override)
+    assert (report.encoded, report.already) == (PICTURES, 0)
     (back,) = project.build_cache()
-    assert (back.encoded, back.already) == (0, SHARDS), "the old shards were still there"
+    assert (back.encoded, back.already) == (0, PICTURES), "the old shards were still there"
+
+
+@pytest.mark.parametrize(
+    ("part", "cause"), [("vae", "the VAE"), ("text_encoder_2", "CLIP-G"), ("text_encoder_3", "T5")]
+)
+def test_another_encoder_is_noticed(project: Project, tmp_path: Path, part: str, cause: str) -> None:
+    model = Path(shutil.copytree(project.model, tmp_path / "other"))
+    (weights,) = (model / part).glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    state = compare_now(project, f'model.diffusers_path="{model}"')
+    assert (state.fresh, state.stale) == (0, PICTURES)
+    assert any(cause in text for text in state.causes)
+
+
+def test_another_size_or_flip_is_noticed(project: Project) -> None:
+    project.data('resolutions = [64]\n[[directory]]\npath = "pictures"\n')
+    state = compare_now(project)
+    assert state.fresh + state.stale + state.missing == PICTURES
+    square = sum(shard.count for shard in Manifest.load(project.cache).shards if shard.bucket == "64x64")
+    assert state.fresh < square, "all are square now, so squares have other neighbours"
+    project.data('resolutions = [64]\n[[directory]]\npath = "pictures"\nflip = true\n')
+    assert compare_now(project).fresh == 0
+
+
+def test_one_screen_says_what_is_what(project: Project) -> None:
+    (project.pictures / "000007.png").unlink()
+    add_picture(project, "pictures/new")
+    console = Console(width=100)
+    with console.capture() as screen:
+        console.print(render(compare_now(project)))
+    text = screen.get()
+    for word in ("fresh", "stale", "missing", "orphaned", "--prune"):
+        assert word in text, text
+
+
+def test_orphans_are_named_and_go_when_asked(project: Project) -> None:
+    gone = shard_of(project, "000007.png")
+    change_caption(project)
+    project.build_cache()
+    assert (project.cache / "shards" / gone).is_file(), "a run may still read it"
+    project.build_cache(prune=True)
+    assert not (project.cache / "shards" / gone).exists()
+    named = {Path(file).stem for file in shard_files(project)}
+    assert {path.name.split(".")[0] for path in (project.cache / "shards").iterdir()} - named == {
+        Path(Manifest.load(project.cache).empty.file).stem
+    }
+
+
+def test_a_dry_run_encodes_nothing(project: Project, untouchable: None) -> None:
+    change_caption(project)
+    before = contents(project)
+    project.build_cache(dry_run=True)
+    assert contents(project) == before
+
+
+def test_the_sources_are_listed_and_read_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing changed: no caption, no picture and no header is read again."""
+    for name in ("scan", "look"):
+        monkeypatch.setattr(catalogue, name, lambda *_: pytest.fail("the sources were read again"))
+    project.build_cache()
+
+
+def test_one_new_picture_is_the_only_one_that_is_read(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of one row a part, so that forty pictures are forty parts."""
+    add_picture(project, "pictures/new")
+    seen: list[Any] = []
+    real = catalogue.look
+    monkeypatch.setattr(catalogue, "look", lambda places: seen.extend(places) or real(places))
+    project.build_cache()
+    assert len(seen) <= 41
+    assert any("new" in place.image.path for place in seen)
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+
+
+def test_verify_finds_damage_and_mends_it(project: Project) -> None:
+    before = contents(project)
+    damage(project.cache / "shards" / shard_files(project)[3])
+    project.build_cache()
+    assert contents(project) != before, "a shard of the right size is not hashed by a plain run"
+    project.build_cache(verify=True)
+    assert contents(project) == before
+
+
+def test_a_shard_of_another_size_is_encoded_again(project: Project) -> None:
+    before = contents(project)
+    (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
+    project.build_cache()
+    assert contents(project) == before
 
 
 # --- trust -------------------------------------------------------------------------------------
@@ -176,9 +357,9 @@ def test_a_changed_text_length_is_noticed(project: Project) -> None:
 
 def test_trust_does_not_look_at_the_sources(project: Project, untouchable: None) -> None:
     (project.pictures / "000003.png").unlink()
-    before = contents(project.cache)
+    before = contents(project)
     assert project.build_cache(trust=True) == []
-    assert contents(project.cache) == before
+    assert contents(project) == before
 
 
 def test_without_trust_a_deleted_picture_is_noticed(project: Project) -> None:
@@ -195,19 +376,18 @@ def test_trust_refuses_a_cache_of_another_text_length(project: Project, untoucha
 
 def test_trust_builds_a_cache_that_is_not_there(fresh_project: Project) -> None:
     (report,) = fresh_project.build_cache(trust=True)
-    assert report.encoded == SHARDS
+    assert report.encoded == PICTURES
 
 
 def test_a_damaged_shard_is_found_even_in_a_trusted_cache_and_its_remedy_works(project: Project) -> None:
-    before = contents(project.cache)
+    before = contents(project)
     path = project.cache / "shards" / shard_files(project)[0]
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    damage(path)
     project.build_cache(trust=True)
-    with pytest.raises(UserError, match=rf"shard {path} is damaged .*; delete it, then run `sd3-light cache"):
+    with pytest.raises(UserError, match=rf"shard {path} is damaged .*run `sd3-light cache CONFIG`"):
         epoch_of(project)
-    path.unlink()
     project.build_cache()
-    assert contents(project.cache) == before
+    assert contents(project) == before
     epoch_of(project)
 
 
@@ -262,43 +442,6 @@ def test_an_empty_data_set_is_a_fault(fresh_project: Project) -> None:
         fresh_project.build_cache()
 
 
-# --- several processes -------------------------------------------------------------------------
-
-
-def test_a_process_takes_its_share(fresh_project: Project, cached_project: Project) -> None:
-    """Rank 1 of 2 encodes every other unit, then waits for the main process's manifest and says for what."""
-    loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")
-    with pytest.raises(UserError, match=r"gave up waiting for the main process to write .*manifest\.json"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
-    written = {path.name for path in (fresh_project.cache / "shards").glob("0*.safetensors")}
-    assert written == set(shard_files(cached_project)[1::2])
-    (report,) = stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
-    assert (report.encoded, report.already) == (4, 0)
-    assert contents(fresh_project.cache) == contents(cached_project.cache)
-
-
-def test_the_main_process_says_what_it_waits_for(fresh_project: Project) -> None:
-    loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")
-    with pytest.raises(UserError, match=r"gave up waiting for 3 shards of other processes, such as 000-"):
-        stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
-    assert not (fresh_project.cache / MANIFEST).exists()
-
-
-def test_an_older_manifest_is_not_taken_for_that_of_a_larger_plan(project: Project, raw_project: Project) -> None:
-    """Every shard of the old manifest is in the new plan too, but a rank that went on with it would train on less."""
-    more = project.folder / "more"
-    more.mkdir()
-    Image.new("RGB", (64, 64), "red").save(more / "a.png")
-    (more / "a.txt").write_text("a red picture")
-    project.data(project.data_toml.read_text() + '\n[[directory]]\npath = "more"\n')
-    loaded = project.load("sd3_manifest_timeout_sec=0.3")
-    with pytest.raises(UserError, match="gave up waiting for the main process"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
-    stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
-    (report,) = stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
-    assert report.counts["used"] == 41
-
-
 # --- every key works through to the batches ----------------------------------------------------
 
 
@@ -333,7 +476,7 @@ def test_masks_reach_the_loss(fresh_project: Project) -> None:
     assert report.counts["used"] == 39
     sides = Counter()
     loaded = fresh_project.load()
-    pipeline = LightSD3Pipeline(loaded.train.model, 0, open_cache(loaded.dataset).empty_text())
+    pipeline = LightSD3Pipeline(loaded.train.model, 0, opened(fresh_project).empty_text())
     for batch in epoch_of(fresh_project):
         _, (_, mask) = pipeline.prepare_inputs(batch)
         assert mask is not None
@@ -346,7 +489,7 @@ def test_masks_reach_the_loss(fresh_project: Project) -> None:
 def test_flipped_pictures_are_those_of_the_mirrored_image(fresh_project: Project) -> None:
     fresh_project.data(DIRECTORY + "flip = true\n")
     fresh_project.build_cache()
-    data = open_cache(fresh_project.load().dataset)
+    data = opened(fresh_project)
     entry = data.manifest.shards[0]
     reader = data._reader(entry)
     assert reader.num_variants == 2
@@ -379,9 +522,9 @@ def test_repeats_tags_and_prefix_work(fresh_project: Project) -> None:
         'cache_shuffle_num = 3\ncache_shuffle_delimiter = "; "\ncaption_prefix = "a picture of "\n'
     )
     fresh_project.build_cache()
-    data = open_cache(fresh_project.load().dataset)
+    data = opened(fresh_project)
     (shard,) = data.manifest.shards
-    captions = {c for origin in read_origins(data.folder / "shards" / shard.file) for c in origin.captions}
+    captions = {c for origin in read_origins(fresh_project.cache / "shards" / shard.file) for c in origin.captions}
     assert len(captions) > 3, "each sample has three shuffles of its own"
     for caption in captions:
         assert caption.startswith("a picture of ")

@@ -182,6 +182,30 @@ def test_what_will_be_written_has_a_place(place: Any, only_fault: Single, keys: 
     assert found.problem.endswith(f"{place.folder / 'file'} is a file")
 
 
+def test_a_cache_at_a_url_needs_no_pictures_here(place: Any) -> None:
+    dataset = 'resolutions = [64]\n[[directory]]\npath = "nowhere"\n'
+    (place.folder / "val.toml").write_text(dataset)
+    top = 'eval_datasets = ["val.toml"]\n'
+    assert disk_faults(place.load(top=top + 'cache_dir = "memory://cache"', dataset=dataset)) == []
+    assert len(disk_faults(place.load(top=top, dataset=dataset))) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault", "problem"),
+    [
+        ('cache_dir = "s4://bucket/x"', "cache_dir", "fsspec knows no protocol 's4'"),
+        ('cache_dir = "memory://x"\nstream_cache_dir = "file"', "stream_cache_dir", "is a file"),
+    ],
+)
+def test_a_cache_at_a_url_can_be_read_and_kept(
+    place: Any, only_fault: Single, keys: str, fault: str, problem: str
+) -> None:
+    (place.folder / "file").touch()
+    found = only_fault(top=keys)
+    assert found.key == fault
+    assert problem in found.problem
+
+
 @pytest.mark.parametrize(
     ("place_of", "keys", "key"),
     [

@@ -1,0 +1,227 @@
+"""How fast cached samples come through the loader, against plain sequential reading of the same files.
+
+Builds a cache of random numbers, reads its files from beginning to end, then reads it in training's order by the loader
+with 0, 1 and 2 workers (nothing is prepared: tensors are handed on), and does the same with a file that keeps each
+sample's fields side by side. Last it opens a cache whose manifest lists 10 million samples and takes its first batch.
+Everything is in the page cache, so this measures our work and not the disk's.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.slots import Allocate, InPlaceDataset
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset, MicroBatches
+
+# latent side, then tokens and width of each encoder
+SHAPES = {
+    "demo": (8, {"clip_l": (77, 32), "clip_g": (77, 32), "t5": (16, 64)}),
+    "real": (32, {"clip_l": (22, 768), "clip_g": (22, 1280), "t5": (20, 4096)}),
+    "sd3": (32, {"clip_l": (77, 768), "clip_g": (77, 1280), "t5": (256, 4096)}),
+}
+LABEL = "benchmark#0"
+BUFFER = 8 << 20
+LARGE = 10_000_000
+
+
+def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Numbers of chance; small ones, so that none is a NaN."""
+    return torch.randint(0, 8192, shape, dtype=torch.int16).view(dtype)
+
+
+def content(features: str, first: int, count: int) -> ShardContent:
+    """``count`` samples with one caption each."""
+    side, encoders = SHAPES[features]
+    text = {}
+    for name, (tokens, width) in encoders.items():
+        text[f"{name}.tokens"] = noise(torch.bfloat16, count * tokens, width)
+        text[f"{name}.start"] = torch.arange(count + 1) * tokens
+        if name != "t5":
+            text[f"{name}.pooled"] = noise(torch.bfloat16, count, width)
+    moments = noise(torch.float16, count, 1, 32, side, side)
+    return ShardContent(torch.arange(first, first + count), moments, torch.arange(count + 1), torch.arange(count), text)
+
+
+def shard(folder: Path, name: str, what: ShardContent) -> ShardEntry:
+    """Write one shard."""
+    side = 8 * what.moments.shape[-1]
+    bucket = "empty" if name == "empty" else f"{side}x{side}"
+    entry = ShardEntry(f"{name}.safetensors", bucket, (side, side), LABEL, 0, 0, "", name)
+    return write_shard(folder / SHARDS, entry, what, [Origin("key", "", side, side, ("",))] * len(what.sample_id))
+
+
+def build(folder: Path, features: str, shards: int, samples: int) -> Manifest:
+    """A cache of ``shards`` times ``samples``."""
+    (folder / SHARDS).mkdir(parents=True)
+    entries = [shard(folder, f"{at:05d}", content(features, at * samples, samples)) for at in range(shards)]
+    recipe = {"text_tokens": "real" if features == "real" else "padded"}
+    manifest = Manifest(recipe, tuple(entries), shard(folder, "empty", content(features, 0, 1)))
+    manifest.save(folder)
+    return manifest
+
+
+class HandOn:
+    """A model that prepares nothing."""
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        return (batch,), ()
+
+
+class SideBySide(InPlaceDataset):
+    """The same bytes in one file where each sample is one piece, in the same order of samples."""
+
+    def __init__(self, path: Path, batches: MicroBatches, row_bytes: int, samples: int) -> None:
+        self.path, self.batches, self.row_bytes, self.samples = path, batches, row_bytes, samples
+        self.file: int | None = None
+
+    def fetch(self, item: int, allocate: Allocate) -> Any:
+        self.file = self.file or os.open(self.path, os.O_RDONLY)
+        picks = self.batches.order.picks(item)
+        memory = allocate(len(picks.index) * self.row_bytes)
+        rows = memory.numpy().reshape(len(picks.index), -1)
+        numbers = picks.segment * self.samples + picks.index
+        for at in np.argsort(numbers).tolist():
+            os.preadv(self.file, [rows[at]], int(numbers[at]) * self.row_bytes)
+        return {"all": memory.view(len(picks.index), -1)}
+
+
+def read_plainly(files: list[Path]) -> float:
+    """Bytes a second of reading files from beginning to end."""
+    buffer, total, started = bytearray(BUFFER), 0, time.perf_counter()
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total += count
+    return total / (time.perf_counter() - started)
+
+
+def read_by_loader(dataset: InPlaceDataset, steps: int, epochs: int, workers: int) -> float:
+    """Bytes a second of the loader; the first epoch is not timed (it hashes, and memory is fresh)."""
+    loader = PipelineDataLoader(
+        dataset, None, 1, HandOn(), num_dataloader_workers=workers, items=range(steps * (epochs + 1))
+    )
+    total, started = 0, 0.0
+    for number, ((batch,), _) in enumerate(loader):
+        if number >= steps:
+            total += sum(value.nbytes for value in batch.values() if value is not None)
+        if number == steps - 1:
+            started = time.perf_counter()
+    return total / (time.perf_counter() - started)
+
+
+def compare(folder: Path, batch: int, epochs: int, repeats: int) -> None:
+    """Print the table of rates."""
+    data = CachedDataset(LocalStore(folder))
+    order = data.order(0, {LABEL: 1.0}, lambda resolution: batch)
+    batches = MicroBatches(data, order, 0, 1, 1)
+    files = [folder / SHARDS / entry.file for entry in data.manifest.shards]
+    sample_bytes = sum(value.nbytes for value in batches[0].values() if value is not None) // batch
+    packed = folder / "packed"
+    with open(packed, "wb") as out:
+        for _ in range(sum(entry.count for entry in data.manifest.shards)):
+            out.write(os.urandom(4096) * (sample_bytes // 4096) + b"\0" * (sample_bytes % 4096))
+    beside = SideBySide(packed, batches, sample_bytes, data.manifest.shards[0].count)
+    print(f"{sum(f.stat().st_size for f in files) / 1e9:.2f} GB, {sample_bytes / 1e6:.3f} MB a sample, batch {batch}")
+    print(f"{'':22}{'GB/s':>8}{'of plain':>10}{'samples/s':>12}{'side by side GB/s':>20}")
+    for workers in (0, 1, 2):
+        rates = [
+            (
+                read_plainly(files),
+                read_by_loader(batches, order.steps_per_epoch, epochs, workers),
+                read_by_loader(beside, order.steps_per_epoch, epochs, workers),
+            )
+            for _ in range(repeats)
+        ]
+        plain, fields, pieces = (median(column) for column in zip(*rates, strict=True))
+        if workers == 0:
+            print(f"{'plain reading':22}{plain / 1e9:8.2f}")
+        label = f"loader, {workers} workers"
+        line = f"{label:22}{fields / 1e9:8.2f}{fields / plain:10.0%}{fields / sample_bytes:12,.0f}{pieces / 1e9:20.2f}"
+        print(line, flush=True)
+
+
+class Linked(LocalStore):
+    """A store whose shards are all one file, by other names that are made when they are asked for."""
+
+    def path(self, entry: ShardEntry) -> Path:
+        path = self.folder / SHARDS / entry.file
+        if not path.exists():
+            os.link(self.folder / SHARDS / "00000.safetensors", path)
+        return path
+
+
+class Trusted(Linked):
+    """The same, known to be whole."""
+
+    verified = True
+
+
+def first_batch(folder: Path, batch: int, workers: int) -> None:
+    """Print how long it takes from nothing to the first batch of 10 million samples."""
+    manifest = Manifest.load(folder)
+    one = manifest.shards[0]
+    count = -(-LARGE // one.count)
+    entries = tuple(replace(one, file=f"large-{at:06d}.safetensors") for at in range(count))
+    large = folder / "large"
+    (large / SHARDS).mkdir(parents=True)
+    for name in ("00000.safetensors", "empty.safetensors"):
+        os.link(folder / SHARDS / name, large / SHARDS / name)
+    replace(manifest, shards=entries).save(large)
+    size = (large / "manifest.json").stat().st_size
+    print(
+        f"\nfirst batch of {count * one.count:,} samples in {count:,} shards of {one.bytes / 1e6:.1f} MB "
+        f"(manifest {size / 1e6:.1f} MB), {workers} workers"
+    )
+    for name, store in (("hashed when read", Linked), ("known as whole", Trusted)):
+        started = time.perf_counter()
+        data = CachedDataset(store(large))
+        opened = time.perf_counter()
+        order = data.order(0, {LABEL: 1.0}, lambda resolution: batch * 512)
+        order.picks(0, 0, batch)
+        ordered = time.perf_counter()
+        dataset = MicroBatches(data, order, 0, 512, 1)
+        loader = PipelineDataLoader(dataset, None, 1, HandOn(), num_dataloader_workers=workers, items=range(8))
+        batches = iter(loader)
+        next(batches)
+        done = time.perf_counter()
+        print(
+            f"{name:18}: manifest {opened - started:.2f} s, order {ordered - opened:.2f} s, "
+            f"batch {done - ordered:.2f} s, together {done - started:.2f} s",
+            flush=True,
+        )
+        del batches, loader
+
+
+def main() -> None:
+    """Parse, build, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--features", choices=SHAPES, default="sd3")
+    parser.add_argument("--shards", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=32, help="of a shard")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip-rates", action="store_true", help="only the first batch of 10 million samples")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "cache"
+        build(folder, args.features, args.shards, args.samples)
+        if not args.skip_rates:
+            compare(folder, args.batch, args.epochs, args.repeats)
+        first_batch(folder, args.batch, workers=2)
+
+
+if __name__ == "__main__":
+    main()

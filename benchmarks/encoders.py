@@ -1,0 +1,321 @@
+"""How fast each frozen part of SD3 is by itself, at full size with random weights.
+
+    python benchmarks/encoders.py [--out FOLDER] [--batch_size 32 64] [--caption_tokens 20] [--tiny]
+
+Builds a folder with SD3's shapes (VAE, CLIP-L, CLIP-G, T5-XXL) where the device makes the random numbers, then measures
+on ready tensors, for `padded` and `real` text tokens:
+
+    own      inputs on the device already, results dropped there: what the part itself can do
+    parts    as the cache stage uses it: pixels and token ids on the host in, results on the host out
+
+and says what share of a sample's time each part has (one caption a picture), and how many samples a second that makes.
+It also compares ways to run the VAE, and times loading and tokenising. `--tiny` runs the same code with the demo's
+parts, on a CPU too. `make_folder` is for other benchmarks.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from sd3_light.assets import DEMO
+from sd3_light.encoders.batching import picture_batches
+from sd3_light.encoders.frozen import FrozenParts, Tokens
+from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, load_tokenizer
+from sd3_light.encoders.vae import convolutions_in_tf32, load_vae, raw_moments
+
+CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
+WORDS = ("red", "green", "blue", "circle", "square", "star", "small", "large", "left", "right")  # one token each
+TextTokens = Literal["padded", "real"]
+
+# --- a folder of SD3's shapes --------------------------------------------------------------------
+
+
+def make_folder(out: Path, device: torch.device, tiny: bool = False) -> Path:
+    """Write the frozen parts of SD3 with random weights under ``out`` (text in bf16, VAE in fp32; about 12 GB), with
+    the demo's tokenizers; ``tiny`` copies the demo's parts instead. Returns the folder; one that stands is kept."""
+    folder = out / ("demo_parts" if tiny else "sd3_parts")
+    if (folder / "model_index.json").is_file():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if tiny:
+        shutil.copytree(DEMO, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("transformer", "*.md"))
+        return folder
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        _copy_tokenizer(DEMO / name, folder / name, 512 if name == "tokenizer_3" else CLIP_LENGTH)
+    shutil.copytree(DEMO / "scheduler", folder / "scheduler")
+    _make_vae(device).save_pretrained(folder / "vae")
+    for name, build in (("clip_l", _clip_l), ("clip_g", _clip_g), ("t5", _t5_xxl)):
+        _save_random(build(load_tokenizer(name, folder, 256).tokenizer), device, folder / PARTS[name][0])
+    shutil.copy(DEMO / "model_index.json", folder)  # last: it says that the folder is whole
+    return folder
+
+
+def _copy_tokenizer(source: Path, target: Path, length: int) -> None:
+    shutil.copytree(source, target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": length}))
+
+
+def _make_vae(device: torch.device) -> Any:
+    from diffusers import AutoencoderKL
+
+    with device:
+        return AutoencoderKL(
+            latent_channels=16, block_out_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=1024,
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            norm_num_groups=32, use_quant_conv=False, use_post_quant_conv=False,
+            scaling_factor=1.5305, shift_factor=0.0609,
+        )  # fmt: skip
+
+
+def _clip_l(tokenizer: Any) -> nn.Module:
+    return _clip(tokenizer, 768, 12, 12, "quick_gelu")
+
+
+def _clip_g(tokenizer: Any) -> nn.Module:
+    return _clip(tokenizer, 1280, 32, 20, "gelu")
+
+
+def _clip(tokenizer: Any, width: int, layers: int, heads: int, activation: str) -> nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    assert len(tokenizer) <= CLIP_WORDS
+    config = CLIPTextConfig(
+        vocab_size=CLIP_WORDS, hidden_size=width, intermediate_size=4 * width, projection_dim=width,
+        num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=CLIP_LENGTH,
+        hidden_act=activation, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return CLIPTextModelWithProjection(config)
+
+
+def _t5_xxl(tokenizer: Any) -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    assert len(tokenizer) <= T5_WORDS
+    config = T5Config(
+        vocab_size=T5_WORDS, d_model=4096, d_kv=64, num_heads=64, d_ff=10240, num_layers=24,
+        feed_forward_proj="gated-gelu", relative_attention_num_buckets=32, relative_attention_max_distance=128,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, dropout_rate=0.0, use_cache=False,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return T5EncoderModel(config)
+
+
+def _save_random(model: Any, device: torch.device, folder: Path) -> None:
+    """Fill a model without storage with random bf16 weights and write it."""
+    model = model.to(torch.bfloat16).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # of norms, and biases
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.tie_weights()
+    model.cpu().save_pretrained(folder)
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of work on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object], at_least: float) -> float:
+        """Of one call, over as many as take ``at_least`` seconds, after one that warms up."""
+        work()
+        self.wait()
+        begin, taken, calls = time.perf_counter(), 0.0, 0
+        while taken < at_least:
+            work()
+            self.wait()
+            taken, calls = time.perf_counter() - begin, calls + 1
+        return taken / calls
+
+
+def make_captions(count: int, tokens: int) -> list[str]:
+    """Captions of half to one and a half times as many T5 tokens, their end mark included."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(tokens // 2, tokens + (tokens + 1) // 2 + 1, count)
+    return [" ".join(draw.choice(WORDS, max(1, length - 1))) for length in lengths]
+
+
+def own_text_seconds(parts: FrozenParts, name: str, tokens: Tokens, clock: Clock, at_least: float) -> float:
+    """Of one encoder over all captions in their batches, from ids on the device."""
+    ids = tokens[name]
+    ready = []
+    for batch in parts.caption_batches(name, ids.lengths.tolist()):
+        lengths = ids.lengths[list(batch.members)]
+        padded = np.zeros((len(lengths), batch.length), np.int64)
+        for row, number in zip(padded, batch.members, strict=True):
+            row[: ids.lengths[number]] = ids.ids[ids.starts[number] : ids.starts[number + 1]]
+        real = None if parts.padded else torch.from_numpy(lengths).to(parts.device)
+        ready.append((torch.from_numpy(padded).to(parts.device), real))
+    model = parts.part(name)
+
+    @torch.inference_mode()
+    def work() -> None:
+        for padded, real in ready:
+            if name == "t5":
+                encode_t5(model, padded, real)
+            else:
+                encode_clip(model, padded)
+
+    return clock.seconds(work, at_least)
+
+
+def text_seconds(parts: FrozenParts, name: str, tokens: Tokens, clock: Clock, at_least: float) -> float:
+    """Of one encoder over all captions, host to host."""
+
+    def work() -> None:
+        parts.encode_text(name, tokens[name])
+        parts.finish()
+
+    return clock.seconds(work, at_least)
+
+
+def picture_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clock, at_least: float) -> float:
+    """Of the VAE over all pictures, host to host."""
+
+    def work() -> None:
+        parts.encode_pictures(pixels, flip=False)
+        parts.finish()
+
+    return clock.seconds(work, at_least)
+
+
+def own_picture_seconds(vae: Any, pixels: torch.Tensor, batch_size: int, clock: Clock, at_least: float) -> float:
+    """Of the VAE over all pictures, from pixels on the device."""
+
+    @torch.inference_mode()
+    def work() -> None:
+        for rows in picture_batches(len(pixels), pixels.shape[1], pixels.shape[2], batch_size):
+            raw_moments(vae, pixels[rows])
+
+    return clock.seconds(work, at_least)
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+
+def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: int, args: argparse.Namespace) -> None:
+    """Print the table of one kind of text tokens and one batch size."""
+    clock = Clock(device)
+    length = 16 if args.tiny else args.t5_max_length
+    begin = time.perf_counter()
+    with FrozenParts(
+        folder, device, text_dtype=torch.bfloat16, t5_max_length=length, text_tokens=kind, batch_size=batch_size,
+        one_at_a_time=False,
+    ) as parts:  # fmt: skip
+        for name in ("vae", *PARTS):
+            parts.part(name)
+        clock.wait()
+        loading = time.perf_counter() - begin
+        captions = make_captions(args.samples, args.caption_tokens)
+        parts.tokenize(captions[:1])
+        begin = time.perf_counter()
+        tokens = parts.tokenize(captions)
+        tokenising = time.perf_counter() - begin
+        pixels = np.random.default_rng(0).integers(0, 256, (args.samples, args.side, args.side, 3), dtype=np.uint8)
+        ready = torch.from_numpy(pixels).to(device)
+        own = {"vae": own_picture_seconds(parts.part("vae"), ready, batch_size, clock, args.seconds)}
+        used = {"vae": picture_seconds(parts, pixels, clock, args.seconds)}
+        for name in PARTS:
+            own[name] = own_text_seconds(parts, name, tokens, clock, args.seconds)
+            used[name] = text_seconds(parts, name, tokens, clock, args.seconds)
+    mean = tokens["t5"].lengths.mean()
+    print(f"\n## {kind}, batch size {batch_size}: {args.side} px, T5 rows {mean:.1f} on average")
+    print(f"loaded in {loading:.1f} s, {len(captions) / tokenising:.0f} captions/s tokenised", end="")
+    print(f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB\n" if device.type == "cuda" else "\n")
+    print("| part | own, samples/s | share of time | parts, samples/s | parts / own |\n|---|---:|---:|---:|---:|")
+    for name in own:
+        print(_row(name, args.samples, own[name], own[name] / sum(own.values()), used[name]))
+    print(_row("all", args.samples, sum(own.values()), 1.0, sum(used.values())), flush=True)
+
+
+def _row(name: str, count: int, own: float, share: float, used: float) -> str:
+    return f"| {name} | {count / own:.1f} | {share:.1%} | {count / used:.1f} | {own / used:.1%} |"
+
+
+def compare_vae(folder: Path, device: torch.device, args: argparse.Namespace) -> None:
+    """Print how fast the VAE is in other ways of running it; the first is ours."""
+    clock = Clock(device)
+    pixels = torch.randint(0, 256, (min(64, args.samples), args.side, args.side, 3), dtype=torch.uint8).to(device)
+    ways: Sequence[tuple[str, torch.memory_format, bool]] = (
+        ("TF32, channels last", torch.channels_last, True),
+        ("TF32, channels first", torch.contiguous_format, True),
+        ("float32, channels last", torch.channels_last, False),
+        ("float32, channels first", torch.contiguous_format, False),
+    )
+    print(f"\n## VAE at {args.side} px, batch size {args.batch_size[0]}\n\n| way | pictures/s | largest difference |")
+    print("|---|---:|---:|")
+    exact: torch.Tensor | None = None
+    for title, layout, in_tf32 in reversed(ways):
+        vae = load_vae(folder, device, torch.float32).to(memory_format=layout)
+
+        @torch.inference_mode()
+        def encode(images: torch.Tensor, vae: Any = vae, in_tf32: bool = in_tf32) -> torch.Tensor:
+            scaled = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+            torch.backends.cudnn.allow_tf32 = in_tf32
+            with convolutions_in_tf32() if in_tf32 else nullcontext():
+                return vae.encode(scaled).latent_dist.parameters
+
+        def work(encode: Any = encode) -> None:
+            for start in range(0, len(pixels), args.batch_size[0]):
+                encode(pixels[start : start + args.batch_size[0]])
+
+        rate = len(pixels) / clock.seconds(work, args.seconds)
+        few = encode(pixels[:4])
+        exact = few if exact is None else exact
+        print(f"| {title} | {rate:.1f} | {(few - exact).abs().max().item():.1e} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the folder of parts is made and kept; default: a temporary one")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="the demo's small parts and pictures of 64 px")
+    parser.add_argument("--samples", type=int, default=512, help="pictures, each with a caption")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[32])
+    parser.add_argument("--caption_tokens", type=int, default=20, help="T5 tokens of a caption, on average")
+    parser.add_argument("--t5_max_length", type=int, default=256)
+    parser.add_argument("--side", type=int, default=256, help="pixels of a picture's side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="least time of each measurement")
+    args = parser.parse_args()
+    if args.tiny:
+        args.side, args.samples, args.seconds = 64, min(args.samples, 32), min(args.seconds, 0.1)
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() if args.out is None else nullcontext(args.out) as out:
+        begin = time.perf_counter()
+        folder = make_folder(Path(out), device, args.tiny)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        print(f"{name}, torch {torch.__version__}; parts ready in {time.perf_counter() - begin:.1f} s", flush=True)
+        for batch_size in args.batch_size:
+            for kind in ("real", "padded"):
+                measure(folder, device, kind, batch_size, args)
+        compare_vae(folder, device, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""What the sources hold, on disk beside the cache, so that nothing is looked at twice and memory stays small.
+
+A listing is one directory's rows (key, captions, where the bytes are, or why there is no sample) in parts of a few
+thousand. A part is named by what it holds; when its pictures have been looked at (size, content hash) it stands under
+that name, and a later run that lists the same rows finds it done. Parts are cut by content, so a new file makes one
+part new. `signature` says whether a directory has to be listed at all.
+
+    catalogue/NAME.json                 signature and parts of one directory
+    catalogue/parts/DIGEST.rows.arrow   rows that were listed;  DIGEST.arrow: and looked at
+"""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.data.chunks import chunks
+from sd3_light.data.claims import Claims
+from sd3_light.data.decode import Looked, Place, look, look_crashed
+from sd3_light.data.preprocess import Reject
+from sd3_light.data.shards import replacing, write_atomically
+from sd3_light.data.sources import (
+    Record,
+    Rejected,
+    location_from_text,
+    location_text,
+    occurrences,
+    scan,
+    signature,
+)
+from sd3_light.data.workers import Workers
+from sd3_light.randomness import sample_id
+
+FOLDER = "catalogue"
+PART_ROWS = 4096
+_LOOK_ROWS = 64
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input: a sample (its size and content hash once looked at), or one with a ``reason`` why it is none."""
+
+    key: str
+    image: str = ""
+    mask: str = ""
+    version: str = ""
+    captions: tuple[str, ...] = ()
+    width: int = 0
+    height: int = 0
+    digest: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One [[directory]] as the catalogue knows it. ``label`` begins its samples' keys."""
+
+    label: str
+    index: int
+    directory: DirectoryConfig
+
+    @property
+    def root(self) -> Path:
+        """What locations are relative to."""
+        return self.directory.path
+
+    @property
+    def name(self) -> str:
+        """The label as part of a file name."""
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label)[:40]
+        return f"{plain}-{blake2b(self.label.encode('utf-8', 'surrogateescape'), digest_size=3).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The parts that hold a source's rows, in order."""
+
+    source: Source
+    parts: tuple[str, ...]
+    rows: int
+
+
+def sources_of(directories: Sequence[DirectoryConfig]) -> list[Source]:
+    """The directories with labels that tell them apart, wherever they stand in the list."""
+    numbers = occurrences(directories)
+    return [
+        Source(f"{directory.path.name}#{number}", number, directory)
+        for directory, number in zip(directories, numbers, strict=True)
+    ]
+
+
+class Catalogue:
+    """The catalogue in a cache folder, filled by any number of processes at once.
+
+    ``share`` (rank, world) says where in the work a process begins, so that they meet late.
+    """
+
+    def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
+        self.folder, self.claims, self._share = cache_dir / FOLDER, claims, share
+        self._parts = self.folder / "parts"
+
+    def refresh(self, sources: Sequence[Source], on_listed: Callable[[int], None]) -> list[Listing]:
+        """List what has changed since it was last listed; ``on_listed`` is told of each thousand rows or so."""
+        self._parts.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Listing] = {}
+        self._share_out(
+            {source.name: source for source in sources},
+            lambda name, source: self._is_listed(source, found),
+            lambda name, source: self._list(source, on_listed),
+        )
+        return [found[source.name] for source in sources]
+
+    def unseen(self, listings: Sequence[Listing]) -> int:
+        """How many rows have not been looked at."""
+        parts = [part for listing in listings for part in listing.parts if not self._part(part).is_file()]
+        return sum(_num_rows(self._rows_file(part)) for part in parts)
+
+    def look(self, listings: Sequence[Listing], workers: int, on_looked: Callable[[int], None]) -> None:
+        """Read every picture that is new: its size, its content hash, or why it cannot be used."""
+        roots = {part: listing.source.root for listing in listings for part in listing.parts}
+        with Workers(workers, look, look_crashed) as pool:
+            self._share_out(
+                roots,
+                lambda part, root: self._part(part).is_file(),
+                lambda part, root: self._look_at(part, root, pool, on_looked),
+            )
+
+    def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[Row]:
+        """The rows of a part that has been looked at, all or those of the given numbers."""
+        table = feather.read_table(self._part(part), memory_map=True)
+        return _from_table(table if numbers is None else table.take(list(numbers)))
+
+    def forget_but(self, listings: Sequence[Listing]) -> None:
+        """Remove the parts that no listing has any more."""
+        wanted = {part for listing in listings for part in listing.parts}
+        for path in self._parts.glob("*.arrow"):
+            if path.name.split(".")[0] not in wanted:
+                path.unlink(missing_ok=True)
+
+    def _share_out(
+        self, pieces: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
+    ) -> None:
+        """Do what no other process does, and wait for what others do; a dead one's piece is taken over."""
+        names = rotated(list(pieces), self._share)
+        while names := [name for name in names if not self._try(name, pieces[name], is_done, do)]:
+            time.sleep(_POLL_SECONDS)
+
+    def _try(self, name: str, piece: Any, is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]) -> bool:
+        """Do a piece unless it is done or another does it; whether it is done now."""
+        if is_done(name, piece):
+            return True
+        if not self.claims.take(name):
+            return False
+        if not is_done(name, piece):
+            do(name, piece)
+        self.claims.release(name)
+        return is_done(name, piece)
+
+    def _is_listed(self, source: Source, found: dict[str, Listing]) -> bool:
+        """Whether someone has compared this source with its listing since we began."""
+        path = self._listing_file(source)
+        if source.name not in found and self.claims.is_newer(path):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
+        return source.name in found
+
+    def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
+        path = self._listing_file(source)
+        now = signature(source.directory, source.index)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        standing = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
+        if known.get("signature") == now and standing:
+            path.touch()
+            return
+        parts, count = [], 0
+        for rows in chunks(_listed(source), lambda row: sample_id(row.key), PART_ROWS):
+            parts.append(digest := _digest_of(rows))
+            count += len(rows)
+            on_listed(len(rows))
+            if not self._part(digest).is_file():
+                _write_table(self._rows_file(digest), rows)
+        write_atomically(path, json.dumps({"signature": now, "rows": count, "parts": parts}).encode())
+
+    def _look_at(self, part: str, root: Path, pool: Workers[Place, Looked], on_looked: Callable[[int], None]) -> None:
+        rows = _from_table(feather.read_table(self._rows_file(part)))
+        samples = [row for row in rows if not row.reason]
+        batches = (samples[start : start + _LOOK_ROWS] for start in range(0, len(samples), _LOOK_ROWS))
+        seen: list[Looked] = []
+        for looked in pool.map([place_of(row, root) for row in batch] for batch in batches):
+            seen += looked
+            on_looked(len(looked))
+        answers = iter(seen)
+        _write_table(self._part(part), [row if row.reason else replace(row, **asdict(next(answers))) for row in rows])
+        self._rows_file(part).unlink(missing_ok=True)
+
+    def _listing_file(self, source: Source) -> Path:
+        return self.folder / f"{source.name}.json"
+
+    def _part(self, digest: str) -> Path:
+        return self._parts / f"{digest}.arrow"
+
+    def _rows_file(self, digest: str) -> Path:
+        return self._parts / f"{digest}.rows.arrow"
+
+
+def rotated(names: list[str], share: tuple[int, int]) -> list[str]:
+    """A list begun at a process's own share of it."""
+    start = len(names) * share[0] // share[1]
+    return names[start:] + names[:start]
+
+
+def place_of(row: Row, root: Path) -> Place:
+    """Where a row's bytes are."""
+    image = location_from_text(row.image, root)
+    assert image is not None, row.key
+    return Place(image, location_from_text(row.mask, root))
+
+
+def count_reasons(rows: Iterable[Row]) -> Counter[str]:
+    """How many inputs each reason took."""
+    return Counter(row.reason for row in rows if row.reason)
+
+
+def _listed(source: Source) -> Iterator[Row]:
+    for found in scan(source.directory, source.index):
+        yield _rejected(found, source.root) if isinstance(found, Rejected) else _sample(found, source.root)
+
+
+def _rejected(found: Rejected, root: Path) -> Row:
+    return Row(found.key, location_text(found.image, root), reason=found.reason, detail=found.detail)
+
+
+def _sample(record: Record, root: Path) -> Row:
+    image, mask = location_text(record.image, root), location_text(record.mask, root)
+    try:
+        version = record.image.version() + ("" if record.mask is None else f"+{record.mask.version()}")
+    except Reject as reject:
+        return Row(record.key, image, reason=reject.reason, detail=reject.detail)
+    return Row(record.key, image, mask, version, record.captions)
+
+
+def _digest_of(rows: Sequence[Row]) -> str:
+    digest = blake2b(digest_size=16)
+    for row in rows:
+        digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
+    return digest.hexdigest()
+
+
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("key", "image", "mask", "version", "digest", "reason", "detail")),
+        ("captions", pa.list_(pa.string())),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+    ]
+)
+
+
+def _write_table(path: Path, rows: Sequence[Row]) -> None:
+    columns = {name: [getattr(row, name) for row in rows] for name in Row.__dataclass_fields__}
+    with replacing(path) as temporary:
+        feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="lz4")
+
+
+def _from_table(table: Any) -> list[Row]:
+    return [Row(**{**values, "captions": tuple(values["captions"])}) for values in table.to_pylist()]
+
+
+def _num_rows(path: Path) -> int:
+    return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows) if path.is_file() else 0

@@ -1,0 +1,157 @@
+"""Who does which piece of work, among processes that share nothing but a folder.
+
+A claim is a file that is created exclusively and names its owner. An owner shows that it lives by touching a file of
+its own; on one machine a vanished process is noticed at once. Claims save work, they do not guard it: results appear by
+rename and are the same whoever makes them, so a piece that is done twice by bad luck is written twice, no more.
+"""
+
+import os
+import socket
+import threading
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+BEAT_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+"""An owner on another machine counts as gone when it has not shown itself for this long."""
+
+_ALIVE, _CLAIM = ".alive", ".claim"
+
+
+class Claims:
+    """The claims of one process in a folder. Times are the file system's, so clocks need not agree."""
+
+    def __init__(self, folder: Path, beat: float = BEAT_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
+        self.folder, self._beat, self._patience = folder, beat, patience
+        self.owner = f"{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{uuid.uuid4().hex[:6]}"
+        self._sign = folder / f"{self.owner}{_ALIVE}"
+        self._stop = threading.Event()
+        self._held: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sign.touch()
+        self.started = self._sign.stat().st_mtime
+        threading.Thread(target=self._show_life, daemon=True).start()
+        self._sweep()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for name in tuple(self._held):
+            self.release(name)
+        self._sign.unlink(missing_ok=True)
+
+    def take(self, name: str) -> bool:
+        """Whether the piece ``name`` is ours now; False when a living process has it."""
+        path = self._path(name)
+        for _ in range(2):
+            if self._create(path):
+                self._held.add(name)
+                return True
+            if self._is_alive(_read(path)):
+                return False
+            self._clear(path)
+        return False
+
+    def release(self, name: str) -> None:
+        """Give up a piece, done or not."""
+        self._held.discard(name)
+        # another may have taken it over while we seemed dead: only our own claim goes
+        if _read(self._path(name)) == self.owner:
+            self._path(name).unlink(missing_ok=True)
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a living process has the piece."""
+        holder = _read(self._path(name))
+        return holder is not None and self._is_alive(holder)
+
+    def is_newer(self, path: Path) -> bool:
+        """Whether a file was written since this process began to claim."""
+        try:
+            return path.stat().st_mtime >= self.started
+        except FileNotFoundError:
+            return False
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_CLAIM}"
+
+    def _create(self, path: Path) -> bool:
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(self.owner)
+        except FileExistsError:
+            return False
+        return True
+
+    def _clear(self, path: Path) -> None:
+        """Remove a dead owner's claim; of several that try, one succeeds."""
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        aside.unlink(missing_ok=True)
+
+    def _is_alive(self, owner: str | None) -> bool:
+        if owner is None:
+            return False
+        if owner == "":
+            return True  # just created; its owner's name follows
+        machine, pid, start, _ = owner.rsplit("-", 3)
+        if machine == _machine() and start:
+            return _start_of(int(pid)) == start
+        try:
+            return self._now() - (self.folder / f"{owner}{_ALIVE}").stat().st_mtime < self._patience
+        except FileNotFoundError:
+            return False
+
+    def _now(self) -> float:
+        self._sign.touch()
+        return self._sign.stat().st_mtime
+
+    def _show_life(self) -> None:
+        while not self._stop.wait(self._beat):
+            # someone may have cleaned the folder; the next beat brings the sign back
+            if self.folder.is_dir():
+                self._sign.touch()
+
+    def _sweep(self) -> None:
+        """Remove what dead processes left here."""
+        for sign in self.folder.glob(f"*{_ALIVE}"):
+            if not self._is_alive(sign.name.removesuffix(_ALIVE)):
+                sign.unlink(missing_ok=True)
+        for claim in self.folder.glob(f"*{_CLAIM}"):
+            if (owner := _read(claim)) is not None and not self._is_alive(owner):
+                self._clear(claim)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _machine() -> str:
+    """Which processes can be looked up by their number: those of one boot and one namespace of process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:  # not Linux: the host's name and the sign of life have to do
+        boot = space = "0"
+    return f"{socket.gethostname()}-{boot}-{space}"
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks since the boot; "" when there is none. A number that is used again differs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state == "Z" else fields[18]

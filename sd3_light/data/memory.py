@@ -1,0 +1,27 @@
+"""Whether a cache fits into host memory (law 10)."""
+
+from pathlib import Path
+
+LARGEST_SHARE = 0.8
+"""Of the memory that is free now, what a cache may take."""
+
+
+def available_memory() -> int:
+    """Bytes that this machine can still give to programs, by the kernel's own estimate."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def too_large(nbytes: int, processes: int = 1) -> str | None:
+    """Why a cache of so many bytes cannot be held in memory by each of ``processes``; None where it can."""
+    free = available_memory()
+    if nbytes * processes <= LARGEST_SHARE * free:
+        return None
+    whose = f", {processes} times on this machine," if processes > 1 else ""
+    return (
+        f"the cache takes {nbytes / 1e9:.1f} GB{whose} and {free / 1e9:.1f} GB of memory are free, of which "
+        f"{LARGEST_SHARE:.0%} may be taken; write sd3_streaming_dataset = true"
+    )

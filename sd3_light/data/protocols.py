@@ -1,0 +1,88 @@
+"""URLs through fsspec: any protocol it knows, with faults in one line in place of each library's errors.
+
+Nothing is kept between calls. fsspec hands out one file system object a process, which is what makes this safe in
+worker processes that were forked.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from fsspec.registry import known_implementations, registry
+
+from sd3_light.config.faults import UserError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> our extra that brings its package
+# What the protocols' libraries raise besides OSError. They are looked up among the modules that are loaded already.
+_LIBRARY_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("gcsfs.retry", "HttpError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+
+
+class Missing(UserError):
+    """Nothing lies at a URL."""
+
+
+class Unreachable(UserError):
+    """A URL could not be read, and may be readable a moment later."""
+
+
+def protocol_problem(url: str) -> str | None:
+    """Why this installation cannot read a URL, in words that name the remedy; None where it can."""
+    protocol = url.partition("://")[0]
+    if protocol not in registry and protocol not in known_implementations:
+        return f"fsspec knows no protocol {protocol!r}; give a path, or a URL such as s3://bucket/folder"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        if protocol in _EXTRAS:
+            return f"{protocol}:// needs a package: pip install 'sd3-light[{_EXTRAS[protocol]}]'"
+        return f"{protocol}:// needs a package: {_first_line(error)}"
+    return None
+
+
+@contextmanager
+def reading(url: str) -> Iterator[tuple[Any, str]]:
+    """(file system, path in it) of a URL; errors of the network and its libraries become faults of the user."""
+    if problem := protocol_problem(url):
+        raise UserError(f"{url}: {problem}")
+    try:
+        yield fsspec.core.url_to_fs(url)
+    except FileNotFoundError as error:
+        raise Missing(f"nothing lies at {url}; copy the whole cache folder there, or correct cache_dir") from error
+    except PermissionError as error:
+        raise UserError(f"{url} may not be read ({_first_line(error)}); {_remedy(url)}") from error
+    except _network_errors() as error:
+        raise Unreachable(f"{url} cannot be read ({_first_line(error)}); {_remedy(url)}") from error
+
+
+def _network_errors() -> tuple[type[BaseException], ...]:
+    found = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARY_ERRORS]
+    return (OSError, *(error for error in found if error is not None))
+
+
+def _remedy(url: str) -> str:
+    protocol = url.partition("://")[0]
+    if protocol in ("file", "local"):
+        return "check the folder and its permissions"
+    if protocol in ("s3", "s3a"):
+        return (
+            "check the network and the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for "
+            "credentials, AWS_ENDPOINT_URL or FSSPEC_S3_ENDPOINT_URL for another endpoint"
+        )
+    return (
+        f"check the network and the environment: credentials as the protocol's library reads them, "
+        f"FSSPEC_{protocol.upper()}_... for its settings"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

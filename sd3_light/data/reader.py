@@ -1,0 +1,282 @@
+"""Rows of a shard, read straight into the memory where they are wanted.
+
+A reader keeps a shard's small index tensors and reads everything else by its place in the file; no memory map, so a
+row costs its own bytes and no page of its neighbours. `data.shards` has the format.
+"""
+
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.shards import POOLED, TOKENS, Features, ShardEntry
+
+REMEDY = "run `sd3-light cache CONFIG`: it is encoded again"
+LATENT_STEP = 8
+_LONGEST_HEADER = 100 << 20  # safetensors' own limit
+_ITEM_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
+_FIELDS = {
+    "sample_id": ("I64", 1),
+    "moments": ("F16", 5),
+    "mask": ("U8", 3),
+    "caption_start": ("I64", 1),
+    "caption": ("I64", 1),
+    **{f"{name}.tokens": ("BF16", 2) for name in TOKENS},
+    **{f"{name}.start": ("I64", 1) for name in TOKENS},
+    **{f"{name}.pooled": ("BF16", 2) for name in POOLED},
+}
+"""Name in the file -> (dtype, number of dimensions)."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where a tensor lies in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first dimension."""
+        return math.prod(self.shape[1:]) * _ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.shape[0] * self.row_bytes
+
+
+class Located(NamedTuple):
+    """Where the parts of one sample lie in its file: offsets, and tokens of each encoder, in the order of `TOKENS` and
+    `POOLED`."""
+
+    moments: int
+    mask: int | None
+    tokens: tuple[tuple[int, int], ...]
+    pooled: tuple[int, ...]
+
+
+class ShardReader:
+    """One open shard. Positions, shapes, dtypes and counts are held against the manifest's entry when it is opened; a
+    file that does not fit is a fault of the user. Its bytes are not hashed here: see `data.verify`.
+
+    With ``in_memory`` the whole file is read at once and rows are copied from there. Raises FileNotFoundError where
+    there is no file. Forked processes may share a reader, as it keeps no position in the file.
+    """
+
+    def __init__(self, path: Path, entry: ShardEntry, in_memory: bool = False) -> None:
+        self.path, self.entry = path, entry
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._file)
+        self._memory: memoryview | None = None
+        try:
+            self.fields = self._layout()
+            self._index = {name: self._load(name) for name in self.fields if _FIELDS[name][0] == "I64"}
+            self._check_index()
+            self._text = self._text_fields()
+        except (ValueError, TypeError, LookupError) as error:
+            self._refuse(str(error))
+        if in_memory:
+            memory = np.empty(entry.bytes, dtype=np.uint8).data
+            self.read(memory, 0)
+            self._memory = memory
+            self.close()
+
+    # --- opening -------------------------------------------------------------------------------
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.close()
+        raise UserError(f"shard {self.path} is damaged or no shard of this cache ({why}); {REMEDY}")
+
+    def _layout(self) -> dict[str, Field]:
+        size = os.fstat(self._file).st_size
+        _expect(size == self.entry.bytes, f"it has {size} bytes, the manifest says {self.entry.bytes}")
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        _expect(length <= min(_LONGEST_HEADER, size - 8), "its header is longer than the file")
+        header = json.loads(self._bytes(8, length))
+        about = json.loads(header.pop("__metadata__")["shard"])
+        _expect(about["fingerprint"] == self.entry.fingerprint, "it has another fingerprint")
+        fields = _fields(header, 8 + length, size)
+        _check_shapes(fields, self.entry)
+        return fields
+
+    def _check_index(self) -> None:
+        starts, captions = self._index["caption_start"], self._index["caption"]
+        _expect(_is_rising(starts, len(captions), 1), "its captions do not add up")
+        for name in TOKENS:
+            of_name = self._index[f"{name}.start"]
+            _expect(_is_rising(of_name, self.fields[f"{name}.tokens"].shape[0], 0), f"{name}: tokens do not add up")
+            inside = int(captions.min()) >= 0 and int(captions.max()) < len(of_name) - 1
+            _expect(inside, f"{name}: a caption lies outside")
+
+    def _load(self, name: str) -> NDArray[np.int64]:
+        field = self.fields[name]
+        return np.frombuffer(self._bytes(field.offset, field.nbytes), dtype="<i8").astype(np.int64, copy=False)
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        out = bytearray(count)
+        self.read(memoryview(out), offset)
+        return bytes(out)
+
+    def _text_fields(self) -> tuple[list[tuple[NDArray[np.int64], int, int]], list[tuple[int, int]]]:
+        """(first rows, offset, bytes of a row) of tokens and (offset, bytes of a row) of pooled vectors."""
+        tokens = [(self._index[f"{name}.start"], self.fields[f"{name}.tokens"]) for name in TOKENS]
+        pooled = [self.fields[f"{name}.pooled"] for name in POOLED]
+        return (
+            [(starts, field.offset, field.row_bytes) for starts, field in tokens],
+            [(field.offset, field.row_bytes) for field in pooled],
+        )
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def read(self, out: memoryview, offset: int) -> None:
+        """Fill ``out`` with the file's bytes from ``offset`` on."""
+        if self._memory is not None:
+            out[:] = self._memory[offset : offset + len(out)]
+            return
+        try:
+            done = os.preadv(self._file, (out,), offset)
+            while done < len(out):  # a signal, or a file that was cut short
+                more = os.preadv(self._file, (out[done:],), offset + done)
+                if more == 0:
+                    self._refuse("it ends too early")
+                done += more
+        except OSError as error:
+            raise UserError(f"cannot read shard {self.path}: {error.strerror}; mend the disk or {REMEDY}") from error
+
+    def locate(self, row: int, caption: int, variant: int) -> Located:
+        """Where a sample's picture in a variant lies, its mask, and the features of one of its captions."""
+        moments, mask = self.fields["moments"], self.fields.get("mask")
+        distinct = self._index["caption"].item(self._index["caption_start"].item(row) + caption)
+        tokens, pooled = self._text
+        spans = []
+        for starts, offset, row_bytes in tokens:
+            first = starts.item(distinct)
+            spans.append((offset + first * row_bytes, starts.item(distinct + 1) - first))
+        return Located(
+            moments.offset + (row * moments.shape[1] + variant) * (moments.row_bytes // moments.shape[1]),
+            None if mask is None else mask.offset + row * mask.row_bytes,
+            tuple(spans),
+            tuple(offset + distinct * row_bytes for offset, row_bytes in pooled),
+        )
+
+    @property
+    def sample_id(self) -> Tensor:
+        """The ids of its samples."""
+        return torch.from_numpy(self._index["sample_id"])
+
+    @property
+    def num_variants(self) -> int:
+        """Encodings of each picture: as it is, then flipped."""
+        return self.fields["moments"].shape[1]
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """[2C, h, w] of a picture's moments."""
+        return self.fields["moments"].shape[2:]
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether any sample has a mask."""
+        return "mask" in self.fields
+
+    def identity(self, row: int) -> int:
+        """The id of a sample."""
+        return self._index["sample_id"].item(row)
+
+    def num_captions(self, row: int) -> int:
+        """Captions of a sample."""
+        starts = self._index["caption_start"]
+        return starts.item(row + 1) - starts.item(row)
+
+    def width(self, field: str) -> int:
+        """Width of an encoder's ``.tokens`` or ``.pooled``."""
+        return self.fields[field].shape[1]
+
+    def picture(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
+        """A sample's moments [2C, h, w] and its mask [h, w], or None where no sample of the shard has one."""
+        at = self.locate(row, 0, variant)
+        moments = self._tensor(at.moments, torch.float16, self.latent_shape)
+        if at.mask is None:
+            return moments, None
+        mask = self._tensor(at.mask, torch.uint8, self.latent_shape[1:])
+        return moments, mask.flip(-1) if variant else mask
+
+    def caption(self, row: int, number: int) -> Features:
+        """The features of a sample's caption."""
+        at = self.locate(row, number, 0)
+        features: Features = {}
+        for name, (offset, count) in zip(TOKENS, at.tokens, strict=True):
+            features[name] = self._tensor(offset, torch.bfloat16, (count, self.width(f"{name}.tokens")))
+        for name, offset in zip(POOLED, at.pooled, strict=True):
+            features[f"{name}.pooled"] = self._tensor(offset, torch.bfloat16, (self.width(f"{name}.pooled"),))
+        return features
+
+    def _tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read(tensor.view(-1).view(torch.uint8).numpy().data, offset)
+        return tensor
+
+
+# --- checks: what they raise becomes one fault that names the file ------------------------------
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, Field]:
+    """The tensors of a header: known names and dtypes, side by side from ``first`` to the end of the file."""
+    fields, spans = {}, []
+    for name, about in header.items():
+        _expect(name in _FIELDS, f"it holds a tensor {name!r}")
+        dtype, dimensions = _FIELDS[name]
+        shape, (begin, end) = tuple(map(int, about["shape"])), map(int, about["data_offsets"])
+        fits = about["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
+        _expect(fits, f"{name} is {about['dtype']} {list(shape)}")
+        field = Field(dtype, shape, first + begin)
+        _expect(end - begin == field.nbytes, f"{name} has {end - begin} bytes")
+        fields[name] = field
+        spans.append((begin, end))
+    missing = sorted(_FIELDS.keys() - fields.keys() - {"mask"})
+    _expect(not missing, f"it lacks {', '.join(missing)}")
+    spans.sort()
+    gapless = all(one[1] == two[0] for one, two in pairwise(spans))
+    _expect(spans[0][0] == 0 and gapless and first + spans[-1][1] == size, "its tensors do not fill it")
+    return fields
+
+
+def _check_shapes(fields: Mapping[str, Field], entry: ShardEntry) -> None:
+    """Shapes agree with the entry and with each other."""
+    count = entry.count
+    for name, rows in {"sample_id": count, "moments": count, "mask": count, "caption_start": count + 1}.items():
+        if name in fields:
+            _expect(fields[name].shape[0] == rows, f"{name} has {fields[name].shape[0]} rows, not {rows}")
+    _, variants, channels, *latent = fields["moments"].shape
+    _expect(variants in (1, 2) and channels > 0 and channels % 2 == 0, f"moments are {fields['moments'].shape}")
+    width, cross, height = entry.bucket.partition("x")
+    if cross:
+        expected = [int(height) // LATENT_STEP, int(width) // LATENT_STEP]
+        _expect(latent == expected, f"its latents are {latent}, those of bucket {entry.bucket} {expected}")
+    _expect("mask" not in fields or list(fields["mask"].shape[1:]) == latent, "masks and latents differ in size")
+    distinct = {fields[f"{name}.start"].shape[0] - 1 for name in TOKENS}
+    distinct |= {fields[f"{name}.pooled"].shape[0] for name in POOLED}
+    _expect(len(distinct) == 1, "its encoders differ in the number of captions")
+
+
+def _is_rising(starts: NDArray[np.int64], end: int, least: int) -> bool:
+    return bool(len(starts) > 0 and starts[0] == 0 and starts[-1] == end and (np.diff(starts) >= least).all())

@@ -1,0 +1,157 @@
+"""Memory that batches pass through on their way from workers to the trainer: a few slots, used again and again.
+
+Fresh memory costs more than reading into it: the kernel must find and clear every page. A slot's pages stay. It is an
+anonymous shared file, so it needs no room in /dev/shm and goes away with its processes. The trainer lends slots out,
+a worker fills one, and it is free again when the last tensor that lies in it is gone: nobody is handed memory that
+someone still reads.
+"""
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Allocate = Callable[[int], Tensor]
+"""Bytes wanted -> a flat uint8 tensor of so many."""
+
+_ALIGN = 64
+_GROWTH = 1 << 20
+
+
+class InPlaceDataset(Dataset[Any]):
+    """A data set that can write an item into memory that it is given."""
+
+    def fetch(self, item: int, allocate: Allocate) -> Any:
+        """The item; its tensors lie in what ``allocate`` gave, asked for once."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor in a slot."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A value whose tensors lie in a slot."""
+
+    slot: int
+    nbytes: int
+    value: Any
+
+
+class SlotPool:
+    """Slots for a trainer and the workers forked from it. Only the trainer lends; only the borrower writes."""
+
+    def __init__(self, count: int) -> None:
+        self._files = [os.memfd_create("sd3-light-batch", os.MFD_CLOEXEC) for _ in range(count)]
+        self._free: deque[int] = deque(range(count))
+        self._maps: dict[int, NDArray[np.uint8]] = {}
+        for file in self._files:
+            weakref.finalize(self, os.close, file)
+
+    def lend(self) -> int | None:
+        """A free slot, the last one returned first (its pages are there); None when all are in use."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was lent and not used."""
+        self._free.append(slot)
+
+    def memory(self, slot: int, nbytes: int) -> Tensor:
+        """The first ``nbytes`` of a slot, which grows to hold them."""
+        return torch.from_numpy(self._mapped(slot, nbytes)[:nbytes])
+
+    def lease(self, slot: int, nbytes: int) -> Tensor:
+        """The same, and the slot is free again when this tensor and all views of it are gone."""
+        view = self._mapped(slot, nbytes)[:nbytes]
+        weakref.finalize(view, self._free.append, slot).atexit = False
+        return torch.from_numpy(view)  # it keeps this very array alive, and views of it keep its storage
+
+    def unpack(self, packed: Packed) -> Any:
+        """What was packed, without a copy; the slot is free when all its tensors are gone."""
+        memory = self.lease(packed.slot, packed.nbytes)
+        return _replace(packed.value, _Ref, lambda ref: carve(memory, ref.offset, ref.dtype, ref.shape))
+
+    def _mapped(self, slot: int, nbytes: int) -> NDArray[np.uint8]:
+        found = self._maps.get(slot)
+        if found is None or len(found) < nbytes:
+            size = max(os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
+            os.ftruncate(self._files[slot], size)
+            found = self._maps[slot] = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)
+        return found
+
+
+class Packer:
+    """Puts values into one slot. Tensors that lie there already, in what `allocate` gave, stay where they are."""
+
+    def __init__(self, pool: SlotPool, slot: int) -> None:
+        self._pool, self._slot = pool, slot
+        self._first, self._used = 0, 0  # address and size of what `allocate` gave
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory at the slot's beginning."""
+        memory = self._pool.memory(self._slot, nbytes)
+        self._first, self._used = memory.data_ptr(), nbytes
+        return memory
+
+    def pack(self, value: Any) -> Packed:
+        """The value, its tensors in the slot."""
+        refs: dict[int, _Ref] = {}
+        copies: list[tuple[_Ref, Tensor]] = []
+        end = self._used
+        for tensor in tensors_in(value):
+            at = tensor.data_ptr() - self._first
+            inside = at >= 0 and at + tensor.nbytes <= self._used and tensor.is_contiguous()
+            offset = at if inside else aligned(end)
+            refs[id(tensor)] = _Ref(offset, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+            if not inside:
+                end = offset + tensor.nbytes
+                copies.append((refs[id(tensor)], tensor))
+        memory = self._pool.memory(self._slot, end)
+        for ref, tensor in copies:
+            carve(memory, ref.offset, ref.dtype, ref.shape).copy_(tensor)
+        return Packed(self._slot, end, _replace(value, Tensor, lambda tensor: refs.get(id(tensor), tensor)))
+
+
+def aligned(offset: int) -> int:
+    """The next offset where any tensor may begin."""
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def carve(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that lies at an offset of flat memory."""
+    count = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return memory[offset : offset + count].view(dtype).view(shape)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The plain CPU tensors of a value, each once; others travel in their own way."""
+    found: dict[int, Tensor] = {}
+    _replace(value, Tensor, lambda tensor: found.setdefault(id(tensor), tensor))
+    return [t for t in found.values() if t.device.type == "cpu" and t.layout == torch.strided and not t.requires_grad]
+
+
+def _replace(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """The value with everything of one kind in its dicts, lists and tuples replaced."""
+    if isinstance(value, kind):
+        return by(value)
+    if type(value) is dict:
+        return {key: _replace(item, kind, by) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, kind, by) for item in value)
+    return value

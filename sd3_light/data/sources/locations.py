@@ -1,0 +1,66 @@
+"""Locations as short texts, for a catalogue, a shard or a list of rejects; and back.
+
+A path below the data set's root is written relative to it, so that the texts outlive a move of the whole.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from sd3_light.data.sources.captions import is_utf8
+from sd3_light.data.sources.parquet import ParquetCell
+from sd3_light.data.sources.records import FileBytes, FileRange, Location
+
+
+def location_text(location: Location | None, root: Path) -> str:
+    """A location as compact JSON; ``""`` for None. `location_from_text` with the same root gives it back exactly."""
+    match location:
+        case None:
+            return ""
+        case FileBytes(path):
+            fields: list[str | int] = [_shorten(path, root)]
+        case FileRange(path, offset, size):
+            fields = [_shorten(path, root), offset, size]
+        case ParquetCell(path, column, group, row):
+            fields = [_shorten(path, root), column, group, row]
+        case _:
+            raise AssertionError(f"{type(location).__name__} has no text form")
+    # names that are not UTF-8 hold surrogates, which only escapes can carry
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=not _is_plain(fields))
+
+
+def location_from_text(text: str, root: Path) -> Location | None:
+    """The location that `location_text` wrote; None for ``""``."""
+    if not text:
+        return None
+    match json.loads(text):
+        case [str(path)]:
+            return FileBytes(_lengthen(path, root))
+        case [str(path), int(offset), int(size)]:
+            return FileRange(_lengthen(path, root), offset, size)
+        case [str(path), str(column), int(group), int(row)]:
+            return ParquetCell(_lengthen(path, root), column, group, row)
+    raise ValueError(f"{text:.200} is no location")
+
+
+def _is_plain(fields: list[str | int]) -> bool:
+    return all(is_utf8(field) for field in fields if isinstance(field, str))
+
+
+def _below(root: Path) -> str:
+    return os.path.join(root, "")
+
+
+def _shorten(path: str, root: Path) -> str:
+    """The path relative to the root, "" for the root itself, absolute for what lies elsewhere."""
+    if path == str(root):
+        return ""
+    rest = path.removeprefix(_below(root))
+    # what is left of "/root//x" would read as an absolute path
+    if rest != path and rest and not rest.startswith("/"):
+        return rest
+    return path if os.path.isabs(path) else os.path.abspath(path)
+
+
+def _lengthen(path: str, root: Path) -> str:
+    return os.path.join(root, path) if path else str(root)

@@ -1,0 +1,127 @@
+"""Where shards lie: in a local folder, or at a URL with a bounded folder of fetched ones before it."""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from sd3_light.config.base import Place
+from sd3_light.config.faults import UserError
+from sd3_light.data.disk_cache import DiskCache
+from sd3_light.data.remote import download, load_remote_manifest
+from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry
+
+T = TypeVar("T")
+_OPEN_TRIES = 8
+
+
+class ShardStore(Protocol):
+    """The shards of one cache. It may be sent to worker processes, forked or spawned."""
+
+    manifest: Manifest
+    verified: bool
+    """Whether bytes were compared with their hash on the way; where not, the reader does that."""
+
+    def path(self, entry: ShardEntry) -> Path:
+        """A local file with the shard's bytes. It may go away before it is opened: open it by `opened`."""
+
+
+def opened(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]) -> T:
+    """``reader(path)`` of a shard; again where another process's eviction took the file before ``reader`` opened it.
+
+    ``reader`` raises FileNotFoundError where there is no file, as `open` and safetensors do.
+    """
+    for _ in range(_OPEN_TRIES):
+        try:
+            return reader(store.path(entry))
+        except FileNotFoundError:
+            continue
+    raise UserError(f"{entry.file} was evicted {_OPEN_TRIES} times before it could be opened; raise stream_cache_gb")
+
+
+class LocalStore:
+    """A cache folder of this machine."""
+
+    verified = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.load(folder)
+
+    def path(self, entry: ShardEntry) -> Path:
+        """The shard in the cache folder; a fault of the user where it is missing."""
+        path = self.folder / SHARDS / entry.file
+        if not path.is_file():
+            raise UserError(f"{path} is missing; run `sd3-light cache CONFIG` to make it again")
+        return path
+
+
+class RemoteStore:
+    """A cache at a URL. Shards are fetched when they are asked for, checked on the way, and kept in ``folder``, which
+    takes at most ``limit_bytes`` and may serve several processes, runs and URLs at once.
+
+    ``window`` is how many shards of a bucket are in use at a time: where the limit has no room for them, each would be
+    fetched again and again, so that is refused.
+    """
+
+    verified = True
+
+    def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
+        self.url = url
+        self.manifest = load_remote_manifest(url)
+        _check_entries(self.manifest, f"{url}/{MANIFEST}")
+        _check_limit(self.manifest, url, limit_bytes, window)
+        self.disk = DiskCache(folder, limit_bytes)
+
+    def path(self, entry: ShardEntry) -> Path:
+        """The shard in the local folder, fetched if need be."""
+        url = f"{self.url}/{SHARDS}/{entry.file}"
+        return self.disk.path(entry.sha256, entry.bytes, lambda file: download(url, entry, file))
+
+
+def open_store(place: Place, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
+    """The store of a cache: a Path is a cache folder, a str a URL whose shards are kept in ``folder`` (None: one in
+    the system's temp folder)."""
+    if isinstance(place, Path):
+        return LocalStore(place)
+    return RemoteStore(place, folder or own_temporary_folder(place), limit_bytes, window)
+
+
+def own_temporary_folder(url: str) -> Path:
+    """A folder for a URL in the system's temp folder that is this user's alone, made where it is missing."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"sd3-light-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user; give stream_cache_dir")
+    return folder
+
+
+def _check_entries(manifest: Manifest, where: str) -> None:
+    """Names and hashes become parts of paths, so they are what they should be."""
+    for entry in (*manifest.shards, manifest.empty):
+        if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256) or "/" in entry.file or entry.bytes < 1:
+            raise UserError(f"{where} is damaged at {entry.file!r}; copy the cache folder there again")
+
+
+def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) -> None:
+    sizes: dict[tuple[tuple[int, int], str], list[int]] = {}
+    for entry in manifest.shards:
+        sizes.setdefault((entry.resolution, entry.bucket), []).append(entry.bytes)
+    in_use = sum(sum(sorted(bucket)[-window:]) for bucket in sizes.values())
+    needed = max(in_use, manifest.empty.bytes)
+    if limit_bytes < needed:
+        raise UserError(
+            f"stream_cache_gb = {limit_bytes / 1e9:g} has no room for the shards of {url} that are in use at a time "
+            f"({window} of each of {len(sizes)} buckets): give {_round_up(needed)} or more, or lower shuffle_window"
+        )
+
+
+def _round_up(count: int) -> str:
+    """Bytes in GB, upwards, with three digits behind the point at most (more for what is smaller still)."""
+    digits = 3 if count >= 1_000_000 else 9
+    step = 10 ** (9 - digits)
+    return f"{-(-count // step) * step / 1e9:.{digits}f}".rstrip("0").rstrip(".")

@@ -1,0 +1,272 @@
+"""The cache stage: pictures and captions through the VAE and three text encoders, once, into immutable shards.
+
+Every process of a launch, and every other command on the same folder, encodes what no other does; none waits in a
+collective (law 9). A unit of work is one shard; its name says all that made it, so what stands is done and what is
+missing is encoded, now or by the next run.
+"""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config.faults import UserError
+from sd3_light.data.catalogue import Catalogue, Listing, sources_of
+from sd3_light.data.claims import Claims
+from sd3_light.data.preprocess import PREPROCESS_VERSION
+from sd3_light.data.shards import (
+    FORMAT,
+    MANIFEST,
+    SHARDS,
+    Manifest,
+    Origin,
+    ShardEntry,
+    file_sha256,
+    read_entry,
+    sweep,
+    write_shard,
+)
+from sd3_light.data.units import Plan, Unit, make_plan
+from sd3_light.encoders.fingerprint import parts_fingerprint
+from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.engines import Launch
+from sd3_light.randomness import sample_id
+from sd3_light.runlog import progress, say, show
+from sd3_light.stages.cache.encode import Builder, damaged_mark, empty_content
+from sd3_light.stages.cache.finish import has_manifest, write_manifest
+from sd3_light.stages.cache.state import State, compare, render
+
+__all__ = ["CacheReport", "Wishes", "make_recipe", "run"]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of the stage besides the config.
+
+    ``trust``: a cache that has its manifest is taken as it is. ``regenerate``: everything is encoded anew. ``verify``:
+    every shard is hashed and damaged ones are encoded again. ``prune``: files that nothing uses are deleted.
+    ``dry_run``: look and tell, change nothing but the catalogue.
+    """
+
+    trust: bool = False
+    regenerate: bool = False
+    verify: bool = False
+    prune: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What became of a data set. ``encoded`` counts this process's own work; ``small`` are samples by bucket in
+    buckets with fewer of them than one global batch."""
+
+    folder: Path
+    counts: dict[str, int] = field(default_factory=dict)
+    encoded: int = 0
+    already: int = 0
+    small: dict[str, int] = field(default_factory=dict)
+
+
+def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | None = None) -> list[CacheReport]:
+    """Build or complete the caches of the data set and of every evaluation set; the encoders are freed at the end."""
+    launch, wishes = launch or Launch(), wishes or Wishes()
+    datasets = {"": loaded.dataset, **loaded.eval_datasets}
+    if wishes.trust and not wishes.regenerate:
+        datasets = {name: data for name, data in datasets.items() if not _is_usable(data, loaded.train)}
+        if not datasets:
+            say("the cache is trusted as it is")
+            return []
+    with _Stage(loaded.train, launch, wishes) as stage:
+        return [stage.build(name, dataset) for name, dataset in datasets.items()]
+
+
+def make_recipe(train: TrainConfig, memory: Path | None = None) -> dict[str, Any]:
+    """All that determines a sample's features besides the sample."""
+    return {
+        "format": FORMAT,
+        "preprocess": PREPROCESS_VERSION,
+        "text_tokens": train.model.text_tokens,
+        "t5_max_length": train.model.t5_max_length,
+        **parts_fingerprint(train.model.diffusers_path, memory),
+    }
+
+
+def _is_usable(dataset: DatasetConfig, train: TrainConfig) -> bool:
+    if not (dataset.cache_dir / MANIFEST).is_file():
+        return False
+    recipe = Manifest.load(dataset.cache_dir).recipe
+    for key in ("text_tokens", "t5_max_length"):
+        if recipe[key] != getattr(train.model, key):
+            raise UserError(
+                f"{dataset.cache_dir} was built with {key} = {recipe[key]!r}, the config says "
+                f"{getattr(train.model, key)!r}; run without --trust_cache to encode anew"
+            )
+    return True
+
+
+class _Stage:
+    """One run of the stage: the encoders are loaded when something has to be encoded, and freed with it."""
+
+    def __init__(self, train: TrainConfig, launch: Launch, wishes: Wishes) -> None:
+        self._train, self._launch, self._wishes = train, launch, wishes
+        self._held = ExitStack()
+        self._parts: FrozenParts | None = None
+
+    def __enter__(self) -> "_Stage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+        self._parts = None
+        gc.collect()
+
+    @property
+    def parts(self) -> FrozenParts:
+        """The frozen parts, in the config's dtype on GPUs and in float32 elsewhere."""
+        if self._parts is None:
+            model, device = self._train.model, self._launch.device(self._train.caching_device)
+            self._parts = self._held.enter_context(
+                FrozenParts(
+                    model.diffusers_path,
+                    device,
+                    text_dtype=getattr(torch, model.dtype) if device.type == "cuda" else torch.float32,
+                    t5_max_length=model.t5_max_length,
+                    text_tokens=model.text_tokens,
+                    batch_size=self._train.caching_batch_size,
+                )
+            )
+        return self._parts
+
+    def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
+        """One data set's cache."""
+        title, folder = f"cache {name}".strip(), dataset.cache_dir
+        shards = folder / SHARDS
+        shards.mkdir(parents=True, exist_ok=True)
+        with Claims(folder / "claims") as claims:
+            recipe = make_recipe(self._train, folder / "parts.json")
+            catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
+            listings = self._look(title, catalogue, dataset)
+            plan = make_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
+            _require_samples(dataset, plan)
+            state = self._compare(folder, plan, recipe)
+            if self._wishes.dry_run:
+                return CacheReport(folder, already=state.fresh)
+            builder = self._encode(title, folder, plan, state, claims)
+            empty = self._encode_empty(shards, recipe)
+            counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
+        if self._wishes.prune and self._launch.is_main:
+            _prune(state)
+        small = self._small_buckets(plan.units)
+        return CacheReport(folder, counts, builder.encoded, state.fresh, small)
+
+    def _look(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
+        workers = self._train.map_num_proc or self._train.caching_num_workers
+        with progress(f"{title}: listing", None, "inputs") as bar:
+            listings = catalogue.refresh(sources_of(dataset.directories), bar.advance)
+        if unseen := catalogue.unseen(listings):
+            with progress(f"{title}: looking at new pictures", unseen, "pictures") as bar:
+                # a few hundred are read before worker processes have started
+                catalogue.look(listings, workers if unseen > 500 else 0, bar.advance)
+        return listings
+
+    def _compare(self, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
+        if self._wishes.verify:
+            _verify(folder / SHARDS, plan.units[self._launch.rank :: self._launch.world])
+        state = compare(folder, plan, recipe)
+        show(render(state))
+        return state
+
+    def _encode(self, title: str, folder: Path, plan: Plan, state: State, claims: Claims) -> Builder:
+        units = plan.units if self._wishes.regenerate else state.todo
+        total = sum(unit.count for unit in plan.units)
+        already = total - sum(unit.count for unit in units)
+        train = self._train
+        if already:
+            say(f"{title}: {already:,} of {total:,} samples are there already")
+        with progress(title, total, "images", done=already) as bar:
+            builder = Builder(
+                plan,
+                folder / SHARDS,
+                claims,
+                self.parts,
+                bar,
+                train.caching_batch_size,
+                train.caching_num_workers,
+                train.sd3_manifest_timeout_sec,
+                self._wishes.regenerate,
+            )
+            builder.build(units, (self._launch.rank, self._launch.world))
+        return builder
+
+    def _encode_empty(self, shards: Path, recipe: Mapping[str, Any]) -> ShardEntry:
+        fingerprint = sample_id(repr(sorted(recipe.items())))
+        entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
+        if (found := read_entry(shards, entry.file)) is not None:
+            return found
+        return write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
+
+    def _finish(
+        self,
+        dataset: DatasetConfig,
+        plan: Plan,
+        recipe: dict[str, Any],
+        empty: ShardEntry,
+        listings: Sequence[Listing],
+        catalogue: Catalogue,
+    ) -> dict[str, int]:
+        """The main process writes the manifest when all units stand; the others wait for a manifest of this plan."""
+        folder = dataset.cache_dir
+        if self._launch.is_main:
+            places = {"diffusers_path": str(self._train.model.diffusers_path)}
+            places |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
+            counts = write_manifest(dataset, plan, recipe, empty, places)
+            catalogue.forget_but(listings)
+            sweep(folder / SHARDS)
+            return counts
+        deadline = time.monotonic() + self._train.sd3_manifest_timeout_sec
+        while not (catalogue.claims.is_newer(folder / MANIFEST) and has_manifest(folder, recipe, plan.units)):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"gave up waiting for the main process to write {folder / MANIFEST}; see its output, or raise "
+                    "sd3_manifest_timeout_sec"
+                )
+            time.sleep(0.2)
+        return Manifest.load(folder).counts
+
+    def _small_buckets(self, units: Sequence[Unit]) -> dict[str, int]:
+        sizes: Counter[tuple[tuple[int, int], str]] = Counter()
+        for unit in units:
+            sizes[unit.resolution, str(unit.bucket)] += unit.count
+        step = self._train.gradient_accumulation_steps * self._launch.world
+        micro = self._train.micro_batch_size_per_gpu
+        return {bucket: count for (size, bucket), count in sizes.items() if count < batch_size_for(micro, size) * step}
+
+
+def _require_samples(dataset: DatasetConfig, plan: Plan) -> None:
+    if not plan.units:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+        raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
+
+
+def _verify(shards: Path, units: Sequence[Unit]) -> None:
+    """Hash every shard that stands and mark the damaged ones."""
+    with progress("hashing shards", len(units), "shards") as bar:
+        for unit in units:
+            entry = read_entry(shards, unit.file)
+            if entry is not None and file_sha256(shards / unit.file) != entry.sha256:
+                damaged_mark(shards / unit.file).touch()
+            bar.advance()
+
+
+def _prune(state: State) -> None:
+    for path in state.orphans:
+        path.unlink(missing_ok=True)
+    if state.orphans:
+        say(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")

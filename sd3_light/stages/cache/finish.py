@@ -1,0 +1,71 @@
+"""The end of a build: rejects listed, everything counted, the manifest written."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config import DatasetConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, replacing
+from sd3_light.data.units import Plan, Unit
+from sd3_light.stages.cache.encode import is_done, reject_line
+
+REJECTS = "rejects.jsonl"
+
+
+def write_manifest(
+    dataset: DatasetConfig, plan: Plan, recipe: dict[str, Any], empty: ShardEntry, places: Mapping[str, str]
+) -> dict[str, int]:
+    """Write rejects.jsonl, then the manifest of a plan whose units all stand; returns the counts."""
+    folder, shards = dataset.cache_dir, dataset.cache_dir / SHARDS
+    entries = [entry for unit in in_order(plan.units) if (entry := read_entry(shards, unit.file)) is not None]
+    rejected: Counter[str] = Counter()
+    with replacing(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for line in _rejects(plan, shards):
+            rejected[line["reason"]] += 1
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if not entries:
+        raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS}")
+    counts = {
+        "used": sum(entry.count for entry in entries),
+        "pictures": plan.counts.pictures,
+        "cropped": plan.counts.cropped,
+        "enlarged": plan.counts.enlarged,
+        **{f"rejected: {reason}": count for reason, count in sorted(rejected.items())},
+    }
+    Manifest(recipe, tuple(entries), empty, counts, dict(places)).save(folder)
+    return counts
+
+
+def in_order(units: Sequence[Unit]) -> list[Unit]:
+    """Units by source, resolution and bucket; among their like in the order of the samples."""
+    labels = {label: at for at, label in enumerate(dict.fromkeys(unit.label for unit in units))}
+    return sorted(units, key=lambda unit: (labels[unit.label], unit.resolution, unit.bucket, unit.number))
+
+
+def _rejects(plan: Plan, shards: Path) -> Iterator[dict[str, str]]:
+    """What the scan and the look rejected, then what only decoding showed."""
+    for row in plan.rejected():
+        yield reject_line(row.key, row.reason, row.detail, row.image)
+    seen = set()
+    for unit in plan.units:
+        path = (shards / unit.file).with_suffix(".rejects.jsonl")
+        if path.is_file():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                line: dict[str, str] = json.loads(text)
+                # a picture is decoded once a resolution and fails in each
+                if (line["key"], line["reason"]) not in seen:
+                    seen.add((line["key"], line["reason"]))
+                    yield line
+
+
+def has_manifest(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
+    """Whether the manifest is of this plan: of every unit, but those whose samples were all rejected."""
+    shards = folder / SHARDS
+    if not (folder / MANIFEST).is_file() or not all(is_done(shards, unit) for unit in units):
+        return False
+    manifest = Manifest.load(folder)
+    standing = {unit.file for unit in units if (shards / unit.file).is_file()}
+    return manifest.recipe == recipe and {shard.file for shard in manifest.shards} == standing

@@ -1,0 +1,146 @@
+"""What stands between the sources and the cache, on one screen: fresh, stale, missing, orphaned."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, Origin, read_entry, read_origins
+from sd3_light.data.units import Plan, Unit
+from sd3_light.stages.cache.encode import damaged_mark, is_done
+
+_RECIPE_WORDS = {
+    "format": "the cache's format",
+    "preprocess": "how pictures are prepared",
+    "vae": "the VAE",
+    "text_encoder": "CLIP-L",
+    "text_encoder_2": "CLIP-G",
+    "text_encoder_3": "T5",
+    "tokenizer": "CLIP-L's tokenizer",
+    "tokenizer_2": "CLIP-G's tokenizer",
+    "tokenizer_3": "T5's tokenizer",
+}
+
+
+@dataclass
+class State:
+    """A cache against its plan. Samples are counted once a resolution; orphans are files that no plan names."""
+
+    folder: Path
+    todo: list[Unit] = field(default_factory=list)
+    fresh: int = 0
+    stale: int = 0
+    missing: int = 0
+    shards: int = 0
+    orphans: list[Path] = field(default_factory=list)
+    orphan_bytes: int = 0
+    damaged: list[str] = field(default_factory=list)
+    causes: Counter[str] = field(default_factory=Counter)
+
+
+def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
+    """Look at the files of a cache; only those of units that are not fresh are opened."""
+    state, shards = State(folder), folder / SHARDS
+    for unit in plan.units:
+        if _stands(shards, unit, state):
+            state.fresh += unit.count
+            state.shards += 1
+        else:
+            state.todo.append(unit)
+    state.orphans = list(_orphans(shards, plan.units))
+    state.orphan_bytes = sum(path.stat().st_size for path in state.orphans)
+    _tell_stale_from_missing(state, folder, plan, recipe)
+    return state
+
+
+def _stands(shards: Path, unit: Unit, state: State) -> bool:
+    path = shards / unit.file
+    if damaged_mark(path).exists():
+        state.damaged.append(unit.file)
+    if not is_done(shards, unit):
+        return False
+    entry = read_entry(shards, unit.file)
+    if entry is not None and path.stat().st_size != entry.bytes:
+        damaged_mark(path).touch()
+        state.damaged.append(unit.file)
+        return False
+    return True
+
+
+def _orphans(shards: Path, units: Sequence[Unit]) -> Iterable[Path]:
+    """Files of shards that the plan does not name; temporary files are not looked at."""
+    wanted = {unit.file.removesuffix(".safetensors") for unit in units}
+    for path in sorted(shards.iterdir()):
+        stem = path.name.split(".safetensors")[0].removesuffix(path.suffix).removesuffix(".rejects")
+        if not path.name.startswith((".", "empty-")) and stem not in wanted:
+            yield path
+
+
+def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> None:
+    """A sample that is to be encoded is stale when the last manifest had it, and missing when it did not."""
+    old = Manifest.load(folder) if (folder / MANIFEST).is_file() else None
+    planned = {unit.file for unit in plan.units}
+    gone = [] if old is None else [entry.file for entry in old.shards if entry.file not in planned]
+    known = _ids(folder / SHARDS, gone)
+    for unit in state.todo:
+        stale = int(np.isin(plan.ids(unit), known).sum()) if unit.file not in state.damaged else unit.count
+        state.stale += stale
+        state.missing += unit.count - stale
+    if old is not None and old.recipe != recipe:
+        changed = [_RECIPE_WORDS.get(key, key) for key in recipe if old.recipe.get(key) != recipe[key]]
+        state.causes[f"changed: {', '.join(changed)}"] = state.stale
+    elif state.stale:
+        _name_causes(state, folder / SHARDS, gone, plan)
+
+
+def _ids(shards: Path, files: Sequence[str]) -> NDArray[np.int64]:
+    import pyarrow.feather as feather
+
+    found = [
+        feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"].to_numpy()
+        for file in files
+        if (path := (shards / file).with_suffix(".arrow")).is_file()
+    ]
+    return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
+
+
+def _name_causes(state: State, shards: Path, gone: Sequence[str], plan: Plan) -> None:
+    """Why samples are stale, told by comparing them with what the replaced shards were made of."""
+    before: dict[tuple[str, str], Origin] = {}
+    for file in gone:
+        if (shards / file).with_suffix(".arrow").is_file():
+            bucket = file.rsplit("-", 2)[1]
+            before.update({(bucket, origin.key): origin for origin in read_origins(shards / file)})
+    for unit in state.todo:
+        if unit.file in state.damaged:
+            state.causes["in a damaged shard"] += unit.count
+            continue
+        for member in plan.members(unit):
+            if (origin := before.get((str(unit.bucket), member.row.key))) is not None:
+                state.causes[_cause(origin, member.fingerprint, member.captions)] += 1
+
+
+def _cause(origin: Origin, fingerprint: str, captions: tuple[str, ...]) -> str:
+    if origin.fingerprint == fingerprint:
+        return "unchanged, in a shard with changed ones"
+    return "the caption changed" if origin.captions != captions else "the picture or its mask changed"
+
+
+def render(state: State) -> Table:
+    """One screen."""
+    table = Table("samples", "count", "what that means", title=f"cache {state.folder}")
+    table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, taken as they are")
+    table.add_row("stale", f"{state.stale:,}", "cached, but made of something else: encoded again")
+    for cause, count in state.causes.most_common():
+        table.add_row("", f"{count:,}", cause)
+    table.add_row("missing", f"{state.missing:,}", "not cached yet: encoded now")
+    if state.damaged:
+        table.add_row("damaged", f"{len(state.damaged):,} shards", f"encoded again, such as {state.damaged[0]}")
+    orphans = f"{len(state.orphans):,} files of {state.orphan_bytes / 1e9:,.3f} GB that nothing uses"
+    table.add_row("orphaned", f"{len(state.orphans):,}", f"{orphans}; `--prune` deletes them" if state.orphans else "")
+    return table

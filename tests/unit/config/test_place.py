@@ -1,0 +1,95 @@
+"""`cache_dir` is a path or a URL; a URL carries no secrets."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import Fault, UserError, load_config, resolved_toml
+from sd3_light.config.base import is_url, without_secrets
+
+OnlyFault = Callable[..., Fault]
+EVAL = 'eval_datasets = [{name = "held-out", config = "data.toml"}]\n'
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("s3://bucket/folder", "s3://bucket/folder"),
+        ("s3://bucket/folder//", "s3://bucket/folder"),
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("https://host:8000/cache", "https://host:8000/cache"),
+        ("http://[::1]:8000/cache", "http://[::1]:8000/cache"),
+        ("file:///folder/cache", "file:///folder/cache"),
+        ("memory://cache", "memory://cache"),
+    ],
+)
+def test_urls_stay_as_they_are(files: Any, given: str, kept: str) -> None:
+    loaded = files.load(f'{EVAL}cache_dir = "{given}"')
+    assert loaded.train.cache_dir == loaded.dataset.cache_dir == kept
+    assert loaded.eval_datasets["held-out"].cache_dir == f"{kept}-eval-held-out"
+
+
+@pytest.mark.parametrize("given", ["cache", "a/b://c", "./s3://bucket", "~/cache"])
+def test_paths_are_paths(files: Any, given: str) -> None:
+    assert isinstance(files.load(f'cache_dir = "{given}"').dataset.cache_dir, Path)
+    assert not is_url(given)
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/folder", "cache"])
+def test_the_resolved_config_gives_the_same_place(files: Any, given: str) -> None:
+    loaded = files.load(f'cache_dir = "{given}"')
+    again = files.folder / "again.toml"
+    again.write_text(resolved_toml(loaded), encoding="utf-8")
+    assert load_config(again).train == loaded.train
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "s3://AKIA:hunter2@bucket/folder",
+        "s3://hunter2@bucket/folder",
+        "s3://AKIA:hun/ter2@bucket/folder",
+        "https://me:hunter2@host:80/x?y=1",
+        "https://host/x?token=hunter2",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_shown(files: Any, given: str) -> None:
+    for found in (files.faults(f'cache_dir = "{given}"'), files.faults(overrides=(f"cache_dir={given}",))):
+        (fault,) = found
+        assert fault.key == "cache_dir"
+        assert "must not" in fault.problem
+        assert "(hidden)" in str(fault)
+        assert not any(secret in str(fault) for secret in ("hunter2", "ter2", "AKIA"))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("simplecache::s3://bucket/x", "not a URL of one protocol"),
+        ("://bucket/x", "not a URL of one protocol"),
+        ("s3:///", "the URL names no folder"),
+        ("s3://bucket/x#part", "must not have a query, a fragment or spaces"),
+        ("s3://bucket/my cache", "must not have a query, a fragment or spaces"),
+        ("file://folder/cache", "three slashes"),
+    ],
+)
+def test_urls_that_cannot_be(only_fault: OnlyFault, given: str, problem: str) -> None:
+    fault = only_fault(f'cache_dir = "{given}"')
+    assert fault.key == "cache_dir"
+    assert problem in fault.problem
+    assert fault.given == f'"{given}"'
+
+
+def test_what_is_hidden_of_a_text() -> None:
+    assert without_secrets("s3://bucket/x") == "s3://bucket/x"
+    assert without_secrets("mail@host") == "mail@host"
+    assert without_secrets('"https://a:b@host/x?sig=1"') == '"https://(hidden)@host/x?(hidden)"'
+
+
+def test_a_cache_is_built_in_a_folder(files: Any) -> None:
+    assert files.load('cache_dir = "cache"').dataset.local_cache_dir == files.folder / "cache"
+    with pytest.raises(UserError, match="s3://bucket/x is a URL, and a cache is built in a folder"):
+        _ = files.load('cache_dir = "s3://bucket/x"').dataset.local_cache_dir

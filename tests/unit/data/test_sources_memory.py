@@ -1,0 +1,251 @@
+"""A scan's memory does not grow with the number of files, rows or members."""
+
+import json
+import os
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.sources import Record, Rejected, json_stream, scan, shelf, signature
+from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, write_tar
+
+NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")
+ODD_NAMES = ["a", "a-b.jpg", "a.jpg", "a.", "a.b.jpg", "a.txt", "aé.jpg", NOT_UTF8, "\U0001f600.png", "\uffff.png"]
+
+
+@pytest.fixture
+def names() -> Iterator[shelf.Names]:
+    keeper = shelf.Shelf()
+    yield keeper.names()
+    keeper.close()
+
+
+@pytest.mark.parametrize("page", [1, 2, 1000])
+def test_names_come_back_in_the_order_python_sorts_them(
+    names: shelf.Names, monkeypatch: pytest.MonkeyPatch, page: int
+) -> None:
+    monkeypatch.setattr(shelf, "_WRITE", 3)
+    monkeypatch.setattr(shelf, "_READ", page)
+    expected = [*ODD_NAMES, *(f"{n}.jpg" for n in range(50))]
+    for name in random.Random(0).sample(expected, len(expected)):
+        names.add(name)
+    assert list(names) == sorted(expected)
+    assert all(name in names for name in expected)
+    assert "b.jpg" not in names
+
+
+@pytest.mark.parametrize("page", [1, 1000])
+def test_names_are_found_by_their_stem(names: shelf.Names, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    monkeypatch.setattr(shelf, "_FEW", page)
+    for name in (*ODD_NAMES, "a.jpg.txt"):
+        names.add(name)
+    assert list(names.with_stem("a")) == ["a", "a.", "a.jpg", "a.txt"]
+    assert list(names.with_stem("a.b")) == ["a.b.jpg"]
+    assert list(names.with_stem("a.jpg")) == ["a.jpg.txt"]
+    assert list(names.with_stem("b")) == []
+
+
+def test_sets_of_names_do_not_mix() -> None:
+    keeper = shelf.Shelf()
+    first, second = keeper.names(), keeper.names()
+    assert first.add_new("x")
+    assert not first.add_new("x")
+    assert second.add_new("x")
+    first.clear()
+    assert (list(first), list(second)) == ([], ["x"])
+    keeper.close()
+
+
+def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None:
+    lay(tmp_path, {"a.webp": picture(), "a.txt": "a", "b.png": picture(), "b.png.txt": "b", "c": "", "c.txt": "c"})
+    items = found(tmp_path)
+    assert captions(items) == {"a.webp": ("a",)}
+    assert rejects(items) == {"b.png": "no_caption", "b.png.txt": "missing_file"}
+
+
+class Entry:
+    """A file that a made-up folder lists."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name, self.path = name, f"{folder}/{name}"
+
+    def is_dir(self) -> bool:
+        return False
+
+    def stat(self) -> os.stat_result:
+        return os.stat(os.path.dirname(self.path))
+
+
+class Listing:
+    """A made-up folder of many files, each of which exists only while it is being listed."""
+
+    def __init__(self, count: int, folder: str) -> None:
+        self._folder, self._count = folder, count
+
+    def __enter__(self) -> Iterator[Entry]:
+        return (Entry(self._folder, f"{n * 7919 % self._count:09d}.jpg") for n in range(self._count))
+
+    def __exit__(self, *fault: object) -> None:
+        pass
+
+
+FEW, MANY = 400, 1600
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages so small that both of the compared sizes fill them."""
+    for module, name, size in ((shelf, "_WRITE", 50), (shelf, "_READ", 50), (json_stream, "_CHUNK", 500)):
+        monkeypatch.setattr(module, name, size)
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most bytes of Python objects that were alive at once."""
+    work()  # imports, caches and the like come first
+    tracemalloc.start()
+    work()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+def assert_flat(few: int, many: int) -> None:
+    """No object for each further item: the smallest would take 28 bytes."""
+    assert many - few < 10 * (MANY - FEW)
+
+
+def count(path: Path, kind: type, **keys: Any) -> int:
+    return sum(isinstance(item, kind) for item in scan(directory(path, **keys), 0))
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_folder_of_many_files_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans, signatures = [], []
+    for size in (FEW, MANY):
+        monkeypatch.setattr(os, "scandir", partial(Listing, size))
+        assert count(tmp_path, Rejected) == size
+        scans.append(peak(lambda: count(tmp_path, Rejected)))
+        signatures.append(peak(lambda: signature(directory(tmp_path), 0)))
+    assert_flat(*scans)
+    assert_flat(*signatures)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_masks_of_many_files_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = lay(tmp_path / "set", {"000000007.jpg": picture(), "000000007.txt": "x"})
+    masks = lay(tmp_path / "masks", {"000000007.jpg": b"mask"})
+    listed, peaks = os.scandir, []
+    for size in (FEW, MANY):
+        made_up = partial(Listing, size)
+        monkeypatch.setattr(os, "scandir", lambda path, made_up=made_up: (listed if "set" in path else made_up)(path))
+        (item,) = scan(directory(root, mask_path=masks), 0)
+        assert isinstance(item, Record)
+        assert item.mask is not None
+        assert item.mask.read() == b"mask"
+        peaks.append(peak(lambda: count(root, Record, mask_path=masks)))
+    assert_flat(*peaks)
+
+
+TABLES: dict[str, Callable[[list[tuple[str, str]]], str]] = {
+    "captions.json": lambda rows: json.dumps(dict(rows)),
+    "metadata.json": lambda rows: json.dumps([{"file": file, "text": text} for file, text in rows]),
+    "metadata.jsonl": lambda rows: "".join(json.dumps({"file": file, "text": text}) + "\n" for file, text in rows),
+    "metadata.csv": lambda rows: "file,text\n" + "".join(f"{file},{text}\n" for file, text in rows),
+}
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("name", TABLES)
+def test_a_long_table_is_not_held(tmp_path: Path, name: str) -> None:
+    peaks = []
+    for size in (FEW, MANY):
+        rows = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
+        root = lay(tmp_path / str(size), {name: TABLES[name](rows), "000000007.jpg": picture()})
+        assert captions(scan(directory(root), 0)) == {"000000007.jpg": ("caption 7",)}
+        assert count(root, Rejected) == size - 1
+        peaks.append(peak(lambda root=root: count(root, Rejected)))
+    assert_flat(*peaks)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_long_tar_is_not_held(tmp_path: Path) -> None:
+    peaks = []
+    for size in (FEW, MANY):
+        members = [(f"{n}.{end}", b"x") for n in range(size) for end in ("jpg", "txt")]
+        path = write_tar(tmp_path / f"{size}.tar", members)
+        assert count(path, Record) == size
+        peaks.append(peak(lambda path=path: count(path, Record)))
+    assert_flat(*peaks)
+
+
+def test_a_full_temporary_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = shelf.temporary_database
+
+    def small() -> Any:
+        opened = database()
+        opened.execute("PRAGMA max_page_count = 8")
+        return opened
+
+    monkeypatch.setattr(shelf, "temporary_database", small)
+    monkeypatch.setattr(os, "scandir", partial(Listing, 20_000))
+    with pytest.raises(UserError, match=r"full.*SQLITE_TMPDIR"):
+        count(tmp_path, Rejected)
+
+
+# --- JSON documents ---------------------------------------------------------------------------
+
+DOCUMENTS = [
+    {},
+    [],
+    {"a": 1, "b": [1, -2.5e3, True, None], "c": {"d": "e"}},
+    [1, 22, 333, 'text " \\ \n é \U0001f600', [[]], {"x": {}}],
+    {"": "", "long": "x" * 300},
+    [12345678901234567890, 1.5, 15e-7, -1.5e21],
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 1 << 16])
+@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_documents_read_in_pieces_are_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, document: Any, indent: int | None
+) -> None:
+    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    path = lay(tmp_path, {"x.json": f" \n{json.dumps(document, indent=indent)}\n "}) / "x.json"
+    with path.open(encoding="utf-8") as file:
+        members = list(json_stream.members(file))
+    assert members == (list(document.items()) if isinstance(document, dict) else [(None, item) for item in document])
+
+
+# fmt: off
+BROKEN = [
+    "", " ", "{", "[", "1", '"a"', '{"a" 1}', '{"a": 1,}', "[1,]", "[1 2]", "{1: 2}", '{"a": 1} x', "[1]]", '["a',
+    "[tru]", "[1, ,2]", '{"a": 1, "b"}', "]", "[1.]", "[1e+]",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 16])
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_no_document_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str) -> None:
+    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    path = lay(tmp_path, {"x.json": text}) / "x.json"
+    with path.open(encoding="utf-8") as file, pytest.raises(ValueError, match=r"character \d"):
+        list(json_stream.members(file))
+
+
+def test_a_member_may_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "MAX_MEMBER", 1000)
+    monkeypatch.setattr(json_stream, "_CHUNK", 100)
+    path = lay(tmp_path, {"x.json": json.dumps(["ok", "x" * 5000])}) / "x.json"
+    with path.open(encoding="utf-8") as file:
+        members = json_stream.members(file)
+        assert next(members) == (None, "ok")
+        with pytest.raises(ValueError, match="Unterminated string"):
+            next(members)

@@ -1,0 +1,185 @@
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources import Location, Record, location_from_text, location_text, scan, signature
+from sd3_light.data.sources.parquet import ParquetCell
+from sd3_light.data.sources.records import FileBytes, FileRange
+from tests.unit.data.inputs import directory, lay, picture, structs, write_tar
+
+# --- locations --------------------------------------------------------------------------------
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9.jpg")
+LOCATIONS = [
+    (FileBytes("/data/set/sub/a.jpg"), '["sub/a.jpg"]'),
+    (FileBytes("/data/set/日本.jpg"), '["日本.jpg"]'),
+    (FileBytes(f"/data/set/{NOT_UTF8}"), r'["caf\udce9.jpg"]'),
+    (FileBytes("/data/set2/a.jpg"), '["/data/set2/a.jpg"]'),
+    (FileBytes("/data/set//a.jpg"), '["/data/set//a.jpg"]'),
+    (FileRange("/data/set/00.tar", 512, 77), '["00.tar",512,77]'),
+    (FileRange("/data/set", 512, 77), '["",512,77]'),
+    (ParquetCell("/data/set/0.parquet", "image", 3, 14), '["0.parquet","image",3,14]'),
+    (None, ""),
+]
+
+
+@pytest.mark.parametrize(("location", "text"), LOCATIONS)
+def test_locations_are_short_texts_and_come_back(location: Location | None, text: str) -> None:
+    assert location_text(location, Path("/data/set")) == text
+    assert location_from_text(text, Path("/data/set")) == location
+    assert location_text(location, Path("/data/set")).isprintable()
+
+
+@pytest.mark.parametrize("root", ["/", "/data", "/elsewhere"])
+@pytest.mark.parametrize("location", [location for location, _ in LOCATIONS])
+def test_locations_come_back_from_any_root(location: Location | None, root: str) -> None:
+    assert location_from_text(location_text(location, Path(root)), Path(root)) == location
+
+
+def test_a_text_that_is_no_location_is_told() -> None:
+    with pytest.raises(ValueError, match="no location"):
+        location_from_text('["a", 1]', Path("/data"))
+
+
+def test_all_that_a_scan_finds_comes_back_and_has_a_version(tmp_path: Path) -> None:
+    root = lay(tmp_path / "set", {"a.jpg": picture(), "a.txt": "a"})
+    write_tar(root / "b.tar", [("k.png", picture()), ("k.txt", b"k")])
+    pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "c.parquet")
+    masks = lay(tmp_path / "masks", {"a.png": picture()})
+    items = list(scan(directory(root, mask_path=masks), 0))
+    assert len(items) == 4
+    shutil.copytree(root, tmp_path / "moved")
+    for item in items:
+        assert isinstance(item, Record)
+        again = location_from_text(location_text(item.image, root), root)
+        assert again == item.image
+        assert location_from_text(location_text(item.mask, root), root) == item.mask
+        moved = location_from_text(location_text(item.image, root), tmp_path / "moved")
+        assert moved is not None
+        assert moved.read() == item.read()
+        file = root / item.key.split("/")[1]
+        assert item.image.version() == f"{file.stat().st_size}-{file.stat().st_mtime_ns}"
+
+
+def test_versions_follow_the_file(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "set.tar", [("a.png", picture()), ("a.txt", b"a")])
+    (item,) = scan(directory(path), 0)
+    assert isinstance(item, Record)
+    before = item.image.version()
+    os.utime(path, ns=(1, 1))
+    assert item.image.version() == before.split("-")[0] + "-1"
+    path.unlink()
+    for location in (item.image, FileBytes(str(path)), ParquetCell(str(path), "image", 0, 0)):
+        with pytest.raises(Reject, match="unreadable"):
+            location.version()
+
+
+# --- signatures -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    lay(
+        tmp_path / "set", {"a.jpg": picture(), "a.txt": "a", "sub/b.png": picture(), "sub/b.txt": "b", "0.parquet": b""}
+    )
+    lay(tmp_path / "set", {"captions.json": "{}", ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"})
+    lay(tmp_path, {"masks/a.png": picture(), "default.png": picture()})
+    return tmp_path
+
+
+def sign(place: Path, index: int = 0, **keys: Any) -> str:
+    keys = {"mask_path": place / "masks", "default_mask_file": place / "default.png"} | keys
+    return signature(directory(place / "set", **keys), index)
+
+
+def touch(path: Path) -> None:
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def same_time(path: Path, content: bytes) -> None:
+    status = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "another size": lambda place: same_time(place / "set/a.jpg", b"x"),
+    "another time": lambda place: touch(place / "set/sub/b.png"),
+    "a caption's time": lambda place: touch(place / "set/sub/b.txt"),
+    "a table's time": lambda place: touch(place / "set/captions.json"),
+    "a new picture": lambda place: lay(place / "set", {"sub/deep/c.jpg": b""}),
+    "a new tar": lambda place: lay(place / "set", {"c.tar": b""}),
+    "a picture that is not read": lambda place: lay(place / "set", {"c.heic": b""}),
+    "one gone": lambda place: (place / "set/a.txt").unlink(),
+    "a new name": lambda place: (place / "set/a.jpg").rename(place / "set/c.jpg"),
+    "a new place": lambda place: (place / "set/a.jpg").rename(place / "set/sub/a.jpg"),
+    "a mask's time": lambda place: touch(place / "masks/a.png"),
+    "a new mask": lambda place: lay(place / "masks", {"sub/b.png": b""}),
+    "the default mask's time": lambda place: touch(place / "default.png"),
+    "a link up": lambda place: (place / "set/up").symlink_to(place / "set"),
+    "a folder beside Parquet": lambda place: (place / "set/0").mkdir(),
+}
+NO_CHANGES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda place: None,
+    "a hidden file": lambda place: touch(place / "set/.hidden.jpg"),
+    "a file of another kind": lambda place: touch(place / "set/notes.md"),
+    "a cache inside": lambda place: lay(place / "set", {"cache/1.safetensors": b"", "cache/manifest.json": b""}),
+    "an empty folder": lambda place: (place / "set/empty").mkdir(),
+    "a mask that is none": lambda place: lay(place / "masks", {"a.txt": b""}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_signature_changes_with_what_a_scan_looks_at(place: Path, change: str) -> None:
+    before = sign(place)
+    CHANGES[change](place)
+    assert sign(place) != before
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_the_signature_stands_otherwise(place: Path, change: str) -> None:
+    before = sign(place)
+    NO_CHANGES[change](place)
+    assert sign(place) == before
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"caption_prefix": "x"},
+    {"subsample_ratio": 0.5},
+    {"skip_empty_caption": True},
+    {"shuffle_tags": True},
+    {"cache_shuffle_num": 3},
+    {"cache_shuffle_delimiter": ";"},
+    {"image_column": "x"},
+    {"caption_column": "x"},
+    {"mask_path": None},
+    {"default_mask_file": None},
+    {"index": 1},
+]
+
+
+def test_every_setting_of_a_scan_has_its_own_signature(place: Path) -> None:
+    signatures = [sign(place), *(sign(place, **keys) for keys in SETTINGS)]
+    assert len(set(signatures)) == len(signatures)
+    assert sign(place, num_repeats=3.0, flip=True) == sign(place)
+
+
+def test_a_set_that_was_moved_whole_is_the_same(place: Path) -> None:
+    keys = {"mask_path": None, "default_mask_file": None}
+    shutil.copytree(place / "set", place / "other/set")
+    assert sign(place / "other", **keys) == sign(place, **keys)
+
+
+def test_files_alone_have_signatures(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "set.tar", [("a.png", picture())])
+    before = signature(directory(path), 0)
+    touch(path)
+    assert signature(directory(path), 0) != before

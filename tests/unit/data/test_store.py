@@ -1,0 +1,592 @@
+"""Where shards lie: folders, URLs, and the bounded folder of fetched shards, against a server that speaks S3."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from sd3_light.config import UserError
+from sd3_light.data import protocols, remote
+from sd3_light.data.disk_cache import DiskCache
+from sd3_light.data.protocols import protocol_problem
+from sd3_light.data.remote import load_remote_manifest, remote_manifest
+from sd3_light.data.shards import Manifest, ShardEntry
+from sd3_light.data.store import LocalStore, RemoteStore, open_store, opened, own_temporary_folder
+
+SIZE = 1000
+COUNT = 8
+FORK = multiprocessing.get_context("fork")  # as torch's loader starts its workers
+
+
+def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
+    """A cache whose shards are noise: stores do not look into them."""
+    (folder / "shards").mkdir(parents=True)
+    entries = []
+    for number in range(count + 1):
+        data = hashlib.shake_128(f"{number}".encode()).digest(size)
+        file = f"shard-{number}.safetensors"
+        (folder / "shards" / file).write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        entries.append(ShardEntry(file, "64x64", (64, 64), "pictures#0", 4, size, digest, digest[:16]))
+    manifest = Manifest({}, tuple(entries[:-1]), entries[-1])
+    manifest.save(folder)
+    return manifest
+
+
+class Requests(logging.Handler):
+    """What a server was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def gets(self, path: str) -> int:
+        return sum(f"GET {path} " in line for line in self.lines)
+
+
+class S3:
+    """A running server, its log, and a cache that lies on it."""
+
+    def __init__(self, endpoint: str, log: Requests) -> None:
+        self.endpoint, self.log = endpoint, log
+        self.count = 0
+
+    def put(self, folder: Path) -> str:
+        """Copy a cache folder there; its URL."""
+        self.count += 1
+        url = f"s3://bucket/cache-{self.count}"
+        fsspec.filesystem("s3").put(str(folder), url, recursive=True)
+        return url
+
+    def gets(self, url: str, entry: ShardEntry) -> int:
+        return self.log.gets(f"{url.removeprefix('s3:/')}/shards/{entry.file}")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    pytest.importorskip("s3fs", reason="the S3 tests need s3fs")
+    moto = pytest.importorskip("moto.server", reason="the S3 tests need moto[server]")
+    log, logger = Requests(), logging.getLogger("werkzeug")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret-testing")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    patch.setenv("AWS_MAX_ATTEMPTS", "1")
+    files = fsspec.filesystem("s3")
+    files.mkdir("bucket")
+    yield S3(f"http://{host}:{port}", log)
+    files.clear_instance_cache()
+    patch.undo()
+    running.stop()
+    logger.removeHandler(log)
+
+
+@pytest.fixture
+def s3(server: S3) -> Iterator[S3]:
+    """The server, with file systems that know nothing of earlier settings."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield server
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    make_cache(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0, 0.0))
+
+
+@contextmanager
+def web_server(handler: Any) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{web.server_address[1]}"
+        web.shutdown()
+
+
+def kept(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name != ".lock"}
+
+
+def used(disk: DiskCache) -> int:
+    """Bytes in the folder while nobody changes it."""
+    with disk._accounts():
+        return sum(path.stat().st_size for path in disk.folder.iterdir())
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return hashlib.shake_128(f"{number}".encode()).digest(size)
+
+
+def read(store: Any, number: int) -> bytes:
+    return opened(store, store.manifest.shards[number], Path.read_bytes)
+
+
+# --- what is read is what was written ---------------------------------------------------------
+
+
+def test_local_store_reads_its_folder(cache: Path) -> None:
+    store = open_store(cache, None, 1)
+    assert isinstance(store, LocalStore)
+    assert not store.verified
+    assert store.manifest == Manifest.load(cache)
+    assert read(store, 3) == content(3)
+
+
+def test_local_store_names_a_missing_shard(cache: Path) -> None:
+    store = LocalStore(cache)
+    entry = store.manifest.shards[2]
+    store.path(entry).unlink()
+    with pytest.raises(UserError, match=r"shard-2\.safetensors is missing; run `sd3-light cache CONFIG`"):
+        store.path(entry)
+
+
+def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = open_store(s3.put(cache), tmp_path / "kept", 10**6)
+    assert isinstance(store, RemoteStore)
+    assert store.verified
+    assert store.manifest == Manifest.load(cache)
+    assert [read(store, number) for number in range(COUNT)] == [content(number) for number in range(COUNT)]
+    assert opened(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
+    assert kept(tmp_path / "kept") == {
+        f"{entry.sha256}.safetensors" for entry in (*store.manifest.shards, store.manifest.empty)
+    }
+
+
+def test_a_shard_that_comes_in_many_chunks(
+    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 300)
+    url = s3.put(cache)
+    store = RemoteStore(url, tmp_path / "kept", 10**6)
+    assert read(store, 0) == content(0)
+    assert s3.gets(url, store.manifest.shards[0]) == 4
+
+
+def test_other_protocols(cache: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("memory").put(str(cache), "memory://place/cache", recursive=True)
+    with web_server(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as web:  # it knows nothing of ranges
+        for number, url in enumerate([cache.as_uri(), "memory://place/cache", f"{web}/cache"]):
+            store = open_store(url, tmp_path / f"kept-{number}", 10**6)
+            assert read(store, number) == content(number)
+            assert remote_manifest(f"{url}-none") is None
+
+
+def test_a_shard_is_fetched_once_while_it_is_kept(s3: S3, cache: Path, tmp_path: Path) -> None:
+    url = s3.put(cache)
+    for _ in range(2):  # a second run finds what the first left
+        store = RemoteStore(url, tmp_path / "kept", 10**6)
+        for _ in range(2):
+            assert read(store, 1) == content(1)
+    assert s3.gets(url, store.manifest.shards[1]) == 1
+
+
+def test_a_store_travels_to_other_processes(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = pickle.loads(pickle.dumps(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)))
+    assert read(store, 0) == content(0)
+    with FORK.Pool(1) as pool:  # this process has a file system and its thread; the forked one needs its own
+        assert pool.apply(read, (store, 1)) == content(1)
+
+
+def test_a_file_that_was_cut_short_on_disk_is_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
+    os.truncate(store.path(store.manifest.shards[0]), 10)
+    assert read(store, 0) == content(0)
+
+
+# --- bounded disk -----------------------------------------------------------------------------
+
+
+def test_the_folder_never_exceeds_the_limit(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 3 * SIZE + 10)
+    for _ in range(2):
+        for number in range(COUNT):
+            assert read(store, number) == content(number)
+            assert used(store.disk) <= 3 * SIZE + 10
+    assert used(store.disk) == 3 * SIZE  # and the room is used
+
+
+def test_the_least_recently_used_shard_goes(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 3 * SIZE)
+    for number, left in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2}), (0, {0, 1, 2}), (3, {0, 2, 3}), (4, {0, 3, 4})):
+        read(store, number)
+        assert kept(tmp_path / "kept") == {f"{store.manifest.shards[at].sha256}.safetensors" for at in left}
+
+
+def test_a_smaller_limit_than_the_last_run_had(s3: S3, cache: Path, tmp_path: Path) -> None:
+    url = s3.put(cache)
+    store = RemoteStore(url, tmp_path / "kept", 10**6)
+    for number in range(COUNT):
+        read(store, number)
+    assert used(RemoteStore(url, tmp_path / "kept", 2 * SIZE).disk) == 2 * SIZE
+
+
+def test_files_of_others_are_left_alone(s3: S3, cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    for name in ("thesis.txt", "model.safetensors", "download.part"):
+        (folder / name).write_bytes(bytes(10 * SIZE))
+    store = RemoteStore(s3.put(cache), folder, SIZE)
+    for number in range(3):
+        read(store, number)
+    assert len(kept(folder)) == 4
+    assert {"thesis.txt", "model.safetensors", "download.part"} < kept(folder)
+
+
+def test_an_evicted_file_that_is_open_can_be_read_to_its_end(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", SIZE)
+    with opened(store, store.manifest.shards[0], lambda path: open(path, "rb")) as file:
+        read(store, 1)
+        assert len(kept(tmp_path / "kept")) == 1
+        assert file.read() == content(0)
+
+
+def test_an_eviction_before_the_opening_is_no_fault(s3: S3, cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
+    calls = []
+
+    def unlucky(path: Path) -> bytes:
+        calls.append(path)
+        if len(calls) < 3:
+            path.unlink()
+        return path.read_bytes()
+
+    assert opened(store, store.manifest.shards[0], unlucky) == content(0)
+    assert len(calls) == 3
+
+
+def test_a_file_that_is_always_evicted_is_a_fault(cache: Path, tmp_path: Path) -> None:
+    store = RemoteStore(cache.as_uri(), tmp_path / "kept", 10**6)
+
+    def hopeless(path: Path) -> bytes:
+        path.unlink()
+        return path.read_bytes()
+
+    with pytest.raises(UserError, match="evicted 8 times before it could be opened; raise stream_cache_gb"):
+        opened(store, store.manifest.shards[0], hopeless)
+
+
+def test_a_limit_without_room_for_the_window_is_refused(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no room for the shards of .* \(5 of each of 1 buckets\)") as caught:
+        RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE - 1, window=5)
+    found = re.search(r"give ([\d.]+) or more", str(caught.value))
+    assert found is not None
+    assert float(found[1]) == 5 * SIZE / 1e9
+    RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE, window=5)
+    RemoteStore(cache.as_uri(), tmp_path / "kept", COUNT * SIZE, window=100)  # there are no more shards than these
+
+
+def test_every_bucket_has_its_window(cache: Path, tmp_path: Path) -> None:
+    manifest = Manifest.load(cache)
+    wide = [replace(entry, bucket="80x48") for entry in manifest.shards[:3]]
+    replace(manifest, shards=(*wide, *manifest.shards[3:])).save(cache)
+    with pytest.raises(UserError, match=r"4 of each of 2 buckets"):
+        RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE - 1, window=4)  # all 3 of one, 4 of the other
+    RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE, window=4)
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+def _read_all(store: RemoteStore, order: list[int], start: Any, most: Any) -> None:
+    """Read shards in an order, and tell the most bytes that the folder held after any of them."""
+    start.wait()
+    found = 0
+    for number in order:
+        assert read(store, number) == content(number)
+        found = max(found, used(store.disk))
+    most.put(found)
+
+
+def in_processes(store: RemoteStore, orders: list[list[int]]) -> list[int]:
+    start, most = FORK.Barrier(len(orders)), FORK.SimpleQueue()
+    children = [FORK.Process(target=_read_all, args=(store, order, start, most)) for order in orders]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * len(children)
+    return [most.get() for _ in children]
+
+
+def test_processes_that_want_the_same_shards_fetch_each_once(s3: S3, cache: Path, tmp_path: Path) -> None:
+    url = s3.put(cache)
+    store = RemoteStore(url, tmp_path / "kept", 10**6)
+    in_processes(store, [list(range(COUNT))] * 3)
+    assert [s3.gets(url, entry) for entry in store.manifest.shards] == [1] * COUNT
+    assert used(store.disk) == COUNT * SIZE
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_processes_share_one_limit(s3: S3, cache: Path, tmp_path: Path, room: int) -> None:
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", room * SIZE)
+    orders = [
+        [(start + step * number) % COUNT for number in range(2 * COUNT)] for start, step in ((0, 1), (3, 5), (5, 7))
+    ]
+    assert max(in_processes(store, orders)) <= room * SIZE
+    assert not [name for name in kept(tmp_path / "kept") if name.endswith(".part")]
+
+
+def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
+    """Download half of the first shard, say so, and go on when told."""
+    chunks = remote._chunks
+
+    def half(url: str) -> Iterator[bytes]:
+        rest = chunks(url)
+        yield next(rest)
+        parent.send("half")
+        parent.recv()
+        yield from rest
+
+    remote.CHUNK_BYTES, remote._chunks = SIZE // 2, half
+    store = RemoteStore(url, folder, 3 * SIZE)
+    parent.send(store.path(store.manifest.shards[0]).name)
+
+
+@pytest.fixture
+def half_a_download(s3: S3, cache: Path, tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
+    """The URL of a cache, a process that has half of its first shard and waits, and a line to it."""
+    url = s3.put(cache)
+    line, end = FORK.Pipe()
+    child = FORK.Process(target=_stop_halfway, args=(url, tmp_path / "kept", end))
+    child.start()
+    assert line.recv() == "half"
+    yield url, child, line
+    child.kill()
+    child.join()
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(
+    half_a_download: tuple[str, Any, Any], tmp_path: Path
+) -> None:
+    url, child, _ = half_a_download
+    (part,) = kept(tmp_path / "kept")
+    assert part.endswith(".part")
+    child.kill()
+    child.join()
+    assert kept(tmp_path / "kept") == {part}
+    store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
+    assert kept(tmp_path / "kept") == set()
+    assert read(store, 0) == content(0)
+
+
+def test_the_rest_of_a_killed_process_is_overwritten(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
+    url, child, _ = half_a_download
+    store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
+    child.kill()
+    child.join()
+    assert read(store, 0) == content(0)
+    assert used(store.disk) == SIZE
+
+
+def test_a_running_download_keeps_its_room_and_its_file(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
+    url, _, line = half_a_download
+    (part,) = kept(tmp_path / "kept")
+    store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
+    for number in (1, 2, 3):
+        read(store, number)
+    entries = store.manifest.shards
+    assert kept(tmp_path / "kept") == {part, f"{entries[2].sha256}.safetensors", f"{entries[3].sha256}.safetensors"}
+    line.send("go on")
+    assert line.recv() == f"{entries[0].sha256}.safetensors"
+    assert read(store, 0) == content(0)
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "came"),
+    [
+        (lambda data: bytes(len(data)), f"{SIZE} bytes with sha256 541b3e9daa09b20b"),
+        (lambda data: data[:-1], f"{SIZE - 1} bytes"),
+        (lambda data: b"", "0 bytes"),
+        (lambda data: data + b"more", f"more than {SIZE} bytes"),
+    ],
+    ids=["other bytes", "short", "empty", "long"],
+)
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_object_is_refused_and_named(
+    s3: S3, cache: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], came: str
+) -> None:
+    (cache / "shards" / "shard-0.safetensors").write_bytes(spoil(content(0)))
+    url = s3.put(cache)
+    store = RemoteStore(url, tmp_path / "kept", 10**6)
+    entry = store.manifest.shards[0]
+    for _ in range(2):  # nothing of it was kept
+        with pytest.raises(UserError) as caught:
+            store.path(entry)
+        text = str(caught.value)
+        assert text.startswith(f"{url}/shards/shard-0.safetensors is damaged: expected {SIZE} bytes with sha256 ")
+        assert entry.sha256[:16] in text
+        assert f"there came {came}" in text
+        assert kept(tmp_path / "kept") == set()
+    assert "\n" not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_download_that_came_damaged_is_tried_again(
+    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, calls = remote._chunks, []
+
+    def sometimes(url: str) -> Iterator[bytes]:
+        calls.append(url)
+        if len(calls) == 1:
+            raise protocols.Unreachable("cut off")
+        yield from [bytes(SIZE // 2)] if len(calls) == 2 else chunks(url)
+
+    monkeypatch.setattr(remote, "_chunks", sometimes)
+    assert read(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6), 0) == content(0)
+    assert len(calls) == 3
+
+
+def test_a_missing_object_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+    (cache / "shards" / "shard-0.safetensors").unlink()
+    url = s3.put(cache)
+    store = RemoteStore(url, tmp_path / "kept", 10**6)
+    with pytest.raises(UserError, match=f"^nothing lies at {url}/shards/shard-0.safetensors; copy the whole cache"):
+        store.path(store.manifest.shards[0])
+    assert kept(tmp_path / "kept") == set()
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/none", "s3://no-such-bucket/none"])
+def test_no_cache_there(s3: S3, tmp_path: Path, place: str) -> None:
+    assert remote_manifest(place) is None
+    with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with a local cache_dir, then copy"):
+        load_remote_manifest(place)
+    with pytest.raises(UserError, match=r"^no cache at"):
+        open_store(place, tmp_path / "kept", 10**6)
+
+
+def test_a_damaged_manifest_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+    text = (cache / "manifest.json").read_text()
+    (cache / "manifest.json").write_text(text[:100])
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        remote_manifest(s3.put(cache))
+    digest = re.search(r'"sha256": "(\w+)"', text)
+    assert digest is not None
+    (cache / "manifest.json").write_text(text.replace(digest[1], "../../elsewhere", 1))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged at 'shard-0\.safetensors'"):
+        RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
+
+
+def fault_of(url: str) -> str:
+    with pytest.raises(UserError) as caught:
+        remote_manifest(url)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "secret-testing" not in text
+    return text
+
+
+def test_wrong_credentials(s3: S3, cache: Path) -> None:
+    url = s3.put(cache)
+    requests = pytest.importorskip("requests")
+    requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"0")  # from now on credentials count
+    try:
+        text = fault_of(url)
+    finally:
+        requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"inf")
+    assert text.startswith(f"{url}/manifest.json may not be read (")
+    assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text
+
+
+def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    text = fault_of("s3://bucket/any")
+    assert text.startswith("s3://bucket/any/manifest.json cannot be read (Unable to locate credentials); check")
+
+
+def test_the_endpoint_may_come_from_fsspecs_settings(s3: S3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = s3.put(cache)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    monkeypatch.setitem(fsspec.config.conf, "s3", {})
+    fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ENDPOINT_URL": s3.endpoint})
+    assert remote_manifest(url) == Manifest.load(cache)
+
+
+def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    text = fault_of("s3://bucket/any")
+    assert text.startswith("s3://bucket/any/manifest.json cannot be read (Could not connect to the endpoint URL")
+    assert "AWS_ENDPOINT_URL or FSSPEC_S3_ENDPOINT_URL" in text
+
+
+def test_a_refusing_web_server() -> None:
+    refuses = type("Refuses", (SimpleHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(403)})
+    with web_server(refuses) as web:
+        assert re.match(r"http://127.0.0.1:\d+/x/manifest.json cannot be read \(403", fault_of(f"{web}/x"))
+
+
+def test_a_protocol_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert protocol_problem("file:///folder") is None
+    assert "fsspec knows no protocol 's4'" in str(protocol_problem("s4://bucket/x"))
+    with pytest.raises(UserError, match=r"s4://bucket/x/manifest\.json: fsspec knows no protocol 's4'"):
+        open_store("s4://bucket/x", tmp_path, 1)
+
+    def missing(protocol: str) -> None:
+        raise ImportError(f"Install the package of {protocol}")
+
+    monkeypatch.setattr(protocols.fsspec, "get_filesystem_class", missing)
+    assert protocol_problem("s3://bucket/x") == "s3:// needs a package: pip install 'sd3-light[s3]'"
+    assert protocol_problem("gs://bucket/x") == "gs:// needs a package: Install the package of gs"
+
+
+def test_a_full_disk_is_not_blamed_on_the_network(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = RemoteStore(cache.as_uri(), tmp_path / "kept", 10**6)
+    monkeypatch.setattr(remote, "_copy", full)
+    with pytest.raises(UserError, match=f"^cannot keep shards in {tmp_path / 'kept'}: No space left on device; make"):
+        store.path(store.manifest.shards[0])
+    assert kept(tmp_path / "kept") == set()
+
+
+# --- the default folder -----------------------------------------------------------------------
+
+
+def test_the_default_folder_is_the_users_own(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
+    store = open_store(cache.as_uri(), None, 10**6)
+    assert isinstance(store, RemoteStore)
+    assert store.disk.folder == own_temporary_folder(cache.as_uri())
+    assert store.disk.folder.parent == tmp_path / "temp"
+    assert store.disk.folder.stat().st_mode & 0o777 == 0o700
+    assert own_temporary_folder("s3://bucket/x") != own_temporary_folder("s3://bucket/y")
+    uid = os.getuid()
+    (tmp_path / "temp" / own_temporary_folder("s3://bucket/z").name.replace(f"-{uid}-", f"-{uid + 1}-")).mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(UserError, match="belongs to another user; give stream_cache_dir"):
+        own_temporary_folder("s3://bucket/z")

@@ -1,0 +1,83 @@
+"""What goes into an encoder at once: everything, once, within the budget, by the list alone."""
+
+import random
+
+import numpy as np
+import pytest
+
+from sd3_light.encoders.batching import (
+    AREA,
+    MULTIPLE,
+    first_rows,
+    length_batches,
+    padded_batches,
+    picture_batches,
+    rows_in_all,
+    rows_in_batch,
+)
+
+
+@pytest.mark.parametrize(
+    ("side", "size"), [(64, 32), (256, 32), (512, 8), (1024, 2), (2048, 1), (8192, 1)], ids=lambda value: str(value)
+)
+def test_pictures_go_by_area_and_never_in_larger_numbers_than_asked(side: int, size: int) -> None:
+    batches = picture_batches(70, side, side, 32)
+    assert [number for rows in batches for number in range(70)[rows]] == list(range(70))
+    assert {rows.stop - rows.start for rows in batches[:-1]} == {size}
+    assert size == 1 or size * side * side <= 32 * AREA
+
+
+def test_a_wide_picture_counts_by_its_area() -> None:
+    assert picture_batches(10, 128, 512, 4) == picture_batches(10, 256, 256, 4)
+
+
+def test_padded_captions_stay_in_their_order() -> None:
+    batches = padded_batches([16] * 7, 3)
+    assert [batch.members for batch in batches] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert {batch.length for batch in batches} == {16}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_caption_is_in_one_batch_of_like_lengths_within_the_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    longest = draw.choice([16, 77, 256])
+    lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 300))]
+    budget = draw.choice([1, 100, 2000, 10**6])
+    batches = length_batches(lengths, budget, longest)
+    assert sorted(number for batch in batches for number in batch.members) == list(range(len(lengths)))
+    for batch in batches:
+        most = max(lengths[number] for number in batch.members)
+        assert most <= batch.length <= longest
+        assert batch.length == longest or (batch.length % MULTIPLE == 0 and batch.length - most < MULTIPLE)
+        assert len(batch.members) == 1 or len(batch.members) * batch.length <= budget
+    ordered = [lengths[number] for batch in batches for number in batch.members]
+    assert ordered == sorted(lengths, reverse=True)
+
+
+def test_little_is_padded_where_lengths_differ_much() -> None:
+    """20-token captions with a few long ones: padding all to the longest would cost ten times as much."""
+    draw = random.Random(0)
+    lengths = [draw.randint(10, 30) for _ in range(1000)] + [256] * 5
+    padded = sum(len(batch.members) * batch.length for batch in length_batches(lengths, 32 * 256))
+    assert padded < 1.25 * sum(lengths)
+
+
+def test_batches_are_few_where_captions_are_few() -> None:
+    """One batch for eight lengths: eight batches would read the weights eight times."""
+    assert len(length_batches(list(range(4, 68, 8)), 32 * 256)) == 1
+
+
+def test_without_a_limit_padding_may_pass_the_longest() -> None:
+    assert [batch.length for batch in length_batches([13], 100)] == [16]
+    assert [batch.length for batch in length_batches([13], 100, longest=14)] == [14]
+
+
+def test_real_rows_leave_a_batch_for_their_place_among_all() -> None:
+    lengths = [3, 1, 2]
+    starts = first_rows(lengths)
+    assert starts.tolist() == [0, 3, 4, 6]
+    # captions 2 and 0, padded to four places, numbered as caption x 10 + token
+    batch = np.array([20, 21, -1, -1, 0, 1, 2, -1])
+    rows = np.full(6, -2)
+    rows[rows_in_all((2, 0), starts)] = batch[rows_in_batch([2, 3], 4)]
+    assert rows.tolist() == [0, 1, 2, -2, 20, 21]

@@ -1,0 +1,227 @@
+"""The frozen parts at work: a shard's tensors are those of each caption and picture alone."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.encoders import frozen
+from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, load_text_model, load_tokenizer
+from sd3_light.encoders.vae import encode_moments, load_vae
+from sd3_light.world import picture
+
+CPU = torch.device("cpu")
+CAPTIONS = [
+    "a red circle",
+    "",
+    "a small red circle to the left of a large blue square",
+    "三个绿色的星星",
+    "one word and then so many others that no tokenizer of sixteen places could ever hold all of them to the very end",
+    "red",
+    "a!b?c <pad> </s> <|endoftext|>",
+    *(f"a {colour} {shape} on a grey background" for colour in ("red", "blue") for shape in ("ring", "star", "cross")),
+]
+
+
+def make(folder: Path, **settings: Any) -> FrozenParts:
+    usual = {"text_dtype": torch.bfloat16, "t5_max_length": 16, "text_tokens": "real", "batch_size": 4}
+    return FrozenParts(folder, CPU, **{**usual, **settings})
+
+
+@pytest.fixture(scope="module")
+def real(demo_parts: Path) -> Iterator[FrozenParts]:
+    with make(demo_parts) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def padded(demo_parts: Path) -> Iterator[FrozenParts]:
+    with make(demo_parts, text_tokens="padded") as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray[Any, Any]:
+    """Seven wide pictures of the demo world, uint8 [B, H, W, 3]."""
+    return np.stack([np.asarray(picture(1 + 4 * index, seed=0)[0]) for index in range(7)])
+
+
+# --- captions ------------------------------------------------------------------------------------
+
+
+def test_tensors_have_the_names_types_and_shapes_of_a_shard(real: FrozenParts) -> None:
+    found = real.encode_captions(CAPTIONS)
+    real.finish()
+    assert set(found) == {f"{name}.{kind}" for name in PARTS for kind in ("tokens", "start", "pooled")} - {"t5.pooled"}
+    for name, width in (("clip_l", 96), ("clip_g", 128), ("t5", 256)):
+        tokens, start = found[f"{name}.tokens"], found[f"{name}.start"]
+        assert (tokens.dtype, start.dtype) == (torch.bfloat16, torch.int64)
+        assert start[0] == 0
+        assert len(start) == len(CAPTIONS) + 1
+        assert tokens.shape == (int(start[-1]), width)
+        if name != "t5":
+            assert found[f"{name}.pooled"].dtype == torch.bfloat16
+            assert found[f"{name}.pooled"].shape == (len(CAPTIONS), width)
+    assert not any(values.is_inference() for values in found.values()), "results are ordinary tensors"
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@torch.no_grad()
+def test_real_rows_are_those_of_each_caption_alone(demo_parts: Path, batch_size: int, monkeypatch: Any) -> None:
+    """In float32, so that 1e-5 can be asked."""
+    monkeypatch.setattr(frozen, "STORED", torch.float32)
+    monkeypatch.setattr("sd3_light.encoders.batching.SMALL", 20)
+    parts = make(demo_parts, batch_size=batch_size)
+    found = parts.encode_captions(CAPTIONS)
+    parts.finish()
+    for name in PARTS:
+        model = load_text_model(name, demo_parts, CPU, torch.float32)
+        ids = load_tokenizer(name, demo_parts, 16)(CAPTIONS, padded=False)
+        start = found[f"{name}.start"].tolist()
+        assert np.diff(start).tolist() == [len(row) for row in ids]
+        for number, row in enumerate(ids):
+            rows = found[f"{name}.tokens"][start[number] : start[number + 1]]
+            if name == "t5":
+                alone = encode_t5(model, torch.tensor([row]))
+            else:
+                alone, pooled = encode_clip(model, torch.tensor([row]))
+                assert torch.allclose(found[f"{name}.pooled"][number], pooled[0], atol=1e-5), (name, number)
+            assert torch.allclose(rows, alone[0], atol=1e-5), (name, number)
+
+
+@torch.no_grad()
+def test_padded_rows_are_the_stock_pipelines(stock: Any, padded: FrozenParts) -> None:
+    found = padded.encode_captions(CAPTIONS)
+    padded.finish()
+    count = len(CAPTIONS)
+    for start in range(0, count, 4):  # stock in the same batches, so that every bit is the same
+        part = slice(start, min(start + 4, count))
+        tokens, _, pooled, _ = stock.encode_prompt(
+            CAPTIONS[part], None, None, do_classifier_free_guidance=False, max_sequence_length=16
+        )
+        clip_l, clip_g, t5 = (found[f"{name}.tokens"].view(count, 16, -1)[part] for name in PARTS)
+        assert torch.equal(torch.cat([clip_l, clip_g], dim=-1), tokens[:, :16, : 96 + 128].bfloat16())
+        assert torch.equal(t5, tokens[:, 16:].bfloat16())
+        ours = torch.cat([found["clip_l.pooled"][part], found["clip_g.pooled"][part]], dim=-1)
+        assert torch.equal(ours, pooled.bfloat16())
+    assert found["t5.start"].tolist() == [16 * number for number in range(count + 1)]
+
+
+@pytest.mark.parametrize("kind", ["real", "padded"])
+def test_the_same_list_makes_the_same_bytes(demo_parts: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    parts = request.getfixturevalue(kind)
+    parts.encode_captions(["something else", "first"])
+    found = parts.encode_captions(CAPTIONS)
+    with make(demo_parts, text_tokens=kind) as others:
+        again = others.encode_captions(CAPTIONS)
+        others.finish()
+    parts.finish()
+    assert all(torch.equal(found[name], again[name]) for name in again)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("real", [2, 2, 1]), ("padded", [16, 16, 16])])
+def test_the_empty_caption_alone(kind: str, rows: list[int], request: pytest.FixtureRequest) -> None:
+    parts = request.getfixturevalue(kind)
+    found = parts.encode_captions([""])
+    parts.finish()
+    assert [len(found[f"{name}.tokens"]) for name in PARTS] == rows
+    assert all(torch.isfinite(values).all() for values in found.values())
+
+
+def test_captions_may_be_tokenized_elsewhere_meanwhile(real: FrozenParts) -> None:
+    wanted = real.encode_captions(CAPTIONS)
+    made: list[Any] = []
+    threads = [threading.Thread(target=lambda: made.append(real.tokenize(CAPTIONS))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    real.encode_captions(CAPTIONS[:3])
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    for tokens in made:
+        found = real.encode_captions(tokens)
+        real.finish()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_pictures_become_the_moments_of_each_variant(
+    real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
+) -> None:
+    found = real.encode_pictures(pixels, flip)
+    real.finish()
+    vae = load_vae(demo_parts, CPU, torch.float32)
+    variants = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: 1 + flip]
+    assert found.shape == (7, 1 + flip, 32, 6, 10)
+    assert found.dtype == torch.float16
+    for number, images in enumerate(variants):
+        assert torch.allclose(found[:, number].float(), encode_moments(vae, images).float(), atol=2e-3, rtol=2e-3)
+    assert torch.equal(found, real.encode_pictures(torch.from_numpy(pixels), flip)), "a tensor does as well"
+
+
+def test_pictures_are_cut_by_their_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
+    sizes: list[int] = []
+    raw = frozen.raw_moments
+    monkeypatch.setattr(
+        frozen, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
+    )
+    whole = real.encode_pictures(pixels, False)
+    assert sizes == [4, 3]
+    sizes.clear()
+    monkeypatch.setattr("sd3_light.encoders.batching.AREA", pixels.shape[1] * pixels.shape[2] // 2)
+    parts = real.encode_pictures(pixels, False)
+    real.finish()
+    assert sizes == [2, 2, 2, 1]
+    assert torch.allclose(whole.float(), parts.float(), atol=2e-3)
+
+
+# --- residence -----------------------------------------------------------------------------------
+
+
+def test_parts_are_loaded_when_first_used(demo_parts: Path, tmp_path: Path, pixels: Any) -> None:
+    """A folder with a VAE only encodes pictures, and knows its channels without weights."""
+    with make(demo_parts, one_at_a_time=True) as parts:
+        assert parts.latent_channels == 16
+        assert parts._shelf is None
+    (tmp_path / "vae").symlink_to(demo_parts / "vae")
+    with make(tmp_path, one_at_a_time=False) as parts:
+        assert len(parts.encode_pictures(pixels, False)) == 7
+
+
+@pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
+def test_free_memory_decides(demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool) -> None:
+    monkeypatch.setattr(frozen, "free_memory", lambda device: free)
+    assert make(demo_parts).one_at_a_time is one_at_a_time
+    assert make(demo_parts, one_at_a_time=not one_at_a_time).one_at_a_time is not one_at_a_time
+
+
+def test_one_at_a_time_gives_the_same(demo_parts: Path, real: FrozenParts, pixels: Any) -> None:
+    wanted = {"moments": real.encode_pictures(pixels, False), **real.encode_captions(CAPTIONS)}
+    with make(demo_parts, one_at_a_time=True) as parts:
+        found = {"moments": parts.encode_pictures(pixels, False), **parts.encode_captions(CAPTIONS)}
+        assert list(parts._shelf._modules) == ["t5"]
+        parts.finish()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_close_frees_the_parts(demo_parts: Path, pixels: Any) -> None:
+    gc.disable()  # what only a collection would free later is not freed by `close`
+    try:
+        with make(demo_parts) as parts:
+            parts.encode_pictures(pixels, False)
+            parts.encode_captions(["a"])
+            modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *PARTS)}
+            assert all(module() is not None for module in modules.values())
+        assert [name for name, module in modules.items() if module() is not None] == []
+    finally:
+        gc.enable()

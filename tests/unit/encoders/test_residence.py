@@ -1,0 +1,145 @@
+"""Where the frozen parts are: the decision by numbers, and the shelf that carries it out."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from sd3_light.encoders.residence import GIB, Shelf, all_fit, free_memory, weight_bytes
+
+# SD3's parts: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
+SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "batch_size", "fit"),
+    [
+        (139, 32, True),
+        (79, 32, True),
+        (24, 32, True),
+        (19, 32, False),
+        (15.5, 8, False),
+        (15.8, 16, True),
+        (8, 1, False),
+    ],
+)
+def test_sd3s_parts_fit_by_their_weight_and_the_work(free_gib: float, batch_size: int, fit: bool) -> None:
+    assert all_fit(SD3, batch_size, int(free_gib * GIB)) is fit
+
+
+def test_the_margin_is_stated_and_exact() -> None:
+    need = 100 + 32 * 256 * 256 * 4096 + GIB
+    assert all_fit([60, 40], 32, need)
+    assert not all_fit([60, 41], 32, need)
+    # one picture of 1024 px is foreseen even where the batch is small
+    assert all_fit([0], 1, 5 * GIB)
+    assert not all_fit([0], 1, 5 * GIB - 1)
+
+
+def test_unknown_memory_is_taken_for_enough() -> None:
+    assert all_fit(SD3, 32, None)
+
+
+def test_free_memory_of_the_host_is_what_the_system_says() -> None:
+    free = free_memory(torch.device("cpu"))
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    total = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal")), None)
+    assert (free is None) == (total is None)
+    assert free is None or total is None or 0 < free <= total
+
+
+def test_a_part_weighs_what_its_loaded_files_say(demo_parts: Path) -> None:
+    from sd3_light.encoders.text import load_text_model
+
+    for name, folder in (("clip_g", "text_encoder_2"), ("t5", "text_encoder_3")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            model = load_text_model(name, demo_parts, torch.device("cpu"), dtype)
+            loaded = sum(parameter.nbytes for parameter in model.parameters())
+            assert weight_bytes(demo_parts / folder, dtype) == loaded, (name, dtype)
+
+
+def test_a_variant_beside_the_weights_does_not_count(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(3, 5).half()}, tmp_path / "model.fp16.safetensors")
+    assert weight_bytes(tmp_path, torch.float32) == 60
+
+
+def test_sharded_weights_count_once_each(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"c": torch.zeros(7)}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file({"c": torch.zeros(70)}, tmp_path / "model.fp16-00001-of-00001.safetensors")
+    names = {"a": 1, "b": 1, "c": 2}
+    index = ", ".join(f'"{name}": "model-0000{number}-of-00002.safetensors"' for name, number in names.items())
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{index}}}}}')
+    (tmp_path / "model.safetensors.index.fp16.json").write_text("{}")
+    assert weight_bytes(tmp_path, torch.bfloat16) == 48
+
+
+# --- the shelf -----------------------------------------------------------------------------------
+
+
+class Loads:
+    """Loaders of two small modules, and a list of what was loaded where."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __call__(self) -> dict[str, Callable[[torch.device], Any]]:
+        def loader(name: str) -> Callable[[torch.device], Any]:
+            def load(device: torch.device) -> nn.Module:
+                self.seen.append((name, device.type))
+                return nn.BatchNorm1d(3).to(device)
+
+            return load
+
+        return {name: loader(name) for name in ("one", "two")}
+
+
+def test_resident_parts_are_loaded_once_on_the_device() -> None:
+    loads = Loads()
+    shelf = Shelf(loads(), torch.device("meta"), one_at_a_time=False)
+    one = shelf.take("one")
+    shelf.take("two")
+    assert shelf.take("one") is one
+    assert loads.seen == [("one", "meta"), ("two", "meta")]
+
+
+def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
+    loads = Loads()
+    shelf = Shelf(loads(), torch.device("cpu"), one_at_a_time=True)
+    one = weakref.ref(shelf.take("one"))
+    assert one() is shelf.take("one")
+    shelf.take("two")
+    assert one() is None
+    shelf.take("one")
+    assert [name for name, _ in loads.seen] == ["one", "two", "one"]
+
+
+def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
+    """Played on the CPU: the device's weights are copies, put away by going back to those the host kept."""
+    loads = Loads()
+    shelf = Shelf(loads(), torch.device("cpu"), one_at_a_time=True)
+    shelf.host_keeps = True
+    one = shelf.take("one")
+    used = [one.weight.data_ptr(), one.running_mean.data_ptr()]
+    one.weight.data.fill_(9.0)  # were it copied back, the host's would change
+    two = shelf.take("two")
+    kept = [one.weight.data_ptr(), one.running_mean.data_ptr()]
+    assert not set(used) & set(kept)
+    assert (one.weight == 1).all()
+    assert shelf.take("one") is one
+    assert one.weight.data_ptr() not in kept
+    assert shelf.take("two") is two
+    assert len(loads.seen) == 2
+
+
+def test_clear_frees_everything() -> None:
+    shelf = Shelf(Loads()(), torch.device("cpu"), one_at_a_time=False)
+    modules = [weakref.ref(shelf.take(name)) for name in ("one", "two")]
+    shelf.clear()
+    assert [module() for module in modules] == [None, None]
