@@ -5,14 +5,12 @@ Pure arithmetic; each number comes with the formula that gave it.
 
 from sd3_light.config import ModelSize
 from sd3_light.data.buckets import Bucket
+from sd3_light.data.order import WINDOW, open_shards
 from sd3_light.model.cost import Amount
 from sd3_light.model.folder import TextShape
 
 LATENT_STEP = 8
 """Pixels a latent pixel covers, each way."""
-
-MAX_OPEN_SHARDS = 64
-"""Shards that one process keeps open; `stream.MAX_OPEN_SHARDS`, without its torch (a test holds them equal)."""
 
 
 def latent_pixels(bucket: Bucket) -> int:
@@ -52,14 +50,32 @@ def batch_bytes(bucket: Bucket, text: TextShape, batch: int, mask: bool = False)
 
 
 def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
-    """Bytes that an open shard holds in memory: ids and starts. Its tensors stay in the file, mapped."""
-    return round(8 * (2 * shard_size + 3 * shard_size * captions))
+    """Bytes that an open shard holds in memory: ids, and where captions and tokens start. The rest stays on disk."""
+    return round(8 * (2 * shard_size + 4 * shard_size * captions))
 
 
-def loader_bytes(prepared: Amount, workers: int, prefetch: int, shard_size: int, captions: float = 1.0) -> Amount:
-    """Host memory of a rank's loader: batches prepared ahead, the one in use, and the indices of open shards."""
-    readers, ahead = max(1, workers), workers * prefetch
-    shards = readers * MAX_OPEN_SHARDS * open_shard_bytes(shard_size, captions)
-    value = (ahead + 1) * prepared.value + shards
-    formula = f"({workers} workers·{prefetch} ahead + 1)·micro-batch + {readers}·{MAX_OPEN_SHARDS} open shards' indices"
+def loader_bytes(
+    prepared: Amount,
+    workers: int,
+    prefetch: int,
+    shard_size: int,
+    captions: float = 1.0,
+    *,
+    read: int = 0,
+    in_use: int = 1,
+    window: int = WINDOW,
+    buckets: int = 1,
+) -> Amount:
+    """Host memory of a rank's loader, besides interpreters.
+
+    Micro-batches prepared ahead, those of the step ``in_use``, one in the making for each process that makes them (the
+    ``read`` bytes of its samples, and twice what becomes of them: its parts and the whole), and open shards' indices.
+    """
+    makers, ahead, shards = max(1, workers), workers * prefetch, open_shards(window, buckets)
+    index = open_shard_bytes(shard_size, captions)
+    value = (ahead + in_use + 2 * makers) * prepared.value + makers * (read + shards * index)
+    formula = (
+        f"({workers} workers·{prefetch} ahead + {in_use} in use)·micro-batch + {makers}·(2·micro-batch + "
+        f"{read / (1 << 20):.1f} MiB read + {shards} open shards·{index / 1024:.1f} KiB)"
+    )
     return Amount(value, formula)

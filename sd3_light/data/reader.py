@@ -126,10 +126,10 @@ class ShardReader:
         field = self.fields[name]
         return np.frombuffer(self._bytes(field.offset, field.nbytes), dtype="<i8").astype(np.int64, copy=False)
 
-    def _bytes(self, offset: int, count: int) -> bytes:
+    def _bytes(self, offset: int, count: int) -> bytearray:
         out = bytearray(count)
         self.read(memoryview(out), offset)
-        return bytes(out)
+        return out
 
     def _text_fields(self) -> tuple[list[tuple[NDArray[np.int64], int, int]], list[tuple[int, int]]]:
         """(first rows, offset, bytes of a row) of tokens and (offset, bytes of a row) of pooled vectors."""

@@ -42,12 +42,12 @@ class HostCopies:
             buffer = torch.empty(result.nbytes, dtype=torch.uint8, pin_memory=True)
         lent = buffer[: result.nbytes].view(result.dtype).view(result.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        # results are made in inference mode, and only there may one be marked as in use by another stream
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             lent.copy_(result, non_blocking=True)
+            result.record_stream(self._stream)  # else its memory could be given away before it is read
             arrived = torch.cuda.Event(blocking=True)
             arrived.record(self._stream)
-        # its memory is given away by the stream that made it, unless it hears of this one
-        result.record_stream(self._stream)
         self._waiting.append(self._storing.submit(self._store, arrived, buffer, lent, store))
 
     def _forget_the_stored(self) -> None:

@@ -51,7 +51,7 @@ def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> 
     with convolutions_in_tf32():
         posterior = vae.encode(images.flip(-1) if flip else images).latent_dist
     # the log-variance is clamped by the VAE itself; fp16 holds its range
-    return torch.cat([posterior.mean, posterior.logvar], dim=1).to(torch.float16)
+    return torch.cat([posterior.mean, posterior.logvar], dim=1).to(torch.float16).contiguous()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class ParquetCell:
             value = _cursor(self.path, self.column).value(self.group, self.row)
         except _FAULTS as fault:
             _forget_cursor()
-            raise Reject("unreadable", f"{self.path}: {fault}") from fault
+            raise Reject("unreadable", f"{self.path!r}: {fault}") from fault
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
 

@@ -66,7 +66,7 @@ class FileRange:
         except OSError as fault:
             raise Reject("unreadable", str(fault)) from fault
         if len(data) < self.size:
-            raise Reject("truncated", f"{self.path} ends {self.size - len(data)} bytes before its member does")
+            raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before its member does")
         return data
 
     def version(self) -> str:

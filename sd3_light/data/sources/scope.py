@@ -48,17 +48,17 @@ class Scope:
                 captions = prepare(raw_captions(), self._directory)
                 yield Record(key, captions, image, self._masks.find(mask_name or name))
             except Reject as reject:
-                yield Rejected(key, reject.reason, reject.detail, image)
+                yield Rejected(key, reject.reason, _printable(reject.detail), image)
 
     def rejected(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
         """The reject of what is called ``name``, unless the subsample leaves it out."""
         key = _printable(self.key(name))
         if self._is_chosen(key):
-            yield Rejected(key, reason, detail, image)
+            yield Rejected(key, reason, _printable(detail), image)
 
     def broken(self, name: str, reason: str, detail: str = "") -> Rejected:
         """The reject of a container (a folder, table, tar): never left out, as many samples hang on it."""
-        return Rejected(_printable(self.key(name)), reason, detail)
+        return Rejected(_printable(self.key(name)), reason, _printable(detail))
 
     def _is_chosen(self, key: str) -> bool:
         return sample_id(key) < self._limit
@@ -99,5 +99,6 @@ class _Masks:
         self._folder = folder
 
 
-def _printable(key: str) -> str:
-    return key.encode("utf-8", "backslashreplace").decode()
+def _printable(text: str) -> str:
+    """The text with whatever is not UTF-8 in it (names from a disk or a tar) as escapes, so that it can be written."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -86,11 +86,13 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
             stem, dot, rest = file.partition(".")
             if not stem:
                 continue
-            if posixpath.join(folder, stem) != base:
+            suffix = (dot + rest).lower()
+            # a second member of one name begins a second sample of that name
+            if posixpath.join(folder, stem) != base or suffix in members:
                 if members:
                     yield base, members
                 base, members = posixpath.join(folder, stem), _Group()
-            members.setdefault((dot + rest).lower(), member)
+            members[suffix] = member
     except _FAULTS as caught:
         fault = caught
     # what came before the damage is whole

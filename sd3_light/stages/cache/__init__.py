@@ -158,13 +158,15 @@ class _Stage:
             state = self._compare(folder, plan, recipe)
             if self._wishes.dry_run:
                 return CacheReport(folder, already=state.fresh)
-            builder = self._encode(title, folder, plan, state, claims)
+            units = plan.units if self._wishes.regenerate else state.todo
+            already = sum(unit.count for unit in plan.units) - sum(unit.count for unit in units)
+            encoded = self._encode(title, folder, plan, units, already, claims)
             empty = self._encode_empty(shards, recipe)
             counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
         if self._wishes.prune and self._launch.is_main:
             _prune(state)
         small = self._small_buckets(plan.units)
-        return CacheReport(folder, counts, builder.encoded, state.fresh, small)
+        return CacheReport(folder, counts, encoded, already, small)
 
     def _look(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
         workers = self._train.map_num_proc or self._train.caching_num_workers
@@ -183,10 +185,11 @@ class _Stage:
         show(render(state))
         return state
 
-    def _encode(self, title: str, folder: Path, plan: Plan, state: State, claims: Claims) -> Builder:
-        units = plan.units if self._wishes.regenerate else state.todo
-        total = sum(unit.count for unit in plan.units)
-        already = total - sum(unit.count for unit in units)
+    def _encode(
+        self, title: str, folder: Path, plan: Plan, units: Sequence[Unit], already: int, claims: Claims
+    ) -> int:
+        """Have the units stand; how many samples this process encoded."""
+        total = already + sum(unit.count for unit in units)
         train = self._train
         if already:
             say(f"{title}: {already:,} of {total:,} samples are there already")
@@ -203,7 +206,7 @@ class _Stage:
                 self._wishes.regenerate,
             )
             builder.build(units, (self._launch.rank, self._launch.world))
-        return builder
+        return builder.encoded
 
     def _encode_empty(self, shards: Path, recipe: Mapping[str, Any]) -> ShardEntry:
         fingerprint = sample_id(repr(sorted(recipe.items())))

@@ -151,6 +151,7 @@ def found(path: Path, **keys: Any) -> list[Record | Rejected]:
     names = [item.key for item in items]
     assert len(set(names)) == len(names), "keys are unique"
     assert all(item.reason in REASONS for item in items if isinstance(item, Rejected))
+    assert all((item.key + item.detail).encode() for item in items if isinstance(item, Rejected)), "can be written"
     assert items == list(scan(directory(path, **keys), 0)), "a second scan sees the same"
     return items
 

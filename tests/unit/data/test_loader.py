@@ -1,6 +1,11 @@
 """The loader: the same batches for any number of workers, and no more of them ahead than asked for."""
 
+import gc
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +14,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import CachedDataset, MicroBatches
 
 MakeCache = Callable[..., CachedDataset]
+ONCE = {"toy#0": 1.0}
 
 
 class Plain:
@@ -23,9 +30,14 @@ class Plain:
 
 
 def loader_of(data: CachedDataset, micro: int = 1, first: int = 0, steps: int = 6, **keys: int) -> PipelineDataLoader:
-    order = data.order(0, [1.0], lambda resolution: 4)
+    order = data.order(0, ONCE, lambda resolution: 4)
     items = range(first * micro, steps * micro)
     return PipelineDataLoader(MicroBatches(data, order, 0, 1, micro), object(), micro, Plain(), items=items, **keys)
+
+
+def all_steps(loader: PipelineDataLoader) -> list[list[Any]]:
+    """The steps of a loader, each list copied before the next step empties it."""
+    return [list(step) for step in loader.steps()]
 
 
 def flat(steps: list[list[Any]]) -> list[torch.Tensor]:
@@ -34,10 +46,10 @@ def flat(steps: list[list[Any]]) -> list[torch.Tensor]:
 
 def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> None:
     data = make_cache(captions=2, variants=2)
-    alone = flat(list(loader_of(data).steps()))
+    alone = flat(all_steps(loader_of(data)))
     assert len(alone) == 24
     for workers in (1, 4):
-        helped = flat(list(loader_of(data, num_dataloader_workers=workers).steps()))
+        helped = flat(all_steps(loader_of(data, num_dataloader_workers=workers)))
         assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
 
 
@@ -51,15 +63,15 @@ def test_consecutive_steps_differ_and_an_epoch_covers_all(make_cache: MakeCache)
 
 def test_a_resumed_loader_goes_on_where_the_other_stopped(make_cache: MakeCache) -> None:
     data = make_cache()
-    whole = flat(list(loader_of(data).steps()))
+    whole = flat(all_steps(loader_of(data)))
     for first in (1, 3, 5):
-        rest = flat(list(loader_of(data, first=first).steps()))
+        rest = flat(all_steps(loader_of(data, first=first)))
         assert all(torch.equal(a, b) for a, b in zip(whole[4 * first :], rest, strict=True))
 
 
 def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:
     data = make_cache()
-    whole, halves = list(loader_of(data).steps()), list(loader_of(data, micro=2).steps())
+    whole, halves = all_steps(loader_of(data)), all_steps(loader_of(data, micro=2))
     assert [len(step) for step in halves] == [2] * 6
     for step, parts in zip(whole, halves, strict=True):
         joined = torch.cat([features[0] for features, _ in parts])
@@ -68,7 +80,7 @@ def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:
 
 def test_a_last_step_without_all_its_micro_batches_is_no_step(make_cache: MakeCache) -> None:
     data = make_cache()
-    order = data.order(0, [1.0], lambda resolution: 4)
+    order = data.order(0, ONCE, lambda resolution: 4)
     loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, Plain(), items=range(3))
     with pytest.raises(AssertionError, match="lacks micro-batches"):
         list(loader.steps())
@@ -121,29 +133,201 @@ def test_without_workers_a_batch_is_made_when_it_is_taken() -> None:
         assert dataset.made.value == taken
 
 
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Doubling:
+    """A model whose batches are made anew from what it reads."""
+
+    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
+        return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
+
+
+@pytest.mark.parametrize("model", [Plain(), Doubling()], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_batch_that_is_kept_never_changes(make_cache: MakeCache, model: Any, workers: int) -> None:
+    """Memory is used again, but not while anybody holds a tensor of it."""
+    data = make_cache(captions=2, variants=2, mask=True)
+    order = data.order(0, ONCE, lambda resolution: 4)
+    batches = MicroBatches(data, order, 0, 1, 1)
+    expected = [model.prepare_inputs(batches[item]) for item in range(30)]
+    kept = list(PipelineDataLoader(batches, None, 1, model, num_dataloader_workers=workers, items=range(30)))
+    for (features, label), (other, other_label) in zip(kept, expected, strict=True):
+        for one, two in zip((*features, *label), (*other, *other_label), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_steps_hold_no_batch_of_the_step_before(make_cache: MakeCache) -> None:
+    data = make_cache()
+    for workers in (0, 2):
+        steps = loader_of(data, micro=2, num_dataloader_workers=workers).steps()
+        first = next(steps)
+        assert len(first) == 2
+        second = next(steps)
+        assert len(second) == 2
+        assert first is second, "one list, filled anew"
+
+
+class Bulky(Dataset[Any]):
+    """Batches of 4 MB."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"x": torch.full((4 << 20,), item, dtype=torch.uint8), "mask": None}
+
+
+class AsItIs:
+    """A model that takes any batch."""
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        return batch, (torch.zeros(1), None)
+
+
+def slot_bytes(loader: PipelineDataLoader) -> int:
+    """Bytes of memory that the batches of a loader occupy, by the kernel's count."""
+    return sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)
+
+
+def peak_bytes(workers: int, prefetch: int) -> int:
+    loader = PipelineDataLoader(
+        Bulky(), None, 1, AsItIs(), num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
+    )
+    for number, step in enumerate(loader.steps()):
+        assert (step[0][0]["x"] == number).all()
+    return slot_bytes(loader)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 1), (2, 2), (2, 4)])
+def test_the_memory_of_live_batches_is_workers_times_prefetch_and_the_one_in_use(workers: int, prefetch: int) -> None:
+    batch = 4 << 20
+    alive = peak_bytes(workers, prefetch) / batch
+    assert workers * prefetch <= alive <= workers * prefetch + 1 + 0.1
+
+
+def test_the_peak_falls_with_the_prefetch() -> None:
+    peaks = [peak_bytes(2, prefetch) for prefetch in (4, 2, 1)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > 2.5 * peaks[2]
+
+
+def test_memory_goes_with_the_loader() -> None:
+    def shared_kib() -> int:
+        with open("/proc/self/status") as about:
+            return next(int(line.split()[1]) for line in about if line.startswith("RssShmem"))
+
+    before = shared_kib()
+    loader = PipelineDataLoader(Bulky(), None, 1, AsItIs(), num_dataloader_workers=2)
+    batches = iter(loader)
+    held = [next(batches) for _ in range(3)]
+    assert sum(int(one["x"].sum()) for one, _ in held) > 0
+    assert shared_kib() - before > 8000
+    del batches, loader, held
+    gc.collect()
+    assert shared_kib() - before < 4000
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+class Faulty(Dataset[Any]):
+    """Item 3 is a fault of the user, or of ours, or kills its worker."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, item: int) -> Any:
+        if item == 3 and self.kind == "user":
+            raise UserError("shard x is damaged; run y")
+        if item == 3 and self.kind == "ours":
+            raise ZeroDivisionError("ours")
+        if item == 3 and self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"x": torch.tensor([item])}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fault_of_the_user_in_a_worker_is_one_line(workers: int) -> None:
+    loader = PipelineDataLoader(Faulty("user"), None, 1, AsItIs(), num_dataloader_workers=workers)
+    with pytest.raises(UserError) as fault:
+        list(loader)
+    assert str(fault.value) == "shard x is damaged; run y"
+
+
+def test_an_error_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError, match="__getitem__"):
+        list(PipelineDataLoader(Faulty("ours"), None, 1, AsItIs(), num_dataloader_workers=2))
+
+
+def test_a_worker_that_dies_is_one_line() -> None:
+    loader = PipelineDataLoader(Faulty("killed"), None, 1, AsItIs(), num_dataloader_workers=2)
+    with pytest.raises(UserError) as fault:
+        list(loader)
+    text = str(fault.value)
+    assert "\n" not in text
+    assert "DataLoader worker" in text
+    assert "lower num_dataloader_workers" in text
+
+
+# --- the note on memory ------------------------------------------------------------------------
+
+PROGRAM = """
+import torch
+from torch.utils.data import Dataset
+from sd3_light.data import loader as dataset_util
+
+class TinyDataset(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, idx):
+        return {'x': torch.zeros((4, 3, 256, 256), dtype=torch.float16), 'mask': None}
+
+# 模拟模型接口
+class DummyModel:
+    name = 'dummy'
+    def prepare_inputs(self, batch, timestep_quantile=None):
+        return (batch, (torch.zeros(1), None))
+
+    @property
+    def grid(self):
+        class _G:
+            def get_data_parallel_rank(self): return 0
+            def get_data_parallel_world_size(self): return 1
+            def get_model_parallel_rank(self): return 0
+            def get_model_parallel_world_size(self): return 1
+            def get_pipe_parallel_rank(self): return 0
+            def get_pipe_parallel_world_size(self): return 1
+            @property
+            def pp_group(self): return [0]
+        return _G()
+    def gradient_accumulation_steps(self): return 1
+    def is_pipe_parallel(self): return False
+
+model = DummyModel()
+ds = TinyDataset()
+
+# 默认 DataLoader，预取 2*workers 批次
+loader_default = dataset_util.PipelineDataLoader(ds, model, 1, model, num_dataloader_workers=2, prefetch_batches_per_worker=2)
+print('default prefetch_factor =', loader_default.dataloader.prefetch_factor)
+
+# 受控预取 DataLoader
+loader_limited = dataset_util.PipelineDataLoader(ds, model, 1, model, num_dataloader_workers=2, prefetch_batches_per_worker=1)
+print('limited prefetch_factor =', loader_limited.dataloader.prefetch_factor)
+"""
+"""Of the note on memory, with its import line changed and nothing else."""
+
+TAIL = """
+for loader in (loader_default, loader_limited):
+    count = sum(features['x'].shape == (4, 3, 256, 256) and features['mask'] is None for features, _ in loader)
+    print(count)
+"""
+
+
 def test_the_program_of_the_memory_note_runs() -> None:
-    """Items are dicts of tensors, `mask` may be None, and the model is its own engine."""
-
-    class TinyDataset(Dataset[Any]):
-        def __len__(self) -> int:
-            return 16
-
-        def __getitem__(self, idx: int) -> dict[str, Any]:
-            return {"x": torch.zeros((4, 3, 256, 256), dtype=torch.float16), "mask": None}
-
-    class DummyModel:
-        name = "dummy"
-
-        def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
-            return (batch, (torch.zeros(1), None))
-
-    model, dataset = DummyModel(), TinyDataset()
-    for prefetch in (2, 1):
-        loader = PipelineDataLoader(
-            dataset, model, 1, model, num_dataloader_workers=2, prefetch_batches_per_worker=prefetch
-        )
-        assert loader.dataloader.prefetch_factor == prefetch
-    features, label = next(iter(loader))
-    assert features["x"].shape == (4, 3, 256, 256)
-    assert features["mask"] is None
-    assert label[1] is None
+    done = subprocess.run([sys.executable, "-c", PROGRAM + TAIL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from sd3_light.data.order import (
+    _UNIT_BITS,
     BucketOrder,
     Indices,
     Order,
     Picks,
     Segment,
+    _hash,
+    _key,
     make_order,
     open_shards,
     permute,
@@ -479,18 +482,18 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
 
 
 def test_place_agrees_with_sorting_all_batches() -> None:
-    """The few candidates that are looked at hold the right one: the whole list, sorted, says the same."""
+    """The few candidates that are looked at hold the right one: the whole list, sorted by time, says the same."""
     order = make_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
-    places = [order.place(step)[1:] for step in range(order.steps_per_epoch)]
-    counts = np.array([bucket.num_batches for bucket in order.buckets])
-    for step, (bucket, batch) in enumerate(places):
-        # before any batch, every bucket has had its even share, give or take one and a fraction
-        share = (batch + 0.5) / counts[bucket]
-        before = Counter(found for found, _ in places[:step])
-        assert all(
-            abs(before[other] - share * count) <= 1.5 + count / counts[bucket] for other, count in enumerate(counts)
-        )
-    assert len(set(places)) == len(places) == counts.sum()
+    for epoch in range(3):
+        timed = []
+        for bucket, plan in enumerate(order.buckets):
+            batches = np.arange(plan.num_batches)
+            words = _hash(_key(9, "batches", epoch), np.full(len(batches), bucket), batches)
+            times = (batches + (words >> np.uint64(64 - _UNIT_BITS)) / 2**_UNIT_BITS) / plan.num_batches
+            timed += [(time, bucket, batch) for batch, time in enumerate(times.tolist())]
+        first = epoch * order.steps_per_epoch
+        places = [order.place(step)[1:] for step in range(first, first + order.steps_per_epoch)]
+        assert places == [(bucket, batch) for _, bucket, batch in sorted(timed)]
 
 
 def test_buckets_are_spread_over_the_epoch() -> None:

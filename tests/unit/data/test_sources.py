@@ -82,6 +82,14 @@ def test_a_name_that_is_not_utf8_is_rejected_printably(tmp_path: Path) -> None:
     assert item.key.encode().endswith(rb"caf\udce9.jpg")
 
 
+def test_whatever_a_reject_tells_can_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "loop").symlink_to(folder)
+    write_tar(tmp_path / "x.tar", [(os.fsdecode(b"a.caf\xe9"), b"")])
+    assert sorted(rejects(found(tmp_path)).values()) == ["folder_loop", "missing_file"]
+
+
 def test_rejects_say_where_the_picture_is(tmp_path: Path) -> None:
     root = lay(tmp_path, {"lonely.jpg": picture(3), os.fsdecode(b"caf\xe9.jpg"): picture(4), "orphan.txt": "x"})
     shown = {

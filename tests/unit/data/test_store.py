@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 from sd3_light.config import UserError
-from sd3_light.data import protocols, remote
+from sd3_light.data import disk_cache, protocols, remote
 from sd3_light.data.disk_cache import DiskCache
 from sd3_light.data.protocols import protocol_problem
 from sd3_light.data.remote import load_remote_manifest, remote_manifest
@@ -343,6 +343,26 @@ def test_processes_that_want_the_same_shards_fetch_each_once(s3: S3, cache: Path
     in_processes(store, [list(range(COUNT))] * 3)
     assert [s3.gets(url, entry) for entry in store.manifest.shards] == [1] * COUNT
     assert used(store.disk) == COUNT * SIZE
+
+
+def test_what_another_brought_before_the_claim_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, digest, fetched = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest(), []
+    claimed = disk_cache._claimed
+
+    def fetch(file: Any) -> None:
+        fetched.append(file.write(content(0)))
+
+    def late(part: Path) -> Any:
+        monkeypatch.setattr(disk_cache, "_claimed", claimed)
+        disk.path(digest, SIZE, fetch)
+        return claimed(part)
+
+    monkeypatch.setattr(disk_cache, "_claimed", late)
+    assert disk.path(digest, SIZE, fetch).read_bytes() == content(0)
+    assert fetched == [SIZE]
+    assert kept(tmp_path) == {f"{digest}.safetensors"}
 
 
 @pytest.mark.parametrize("room", [1, 3])

@@ -1,8 +1,10 @@
 """Batches from shards: each sample's own draws, every sample once an epoch, a bounded number of open files."""
 
+import os
 import pickle
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,21 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.data import stream as stream_module
+from sd3_light.data import memory as memory_module
+from sd3_light.data import verify as verify_module
 from sd3_light.data.order import Order
-from sd3_light.data.shards import Manifest
+from sd3_light.data.shards import Manifest, ShardContent, ShardEntry
+from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards
 from sd3_light.randomness import stream
 
 MakeCache = Callable[..., CachedDataset]
 SEED = 5
+ONCE = {"toy#0": 1.0}
 
 
-def order_of(data: CachedDataset, batch: int = 4, repeats: tuple[float, ...] = (1.0,)) -> Order:
-    return data.order(SEED, repeats, lambda resolution: batch)
+def order_of(data: CachedDataset, batch: int = 4, repeats: Mapping[str, float] = ONCE, window: int = 16) -> Order:
+    return data.order(SEED, repeats, lambda resolution: batch, window)
 
 
 def steps_of(data: CachedDataset, order: Order, epoch: int = 0) -> list[dict[str, Any]]:
@@ -158,19 +163,20 @@ def test_the_mask_is_flipped_with_the_picture(make_cache: MakeCache) -> None:
 
 
 def test_samples_with_and_without_masks_share_a_batch(
-    tmp_path: Path, make_sample: Callable[..., Any], make_shard: Callable[..., Any]
+    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
-    masked = make_shard(tmp_path, "a", [make_sample(1, mask=True), make_sample(2, mask=True)])
-    plain = make_shard(tmp_path, "b", [make_sample(3), make_sample(4)])
-    data = CachedDataset(tmp_path, Manifest({}, (masked, plain), plain))
+    masked = make_shard(tmp_path, "a", make_content((1, 2), mask=True))
+    plain = make_shard(tmp_path, "b", make_content((3, 4)))
+    Manifest({}, (masked, plain), plain).save(tmp_path)
+    data = CachedDataset(LocalStore(tmp_path))
     (batch,) = steps_of(data, order_of(data))
     for row, number in enumerate(batch["sample_id"].tolist()):
         assert int(batch["mask"][row].float().mean()) == (127 if number <= 2 else 255)
 
 
 def test_repeats_are_by_directory(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(4, 4, 4), directories=(0, 1, 2))
-    order = order_of(data, batch=2, repeats=(1.0, 3.0, 0.5))
+    data = make_cache(sizes=(4, 4, 4), directories=("a#0", "b#0", "a#1"))
+    order = order_of(data, batch=2, repeats={"a#0": 1.0, "a#1": 0.5, "b#0": 3.0, "empty#0": 7.0})
     for epoch in (0, 1):
         counts = Counter(ids_of(steps_of(data, order, epoch)))
         assert all(counts[number] == 1 for number in range(1, 5))
@@ -184,39 +190,146 @@ def test_repeats_are_by_directory(make_cache: MakeCache) -> None:
     assert {(5, 0), (5, 1), (5, 2)} <= repeats, "each occurrence is one of its own"
 
 
+def test_a_directory_that_the_config_does_not_have_is_a_fault(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(4, 4), directories=("a#0", "b#0"))
+    with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust_cache"):
+        order_of(data, repeats={"a#0": 1.0})
+
+
+def test_small_buckets_are_dropped_where_that_is_asked(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(3, 9), buckets=("32x16", "16x32"))
+    order = data.order(SEED, ONCE, lambda resolution: 4, 16, "drop")
+    assert [data.buckets[number].bucket for number in order.dropped] == ["32x16"]
+    assert set(ids_of(steps_of(data, order))) == set(range(4, 13))
+    with pytest.raises(UserError, match="every bucket is smaller"):
+        data.order(SEED, ONCE, lambda resolution: 10, 16, "drop")
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def test_real_tokens_are_padded_to_the_longest_of_the_batch(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(7, 5), captions=2, real=True)
+    lengths_seen = set()
+    for batch in steps_of(data, order_of(data, 3)):
+        for name in ("clip_l", "clip_g", "t5"):
+            lengths = batch[f"{name}.length"]
+            assert lengths.dtype == torch.int64
+            assert batch[name].shape[1] == int(lengths.max())
+            lengths_seen.add(int(lengths.max()))
+            for row, number in enumerate(batch["sample_id"].tolist()):
+                caption = int(batch["clip_l.pooled"][row, 1])
+                expected = {"clip_l": 1 + (number + caption) % 3, "clip_g": 1 + number % 2, "t5": number % 4}
+                assert int(lengths[row]) == expected[name]
+                assert (batch[name][row, : lengths[row], 0] == number).all()
+                assert (batch[name][row, lengths[row] :] == 0).all()
+    assert len(lengths_seen) > 1
+
+
+def test_zeros_behind_the_tokens_do_not_depend_on_what_the_memory_held(make_cache: MakeCache) -> None:
+    data = make_cache(real=True, mask=True, variants=2)
+    picks = order_of(data).picks(0)
+
+    def dirty(nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    clean, other = data.read(picks, SEED), data.read(picks, SEED, dirty)
+    assert all(torch.equal(clean[name], other[name]) for name in clean)
+
+
+def test_padded_caches_give_no_lengths(make_cache: MakeCache) -> None:
+    data = make_cache()
+    (batch, *_) = steps_of(data, order_of(data))
+    assert not [name for name in batch if name.endswith(".length")]
+    assert batch["t5"].shape == (4, 2, 12)
+
+
 # --- files -------------------------------------------------------------------------------------
 
 
-def test_no_more_shards_are_open_than_allowed(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "MAX_OPEN_SHARDS", 2)
-    data = make_cache(sizes=(2,) * 6)
+def open_files(data: CachedDataset) -> int:
+    names = {entry.file for entry in data.manifest.shards}
+    return sum(
+        os.path.basename(os.path.realpath(f"/proc/self/fd/{one}")) in names for one in os.listdir("/proc/self/fd")
+    )
+
+
+def test_no_more_shards_are_open_than_the_window_asks_for(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(2,) * 12)
+    order = order_of(data, batch=4, window=1)
+    assert data.max_open == 2
     most = 0
-    for batch in steps_of(data, order_of(data, batch=6)):
-        assert len(batch["sample_id"]) == 6
-        most = max(most, len(data._open))
+    for step in range(2 * order.steps_per_epoch):
+        data.read(order.picks(step), SEED)
+        most = max(most, open_files(data))
     assert most == 2
+    order_of(data, window=3)
+    assert data.max_open == 6
 
 
-def test_a_shard_is_hashed_once_a_process(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.data import shards
-
-    hashed: list[str] = []
-    real = shards.file_sha256
-    monkeypatch.setattr(shards, "file_sha256", lambda path: hashed.append(path.name) or real(path))
-    monkeypatch.setattr(stream_module, "MAX_OPEN_SHARDS", 1)  # every shard is opened many times
-    data = make_cache(sizes=(4, 4, 4))
+def test_open_shards_are_used_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_cache(sizes=(8, 8))
+    opened: list[str] = []
+    real = CachedDataset._opened
+    monkeypatch.setattr(
+        CachedDataset, "_opened", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
+    )
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)
+    assert sorted(opened) == sorted(entry.file for entry in data.manifest.shards)
+
+
+def test_a_shard_is_hashed_once_however_often_it_is_opened(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    real = verify_module.file_sha256
+    monkeypatch.setattr(verify_module, "file_sha256", lambda path: hashed.append(path.name) or real(path))
+    data = make_cache(sizes=(4, 4, 4))
+    for epoch in range(3):
+        order = order_of(data, window=1)
+        data.max_open = 1
+        steps_of(data, order, epoch)
     assert len(hashed) == 3
     assert len(set(hashed)) == 3
 
 
 def test_a_damaged_shard_is_named_when_it_is_read(make_cache: MakeCache) -> None:
     data = make_cache()
-    path = data.folder / "shards" / data.manifest.shards[1].file
+    path = data.store.path(data.manifest.shards[1])
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(UserError, match=rf"shard {path} is damaged"):
         steps_of(data, order_of(data))
+
+
+def test_a_store_that_verified_is_trusted(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_cache()
+    monkeypatch.setattr(LocalStore, "verified", True)
+    path = data.store.path(data.manifest.shards[0])
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    trusting = CachedDataset(LocalStore(path.parent.parent))
+    assert sorted(ids_of(steps_of(trusting, order_of(trusting)))) == list(range(1, 13))
+
+
+def test_the_next_windows_shards_are_hashed_in_the_background(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_cache(sizes=(4,) * 6)
+    order = order_of(data, window=2)
+    hashed: dict[str, bool] = {}
+    real = verify_module.file_sha256
+
+    def note(path: Path) -> str:
+        hashed[path.name] = threading.current_thread() is data._ahead
+        return real(path)
+
+    monkeypatch.setattr(verify_module, "file_sha256", note)
+    batches = MicroBatches(data, order, 0, 1, 1)
+    for step in range(6):
+        batches[step]
+        assert data._ahead is not None
+        data._ahead.join()
+    assert Counter(hashed.values())[True] >= 3, "all but the first window's"
 
 
 def test_open_files_stay_behind_when_a_worker_takes_the_data(make_cache: MakeCache) -> None:
@@ -237,8 +350,61 @@ def test_the_empty_caption_is_kept_apart(make_cache: MakeCache) -> None:
     assert 0 not in ids_of(steps_of(data, order_of(data)))
 
 
+def test_the_tensors_of_a_batch_lie_in_one_piece_of_the_memory_given(make_cache: MakeCache) -> None:
+    data = make_cache(real=True, mask=True)
+    asked: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        asked.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return asked[-1]
+
+    batch = MicroBatches(data, order_of(data), 0, 1, 1).fetch(0, allocate)
+    (memory,) = asked
+    assert {tensor.untyped_storage().data_ptr() for tensor in batch.values()} == {memory.data_ptr()}
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in batch.values())
+
+
+# --- all in memory -----------------------------------------------------------------------------
+
+
+def test_in_memory_the_files_are_not_needed_any_more(make_cache: MakeCache) -> None:
+    data = make_cache(captions=2, variants=2, mask=True, real=True)
+    streamed = steps_of(data, order_of(data))
+    held = CachedDataset(data.store, in_memory=True)
+    for entry in data.manifest.shards:
+        data.store.path(entry).unlink()
+    again = steps_of(held, order_of(held))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(streamed, again, strict=True) for name in a)
+    assert open_files(held) == 0
+
+
+def test_a_cache_that_does_not_fit_into_memory_is_refused(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_cache()
+    size = sum(entry.bytes for entry in data.manifest.shards)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: int(size / 0.8) + 1)
+    CachedDataset(data.store, in_memory=True)
+    with pytest.raises(UserError, match=r"2 times on this machine.*sd3_streaming_dataset = true"):
+        CachedDataset(data.store, in_memory=True, processes=2)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: int(size / 0.8) - 2)
+    with pytest.raises(UserError, match="sd3_streaming_dataset = true"):
+        CachedDataset(data.store, in_memory=True)
+
+
+def test_a_damaged_shard_is_not_taken_into_memory(make_cache: MakeCache) -> None:
+    data = make_cache()
+    path = data.store.path(data.manifest.shards[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match="is damaged"):
+        CachedDataset(data.store, in_memory=True)
+
+
 def test_the_order_of_the_manifests_lines_means_nothing(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(3, 4, 5), buckets=("32x16", "16x32", "32x16"), directories=(1, 0, 0))
+    data = make_cache(sizes=(3, 4, 5), buckets=("32x16", "16x32", "32x16"), directories=("b#0", "a#0", "a#0"))
     shards = data.manifest.shards
     assert group_shards(shards) == group_shards(shards[::-1])
-    assert [bucket.sizes for bucket in group_shards(shards)] == [(4,), (5, 3)]
+    assert [(b.bucket, b.size, [s.count for s in b.shards]) for b in group_shards(shards)] == [
+        ("16x32", 4, [4]),
+        ("32x16", 8, [5, 3]),
+    ]

@@ -151,6 +151,19 @@ def test_captions_may_be_tokenized_elsewhere_meanwhile(real: FrozenParts) -> Non
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch: Any) -> None:
+    """The libraries' own raises "Already borrowed" when it is."""
+    parts = make(demo_parts)
+    alone: list[bool] = []
+
+    def tokenizer(*_: object) -> Any:
+        return lambda captions, padded: alone.append(parts._tokenizing.locked()) or [[0]]
+
+    monkeypatch.setattr(frozen, "load_tokenizer", tokenizer)
+    parts.tokenize(["a"])
+    assert alone == [True] * 3
+
+
 # --- pictures ------------------------------------------------------------------------------------
 
 

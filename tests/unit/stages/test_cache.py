@@ -227,7 +227,7 @@ def test_a_directory_elsewhere_in_the_list_changes_nothing_of_the_others(project
     assert before < set(shard_files(project))
 
 
-@pytest.mark.parametrize(("change", "most"), [("add", 2), ("remove", 3)])
+@pytest.mark.parametrize(("change", "most"), [("add", 3), ("remove", 3)])
 def test_an_added_or_removed_picture_changes_its_neighbourhood_only(project: Project, change: str, most: int) -> None:
     captions = captions_of(project)
     if change == "add":
@@ -384,7 +384,7 @@ def test_a_damaged_shard_is_found_even_in_a_trusted_cache_and_its_remedy_works(p
     path = project.cache / "shards" / shard_files(project)[0]
     damage(path)
     project.build_cache(trust=True)
-    with pytest.raises(UserError, match=rf"shard {path} is damaged .*run `sd3-light cache CONFIG`"):
+    with pytest.raises(UserError, match=rf"shard {path} is damaged.*run `sd3-light cache CONFIG`"):
         epoch_of(project)
     project.build_cache()
     assert contents(project) == before
@@ -522,9 +522,12 @@ def test_repeats_tags_and_prefix_work(fresh_project: Project) -> None:
         'cache_shuffle_num = 3\ncache_shuffle_delimiter = "; "\ncaption_prefix = "a picture of "\n'
     )
     fresh_project.build_cache()
-    data = opened(fresh_project)
-    (shard,) = data.manifest.shards
-    captions = {c for origin in read_origins(fresh_project.cache / "shards" / shard.file) for c in origin.captions}
+    captions = {
+        caption
+        for shard in Manifest.load(fresh_project.cache).shards
+        for origin in read_origins(fresh_project.cache / "shards" / shard.file)
+        for caption in origin.captions
+    }
     assert len(captions) > 3, "each sample has three shuffles of its own"
     for caption in captions:
         assert caption.startswith("a picture of ")

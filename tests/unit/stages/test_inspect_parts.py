@@ -1,6 +1,7 @@
 """The parts of inspect that need no cache: counting, drawing, choosing, writing HTML."""
 
 import json
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -91,8 +92,6 @@ def test_drawing_takes_all_where_there_are_fewer() -> None:
 
 
 def test_drawing_from_ten_million_needs_no_list_of_them() -> None:
-    import tracemalloc
-
     shards = [entry(number, 1000) for number in range(10_000)]
     tracemalloc.start()
     picks = draw(shards, 48, seed=0)

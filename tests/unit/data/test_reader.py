@@ -1,0 +1,193 @@
+"""Rows of a shard: the right bytes, and no file is taken for a shard that is none."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import SHARDS, ShardContent, ShardEntry
+
+NUMBERS = (3, 1, 7, 2)
+
+
+@pytest.fixture
+def shard(
+    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
+) -> tuple[Path, ShardEntry]:
+    """A shard with two captions, two variants and masks, of real tokens."""
+    content = make_content(NUMBERS, captions=2, variants=2, mask=True, real=True)
+    entry = make_shard(tmp_path, "one", content)
+    return tmp_path / SHARDS / entry.file, entry
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry], in_memory: bool) -> None:
+    reader = ShardReader(*shard, in_memory=in_memory)
+    assert reader.sample_id.tolist() == list(NUMBERS)
+    assert reader.num_variants == 2
+    for row, number in enumerate(NUMBERS):
+        assert reader.identity(row) == number
+        assert reader.num_captions(row) == 2
+        for at in range(2):
+            features = reader.caption(row, at)
+            counts = {"clip_l": 1 + (number + at) % 3, "clip_g": 1 + number % 2, "t5": number % 4}
+            assert {name: len(features[name]) for name in counts} == counts
+            for values in features.values():
+                assert values.dtype == torch.bfloat16
+                assert (values[..., 0] == number).all()
+                assert (values[..., 1] == at).all()
+            moments, mask = reader.picture(row, at)
+            assert moments.dtype == torch.float16
+            assert torch.equal(moments, torch.full((4, 2, 4), 10.0 * number + at).half())
+            assert mask is not None
+            white = [[0, 0, 255, 255]] * 2 if at else [[255, 255, 0, 0]] * 2
+            assert mask.tolist() == white, "mirrored with its picture"
+
+
+def test_a_shared_caption_is_kept_once(
+    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
+) -> None:
+    entry = make_shard(tmp_path, "one", replace(make_content((1, 2, 3)), caption=torch.tensor([2, 0, 2])))
+    reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
+    assert [int(reader.caption(row, 0)["t5"][0, 0]) for row in range(3)] == [3, 1, 3]
+
+
+def test_without_masks_there_is_none(
+    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
+) -> None:
+    entry = make_shard(tmp_path, "one", make_content((1,)))
+    assert ShardReader(tmp_path / SHARDS / entry.file, entry).picture(0, 0)[1] is None
+
+
+def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> None:
+    def is_open() -> bool:
+        names = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        return str(shard[0].resolve()) in names
+
+    reader = ShardReader(*shard)
+    assert is_open()
+    del reader
+    assert not is_open()
+    in_memory = ShardReader(*shard, in_memory=True)
+    assert not is_open()
+    shard[0].unlink()
+    assert in_memory.identity(0) == 3
+    assert float(in_memory.picture(0, 0)[0][0, 0, 0]) == 30.0
+
+
+def test_a_file_cut_short_after_it_was_opened_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
+    reader = ShardReader(*shard)
+    os.truncate(shard[0], reader.locate(3, 0, 0).moments + 8)
+    with pytest.raises(UserError, match="ends too early"):
+        reader.picture(3, 0)
+
+
+def test_a_missing_file_is_told_as_such(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:
+    with pytest.raises(FileNotFoundError):
+        ShardReader(tmp_path / "nowhere.safetensors", shard[1])
+
+
+# --- what is no shard of this cache ---------------------------------------------------------------
+
+
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: str) -> int:
+    """Change the tensors of a shard on disk; its new size."""
+    tensors = load_file(path)
+    change(tensors)
+    facts = {"bucket": "32x16", "fingerprint": "one", **about}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"shard": json.dumps(facts)})
+    return path.stat().st_size
+
+
+def set_to(name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: by(tensors[name])})
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop("t5.tokens"), "lacks t5.tokens"),
+    "unknown": (lambda t: t.update(extra=torch.zeros(1)), "holds a tensor 'extra'"),
+    "dtype": (set_to("moments", torch.Tensor.float), "moments is F32"),
+    "dimensions": (set_to("moments", lambda m: m[:, 0]), "moments is F16"),
+    "count": (set_to("sample_id", lambda ids: ids[:-1]), "sample_id has 3 rows, not 4"),
+    "bucket": (set_to("moments", lambda m: m.transpose(-1, -2)), "latents are"),
+    "channels": (set_to("moments", lambda m: m[:, :, :3]), "moments are"),
+    "mask": (set_to("mask", lambda m: m[:, :1]), "masks and latents differ"),
+    "pooled": (set_to("clip_l.pooled", lambda p: p[:-1]), "number of captions"),
+    "captions": (set_to("caption_start", lambda s: s * 0), "captions do not add up"),
+    "no caption": (set_to("caption_start", lambda s: torch.tensor([0, 0, 2, 4, 8])), "captions do not add up"),
+    "outside": (set_to("caption", lambda c: c + 5), "lies outside"),
+    "negative": (set_to("caption", lambda c: c - 1), "lies outside"),
+    "tokens": (set_to("t5.start", lambda s: s.flip(0)), "t5: tokens do not add up"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_tensors_that_do_not_fit_are_a_fault(shard: tuple[Path, ShardEntry], kind: str) -> None:
+    path, entry = shard
+    change, message = CHANGES[kind]
+    size = rewritten(path, change)
+    with pytest.raises(UserError) as fault:
+        ShardReader(path, replace(entry, bytes=size))
+    text = str(fault.value)
+    assert message in text
+    assert str(path) in text
+    assert "run `sd3-light cache CONFIG`" in text
+    assert "\n" not in text
+
+
+def test_a_shard_of_another_fingerprint_or_size_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
+    path, entry = shard
+    with pytest.raises(UserError, match="another fingerprint"):
+        ShardReader(path, replace(entry, fingerprint="other"))
+    with pytest.raises(UserError, match="the manifest says"):
+        ShardReader(path, replace(entry, bytes=entry.bytes + 1))
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(header: object, body: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def moved(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str, Any]:
+    first, last = header[name]["data_offsets"]
+    return {**header, name: {**header[name], "data_offsets": [first + begin, last + end]}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda h, b: (1 << 60).to_bytes(8, "little") + b, "longer than the file"),
+        (lambda h, b: with_header(b"not json", b), "Expecting value"),
+        (lambda h, b: with_header(b'{"\xff', b), "codec"),
+        (lambda h, b: with_header([1, 2], b), ""),
+        (lambda h, b: with_header({k: v for k, v in h.items() if k != "__metadata__"}, b), "__metadata__"),
+        (lambda h, b: with_header(moved(h, "moments", 8, 8), b), "do not fill it"),
+        (lambda h, b: with_header(moved(h, "moments", 0, 8), b), "moments has"),
+        (lambda h, b: with_header(h, b + b"more"), "do not fill it"),
+        (lambda h, b: b"", ""),
+        (lambda h, b: b"\x01", ""),
+    ],
+)
+def test_a_header_that_lies_is_a_fault(
+    shard: tuple[Path, ShardEntry], spoil: Callable[[dict[str, Any], bytes], bytes], message: str
+) -> None:
+    path, entry = shard
+    data = spoil(*header_of(path.read_bytes()))
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is damaged or no shard of this cache") as fault:
+        ShardReader(path, replace(entry, bytes=len(data)))
+    assert message in str(fault.value)
+    assert "\n" not in str(fault.value)

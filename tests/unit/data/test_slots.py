@@ -1,0 +1,137 @@
+"""Slots: what is packed comes out, without copies where it lies there already, and no slot is lent while it is read."""
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.data.slots import Packed, Packer, SlotPool, carve
+
+
+def packed_into(pool: SlotPool, value: Any) -> Packed:
+    slot = pool.lend()
+    assert slot is not None
+    return Packer(pool, slot).pack(value)
+
+
+def test_a_nested_value_comes_out_as_it_went_in() -> None:
+    pool = SlotPool(1)
+    value = {
+        "a": [torch.arange(5), (torch.ones(2, 3, dtype=torch.bfloat16), None, "text")],
+        "odd": torch.arange(12.0).reshape(3, 4).t(),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(7, dtype=torch.uint8),
+        "number": 3,
+    }
+    found = pool.unpack(packed_into(pool, value))
+    assert torch.equal(found["a"][0], torch.arange(5))
+    assert found["a"][1][0].dtype == torch.bfloat16
+    assert torch.equal(found["a"][1][0].float(), torch.ones(2, 3))
+    assert found["a"][1][1:] == (None, "text")
+    assert torch.equal(found["odd"], value["odd"])
+    assert found["empty"].shape == (0, 4)
+    assert int(found["scalar"]) == 7
+    assert found["number"] == 3
+
+
+def test_a_slot_is_free_when_its_last_tensor_is_gone() -> None:
+    pool = SlotPool(1)
+    found = pool.unpack(packed_into(pool, {"a": torch.ones(4), "b": torch.zeros(4)}))
+    assert pool.lend() is None
+    part = found["a"][1:3].view(2, 1)
+    del found
+    assert pool.lend() is None, "a view of a view still reads it"
+    as_array = part.numpy()
+    del part
+    assert pool.lend() is None, "and so does an array"
+    assert as_array.tolist() == [[1.0], [1.0]]
+    del as_array
+    assert pool.lend() == 0
+
+
+def test_a_value_without_tensors_keeps_no_slot() -> None:
+    pool = SlotPool(1)
+    assert pool.unpack(packed_into(pool, (1, "two"))) == (1, "two")
+    assert pool.lend() == 0
+
+
+def test_the_slot_returned_last_is_lent_first() -> None:
+    """Its pages are there already, and a spare slot stays untouched."""
+    pool = SlotPool(3)
+    held = [pool.unpack(packed_into(pool, torch.ones(8))) for _ in range(2)]
+    held.pop(0)
+    again = pool.lend()
+    assert again == 2
+    assert os.fstat(pool._files[0]).st_size == 0
+
+
+def test_what_lies_in_the_slot_already_is_not_copied() -> None:
+    pool = SlotPool(1)
+    slot = pool.lend()
+    assert slot is not None
+    packer = Packer(pool, slot)
+    memory = packer.allocate(1024)
+    inside = carve(memory, 64, torch.float32, (4, 4))
+    inside.fill_(1.0)
+    packed = packer.pack({"inside": inside, "outside": torch.full((300_000,), 2.0)})
+    assert packed.nbytes < 1024 + 64 + 4 * 300_000 + 64, "no second place for it"
+    inside.fill_(3.0)
+    found = pool.unpack(packed)
+    assert (found["inside"] == 3.0).all()
+    assert (found["outside"] == 2.0).all()
+
+
+def test_slots_grow_and_old_views_stay_right() -> None:
+    pool = SlotPool(1)
+    small = pool.unpack(packed_into(pool, torch.arange(10)))
+    assert small.tolist() == list(range(10))
+    del small
+    big = pool.unpack(packed_into(pool, torch.arange(1_000_000)))
+    assert int(big[-1]) == 999_999
+    del big
+    assert pool.unpack(packed_into(pool, torch.arange(3))).tolist() == [0, 1, 2]
+
+
+def test_a_forked_process_fills_what_this_one_reads() -> None:
+    pool, context = SlotPool(2), multiprocessing.get_context("fork")
+    queue = context.Queue()
+    slots = [pool.lend(), pool.lend()]
+
+    def work() -> None:
+        for slot in slots:
+            assert slot is not None
+            queue.put(Packer(pool, slot).pack({"x": torch.full((500_000,), float(slot))}))
+
+    process = context.Process(target=work)
+    process.start()
+    for slot in slots:
+        found = pool.unpack(queue.get(timeout=30))
+        assert (found["x"] == float(slot or 0)).all()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_tensors_of_other_kinds_travel_in_their_own_way() -> None:
+    pool = SlotPool(1)
+    learned = torch.ones(2, requires_grad=True)
+    packed = packed_into(pool, {"learned": learned, "sparse": torch.eye(2).to_sparse()})
+    assert packed.value["learned"] is learned
+    assert packed.value["sparse"].is_sparse
+
+
+def test_files_go_with_the_pool() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pool = SlotPool(5)
+    assert len(os.listdir("/proc/self/fd")) == before + 5
+    found = pool.unpack(packed_into(pool, torch.ones(3)))
+    del pool
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert found.tolist() == [1.0, 1.0, 1.0], "what was handed out stays"
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_slot_is_lent_twice(count: int) -> None:
+    pool = SlotPool(count)
+    assert [pool.lend() for _ in range(count + 1)] == [*range(count), None]
