@@ -16,7 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.sources import scan, signature
@@ -42,7 +44,7 @@ def main() -> None:
             lay(root, files // 2, folders)
             show("imports alone", 0, lambda: None)
             show("signature", files, partial(signature, directory(root), 0))
-            show("listing alone", files, partial(drain, root, subsample_ratio=0.001))
+            show("listing alone", files, partial(drain, root, 0.001))
             show("scan", files, partial(drain, root))
             table(root, files // 2, folders)
             show("scan of a table", files, partial(drain, root))
@@ -72,14 +74,14 @@ def name(number: int, folders: int) -> str:
     return f"{number % folders:02d}/{number:09d}"
 
 
-def directory(root: Path, **keys: float) -> DirectoryConfig:
+def directory(root: Path, ratio: float = 1.0) -> DirectoryConfig:
     """The directory as a data set would name it."""
-    return DirectoryConfig(path=root, resolutions=[256], **keys)
+    return DirectoryConfig(path=root, resolutions=((256, 256),), subsample_ratio=ratio)
 
 
-def drain(root: Path, **keys: float) -> None:
+def drain(root: Path, ratio: float = 1.0) -> None:
     """Scan all of it, keeping nothing."""
-    for _ in scan(directory(root, **keys), 0):
+    for _ in scan(directory(root, ratio), 0):
         pass
 
 
@@ -94,7 +96,7 @@ def show(part: str, files: int, work: Callable[[], object]) -> None:
     print(f"{part:16} {files:10,} {seconds:8.2f} {rate} {peak / 1024:8.1f}", flush=True)
 
 
-def _measure(work: Callable[[], object], results: "multiprocessing.connection.Connection") -> None:
+def _measure(work: Callable[[], object], results: "Connection[Any, Any]") -> None:
     start = time.perf_counter()
     work()
     results.send((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))

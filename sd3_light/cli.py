@@ -107,7 +107,7 @@ def cache(
     set_: Overrides = None,
 ) -> None:
     """Say what is fresh, stale, missing and orphaned, then encode what has to be; what is fresh stays."""
-    loaded, launched = _load(config, set_), _prepare()
+    loaded, launched = _load(config, set_, caching=True), _prepare()
     from sd3_light.journeys import only_cache
     from sd3_light.stages import inspect as stage
     from sd3_light.stages.cache import Wishes
@@ -262,7 +262,7 @@ def _launch(flags: argparse.Namespace) -> None:
     _debug(flags.debug)
     if flags.deepspeed and not flags.cache_only:
         raise UserError("--deepspeed: this version trains with torch's own engine; launch with torchrun, without it")
-    loaded, launched = _load(flags.config, flags.set), _prepare(flags.local_rank)
+    loaded, launched = _load(flags.config, flags.set, flags.cache_only), _prepare(flags.local_rank)
     from sd3_light.journeys import cache_then_train, only_cache
     from sd3_light.stages.cache import Wishes
     from sd3_light.stages.train import Resume
@@ -323,10 +323,10 @@ def _debug(wish: bool) -> None:
     _DEBUG = _DEBUG or wish
 
 
-def _load(path: Path, overrides: Sequence[str] | None) -> "LoadedConfig":
+def _load(path: Path, overrides: Sequence[str] | None, caching: bool = False) -> "LoadedConfig":
     from sd3_light.stages import check
 
-    return check.load(path, overrides or ())
+    return check.load(path, overrides or (), caching)
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -36,10 +36,11 @@ def cache_then_train(
 
 
 def only_cache(loaded: LoadedConfig, launch: Launch, wishes: cache.Wishes | None = None) -> list[Path]:
-    """Encode what is missing; returns the cache folders."""
-    check.require(loaded)
+    """Encode what is missing; returns the cache folders of this machine."""
+    check.require(loaded, caching=True)
     cache.run(loaded, launch, wishes)
-    return [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
+    places = [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
+    return [place for place in places if isinstance(place, Path)]
 
 
 def checked_init(loaded: LoadedConfig, out: Path) -> Path:

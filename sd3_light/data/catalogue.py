@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -44,6 +44,8 @@ FOLDER = "catalogue"
 PART_ROWS = 4096
 _LOOK_ROWS = 64
 _POLL_SECONDS = 0.2
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +216,10 @@ class Catalogue:
         return self._parts / f"{digest}.rows.arrow"
 
 
-def rotated(names: list[str], share: tuple[int, int]) -> list[str]:
-    """A list begun at a process's own share of it."""
-    start = len(names) * share[0] // share[1]
-    return names[start:] + names[:start]
+def rotated(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
+    """Items begun at a process's own share of them."""
+    start = len(items) * share[0] // share[1]
+    return [*items[start:], *items[:start]]
 
 
 def place_of(row: Row, root: Path) -> Place:

@@ -12,6 +12,10 @@ from sd3_light.model.folder import TextShape
 LATENT_STEP = 8
 """Pixels a latent pixel covers, each way."""
 
+KEPT_BY_MALLOC = 64 << 20
+"""Bytes of freed tensors that the C library keeps for the next ones, at most, in a process that makes batches: twice
+the 32 MiB above which it always asks the kernel."""
+
 
 def latent_pixels(bucket: Bucket) -> int:
     """Pixels of a bucket's latent."""
@@ -69,13 +73,14 @@ def loader_bytes(
     """Host memory of a rank's loader, besides interpreters.
 
     Micro-batches prepared ahead, those of the step ``in_use``, one in the making for each process that makes them (the
-    ``read`` bytes of its samples, and twice what becomes of them: its parts and the whole), and open shards' indices.
+    ``read`` bytes of its samples, twice what becomes of them (its parts and the whole) and what malloc keeps), and open
+    shards' indices.
     """
     makers, ahead, shards = max(1, workers), workers * prefetch, open_shards(window, buckets)
     index = open_shard_bytes(shard_size, captions)
-    value = (ahead + in_use + 2 * makers) * prepared.value + makers * (read + shards * index)
+    value = (ahead + in_use + 2 * makers) * prepared.value + makers * (read + KEPT_BY_MALLOC + shards * index)
     formula = (
         f"({workers} workers·{prefetch} ahead + {in_use} in use)·micro-batch + {makers}·(2·micro-batch + "
-        f"{read / (1 << 20):.1f} MiB read + {shards} open shards·{index / 1024:.1f} KiB)"
+        f"{read / (1 << 20):.1f} MiB read + 64 MiB malloc + {shards} open shards·{index / 1024:.1f} KiB)"
     )
     return Amount(value, formula)

@@ -1,5 +1,6 @@
 """Whether a cache fits into host memory (law 10)."""
 
+import json
 from pathlib import Path
 
 LARGEST_SHARE = 0.8
@@ -13,6 +14,14 @@ def available_memory() -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def manifest_bytes(manifest: Path) -> int | None:
+    """Bytes of all shards that a manifest lists; None where it is missing or damaged, which others tell."""
+    try:
+        return sum(int(shard["bytes"]) for shard in json.loads(manifest.read_bytes())["shards"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def too_large(nbytes: int, processes: int = 1) -> str | None:

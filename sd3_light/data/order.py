@@ -40,21 +40,21 @@ def permute(places: Indices, sizes: Indices, keys: Words) -> Indices:
     For one size and key this is a bijection, evaluated at any places without the others.
     """
     values, bounds = places.astype(np.uint64), sizes.astype(np.uint64)
-    half = np.maximum(1, (np.frexp(sizes - 1.0)[1] + 1) // 2).astype(np.uint64)
+    side = np.ceil(np.sqrt(sizes)).astype(np.uint64)
     round_keys = _hash(keys, np.arange(_ROUNDS)[:, None])
-    values = _network(values, half, round_keys)
-    # the network permutes a power of four; values outside the range walk on until they fall inside
+    values = _network(values, side, round_keys)
+    # the network permutes a square number; values outside the range walk on until they fall inside
     while len(outside := np.flatnonzero(values >= bounds)):
-        values[outside] = _network(values[outside], half[outside], round_keys[:, outside])
+        values[outside] = _network(values[outside], side[outside], round_keys[:, outside])
     return values.astype(np.int64)
 
 
-def _network(values: Words, half: Words, round_keys: Words) -> Words:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = values >> half, values & mask
+def _network(values: Words, side: Words, round_keys: Words) -> Words:
+    """A Feistel network over pairs of numbers below ``side``."""
+    left, right = np.divmod(values, side)
     for key in round_keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << half) | right
+        left, right = right, (left + _mix(right ^ key) % side) % side
+    return left * side + right
 
 
 def _mix(x: Words) -> Words:

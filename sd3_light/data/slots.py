@@ -6,6 +6,7 @@ a worker fills one, and it is free again when the last tensor that lies in it is
 someone still reads.
 """
 
+import math
 import mmap
 import os
 import weakref
@@ -135,8 +136,7 @@ def aligned(offset: int) -> int:
 
 def carve(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The tensor that lies at an offset of flat memory."""
-    count = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    return memory[offset : offset + count].view(dtype).view(shape)
+    return memory.narrow(0, offset, dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -282,10 +282,11 @@ def _read_rows(rows: Sequence[_Row], order: Sequence[int], layout: _Layout, memo
 def _finish_text(rows: Sequence[_Row], batch: Batch) -> None:
     """Zeros behind texts that are shorter than the longest, and their lengths."""
     for number, name in enumerate(TOKENS):
-        lengths = [row.at.tokens[number][1] for row in rows]
+        tokens, lengths = batch[name], [row.at.tokens[number][1] for row in rows]
+        longest = tokens.shape[1]
         for at, length in enumerate(lengths):
-            if length < batch[name].shape[1]:
-                batch[name][at, length:] = 0
+            if length < longest:
+                tokens[at, length:] = 0
         if f"{name}.length" in batch:
             batch[f"{name}.length"].copy_(torch.tensor(lengths))
 

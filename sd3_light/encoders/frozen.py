@@ -109,9 +109,7 @@ class FrozenParts:
             loaders: dict[str, Callable[[torch.device], nn.Module]] = {
                 name: partial(_load_text, name, self.path, self._text_dtype) for name in PARTS
             }
-            self._shelf = Shelf(
-                {"vae": partial(_load_vae, self.path, self.device), **loaders}, self.device, self.one_at_a_time
-            )
+            self._shelf = Shelf({"vae": partial(_load_vae, self.path), **loaders}, self.device, self.one_at_a_time)
         return self._shelf.take(name)
 
     # --- pictures -------------------------------------------------------------------------------
@@ -231,9 +229,9 @@ class FrozenParts:
         self.close()
 
 
-def _load_vae(path: Path, used_on: torch.device, device: torch.device) -> nn.Module:
-    vae: Any = load_vae(path, device, torch.float32)
-    module: nn.Module = vae.to(memory_format=torch.channels_last) if used_on.type == "cuda" else vae
+def _load_vae(path: Path, device: torch.device) -> nn.Module:
+    # channels first: on an H200 a fifth faster than channels last, as GroupNorm gives them back that way
+    module: nn.Module = load_vae(path, device, torch.float32)
     return module
 
 

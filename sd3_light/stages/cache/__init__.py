@@ -21,6 +21,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.catalogue import Catalogue, Listing, sources_of
 from sd3_light.data.claims import Claims
 from sd3_light.data.preprocess import PREPROCESS_VERSION
+from sd3_light.data.remote import load_remote_manifest
 from sd3_light.data.shards import (
     FORMAT,
     MANIFEST,
@@ -33,6 +34,7 @@ from sd3_light.data.shards import (
     sweep,
     write_shard,
 )
+from sd3_light.data.store import own_temporary_folder
 from sd3_light.data.units import Plan, Unit, make_plan
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen import FrozenParts
@@ -78,11 +80,14 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | Non
     """Build or complete the caches of the data set and of every evaluation set; the encoders are freed at the end."""
     launch, wishes = launch or Launch(), wishes or Wishes()
     datasets = {"": loaded.dataset, **loaded.eval_datasets}
+    if not wishes.regenerate:
+        datasets = {name: data for name, data in datasets.items() if not _is_remote(data, loaded.train)}
     if wishes.trust and not wishes.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_usable(data, loaded.train)}
         if not datasets:
             say("the cache is trusted as it is")
-            return []
+    if not datasets:
+        return []
     with _Stage(loaded.train, launch, wishes) as stage:
         return [stage.build(name, dataset) for name, dataset in datasets.items()]
 
@@ -98,10 +103,26 @@ def make_recipe(train: TrainConfig, memory: Path | None = None) -> dict[str, Any
     }
 
 
-def _is_usable(dataset: DatasetConfig, train: TrainConfig) -> bool:
-    if not (dataset.cache_dir / MANIFEST).is_file():
+def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
+    """Whether a cache lies at a URL: it is taken as it is if the config's encoders made it, and never built there."""
+    url = dataset.cache_dir
+    if isinstance(url, Path):
         return False
-    recipe = Manifest.load(dataset.cache_dir).recipe
+    recipe = load_remote_manifest(url).recipe
+    wanted = make_recipe(train, (train.stream_cache_dir or own_temporary_folder(url)) / "parts.json")
+    if differing := [key for key in wanted if recipe.get(key) != wanted[key]]:
+        raise UserError(
+            f"{url} was made with another {', '.join(differing)} than the config says; correct [model], or build the "
+            "cache anew with a local cache_dir and copy the folder there"
+        )
+    say(f"the cache at {url} is taken as it is")
+    return True
+
+
+def _is_usable(dataset: DatasetConfig, train: TrainConfig) -> bool:
+    if not (dataset.local_cache_dir / MANIFEST).is_file():
+        return False
+    recipe = Manifest.load(dataset.local_cache_dir).recipe
     for key in ("text_tokens", "t5_max_length"):
         if recipe[key] != getattr(train.model, key):
             raise UserError(
@@ -146,7 +167,7 @@ class _Stage:
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
         """One data set's cache."""
-        title, folder = f"cache {name}".strip(), dataset.cache_dir
+        title, folder = f"cache {name}".strip(), dataset.local_cache_dir
         shards = folder / SHARDS
         shards.mkdir(parents=True, exist_ok=True)
         with Claims(folder / "claims") as claims:
@@ -185,9 +206,7 @@ class _Stage:
         show(render(state))
         return state
 
-    def _encode(
-        self, title: str, folder: Path, plan: Plan, units: Sequence[Unit], already: int, claims: Claims
-    ) -> int:
+    def _encode(self, title: str, folder: Path, plan: Plan, units: Sequence[Unit], already: int, claims: Claims) -> int:
         """Have the units stand; how many samples this process encoded."""
         total = already + sum(unit.count for unit in units)
         train = self._train
@@ -225,7 +244,7 @@ class _Stage:
         catalogue: Catalogue,
     ) -> dict[str, int]:
         """The main process writes the manifest when all units stand; the others wait for a manifest of this plan."""
-        folder = dataset.cache_dir
+        folder = dataset.local_cache_dir
         if self._launch.is_main:
             places = {"diffusers_path": str(self._train.model.diffusers_path)}
             places |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}

@@ -19,7 +19,7 @@ def write_manifest(
     dataset: DatasetConfig, plan: Plan, recipe: dict[str, Any], empty: ShardEntry, places: Mapping[str, str]
 ) -> dict[str, int]:
     """Write rejects.jsonl, then the manifest of a plan whose units all stand; returns the counts."""
-    folder, shards = dataset.cache_dir, dataset.cache_dir / SHARDS
+    folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
     entries = [entry for unit in in_order(plan.units) if (entry := read_entry(shards, unit.file)) is not None]
     rejected: Counter[str] = Counter()
     with replacing(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:

@@ -15,18 +15,21 @@ from sd3_light.stages.check.survey import Survey, empty_faults, survey
 __all__ = ["NOT_YET", "Survey", "disk_faults", "load", "render", "require", "run", "survey"]
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
-    """A config that is sound in itself and on disk; both passes' faults are raised in one report (law 7)."""
+def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:
+    """A config that is sound in itself and on disk; both passes' faults are raised in one report (law 7).
+
+    With ``caching`` it need not be one that this version can train.
+    """
     try:
         loaded = load_config(path, overrides)
     except ConfigFaults as found:
-        more = _more_faults(found) if isinstance(found.partial, LoadedConfig) else []
+        more = _more_faults(found, caching) if isinstance(found.partial, LoadedConfig) else []
         raise ConfigFaults([*found.faults, *more]) from None
-    require(loaded)
+    require(loaded, caching)
     return loaded
 
 
-def _more_faults(found: ConfigFaults) -> list[Fault]:
+def _more_faults(found: ConfigFaults, caching: bool) -> list[Fault]:
     """Disk faults of the sound part: none of a key that is faulty already, or that hangs on a missing model folder."""
     assert isinstance(found.partial, LoadedConfig)
     blamed = {fault.key for fault in found.faults}
@@ -34,14 +37,14 @@ def _more_faults(found: ConfigFaults) -> list[Fault]:
         blamed.add("model")
     return [
         fault
-        for fault in disk_faults(found.partial)
+        for fault in disk_faults(found.partial, caching)
         if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in blamed)
     ]
 
 
-def require(loaded: LoadedConfig) -> None:
+def require(loaded: LoadedConfig, caching: bool = False) -> None:
     """Raise `ConfigFaults` with all that is wrong on disk; quick, as no sample is looked at."""
-    faults = disk_faults(loaded)
+    faults = disk_faults(loaded, caching)
     if faults:
         raise ConfigFaults(faults)
 

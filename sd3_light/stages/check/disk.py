@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
+from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
@@ -21,9 +22,10 @@ from sd3_light.stages.check.not_yet import not_yet_faults
 _SOURCE_FILES = (".tar", ".parquet")
 
 
-def disk_faults(loaded: LoadedConfig) -> list[Fault]:
+def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
     """All faults that the disk shows, and all features that this version lacks; a sound config gives none."""
-    faults = [*not_yet_faults(loaded), *_folder_faults(loaded), *_init_faults(loaded)]
+    faults = [] if caching else [*not_yet_faults(loaded)]
+    faults += [*_folder_faults(loaded), *_init_faults(loaded)]
     start, start_faults = _start(loaded)
     faults += start_faults
     faults += _encoder_faults(loaded, None if start is None else start.size)
@@ -33,7 +35,7 @@ def disk_faults(loaded: LoadedConfig) -> list[Fault]:
         # a cache at a URL is taken as it is: a machine that trains from it need not have the pictures
         faults += [] if isinstance(dataset.cache_dir, str) else _source_faults(dataset)
         faults += [] if start is None else _bucket_faults(dataset, start.size)
-    return list(dict.fromkeys([*faults, *_write_faults(loaded)]))
+    return list(dict.fromkeys([*faults, *_write_faults(loaded), *_memory_faults(loaded)]))
 
 
 # --- the model --------------------------------------------------------------------------------
@@ -219,6 +221,16 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
             yield Fault(str(loaded.path), name, problem, given=place)
         if isinstance(place, Path) and (problem := _cannot_make(place)):
             yield Fault(str(loaded.path), name, problem, given=str(place), hint="choose another place")
+
+
+def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """A cache that is to be held in memory fits there, if it is there to be looked at."""
+    folder = loaded.dataset.cache_dir
+    if loaded.train.sd3_streaming_dataset or isinstance(folder, str):
+        return
+    size = manifest_bytes(folder / "manifest.json")
+    if size is not None and (problem := too_large(size)):
+        yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, given="false")
 
 
 def _cannot_make(folder: Path) -> str | None:

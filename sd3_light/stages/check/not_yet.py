@@ -1,4 +1,4 @@
-"""The one list of keys that the schema knows and this version cannot obey yet: they are faults, never ignored."""
+"""The one list of keys that the schema knows and training cannot obey yet: they are faults, never ignored."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +30,6 @@ NOT_YET = (
     NotYet("ema.track", lambda t: bool(t.ema.track), "keep the one average of [ema]"),
     NotYet("monitoring.enable_wandb", lambda t: t.monitoring.enable_wandb, _TENSORBOARD),
     NotYet("monitoring.enable_trackio", lambda t: t.monitoring.enable_trackio, _TENSORBOARD),
-    NotYet("sd3_streaming_dataset", lambda t: not t.sd3_streaming_dataset, "write sd3_streaming_dataset = true"),
-    NotYet("map_num_proc", lambda t: t.map_num_proc is not None, "remove it: one process scans"),
 )
 # fmt: on
 

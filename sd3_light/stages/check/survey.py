@@ -16,7 +16,7 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.data.buckets import Bucket
-from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes
+from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes, sample_bytes
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, GpuMemory, Tokens, gpu_memory, image_tokens, training_flops
 from sd3_light.model.folder import TextShape, text_shape
@@ -42,6 +42,7 @@ class BucketRow:
     step_flops: Amount
     gpu: GpuMemory
     prepared: Amount
+    read: int
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class _Ruler:
         self, bucket: Bucket, resolution: Resolution, cells: Mapping[int, Cell], micro: int, repeats: Sequence[float]
     ) -> BucketRow:
         segments = tuple(Segment(cell.samples, repeats[at]) for at, cell in sorted(cells.items()))
-        order = BucketOrder(segments, micro * self.accumulation * self.world)
+        drop = self.train.small_buckets == "drop"
+        order = BucketOrder(segments, micro * self.accumulation * self.world, self.train.shuffle_window, drop)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
         flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing)
         samples, masked = (sum(getattr(cell, name) for cell in cells.values()) for name in ("samples", "masked"))
@@ -185,6 +187,7 @@ class _Ruler:
             step_flops=Amount(order.batch * flops.value, f"samples a step·{flops.formula}"),
             gpu=self.gpu(tokens, micro),
             prepared=batch_bytes(bucket, self.text, micro, masked > 0),
+            read=micro * sample_bytes(bucket, self.text, mask=masked > 0).value,
         )
 
     def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
@@ -213,7 +216,16 @@ def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextS
 def _host(train: TrainConfig, data: DatasetSurvey) -> Amount:
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
     workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
-    loader = loader_bytes(prepared, workers, prefetch, train.sd3_shard_size)
+    loader = loader_bytes(
+        prepared,
+        workers,
+        prefetch,
+        train.sd3_shard_size,
+        read=max((row.read for row in data.rows), default=0),
+        in_use=train.gradient_accumulation_steps,
+        window=train.shuffle_window,
+        buckets=max(1, len(data.rows)),
+    )
     return Amount(
         loader.value, f"{loader.formula}; micro-batch {prepared.value / (1 << 20):.1f} MiB = {prepared.formula}"
     )

@@ -1,10 +1,18 @@
-"""The footprint formulas against real tensors."""
+"""The footprint formulas against real tensors, and the loader's against the memory that it takes."""
 
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
+from sd3_light.data import memory as memory_module
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.footprint import (
-    MAX_OPEN_SHARDS,
+    KEPT_BY_MALLOC,
     batch_bytes,
     caption_bytes,
     loader_bytes,
@@ -12,38 +20,64 @@ from sd3_light.data.footprint import (
     picture_bytes,
     sample_bytes,
 )
-from sd3_light.data.shards import Sample, pack
-from sd3_light.data.stream import MAX_OPEN_SHARDS as REALLY_OPEN
+from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.memory import available_memory, too_large
+from sd3_light.data.order import open_shards
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.model.cost import Amount
 from sd3_light.model.folder import TextShape
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)
+WIDE = TextShape(clip_tokens=77, t5_tokens=64, clip_l_width=256, clip_g_width=256, t5_width=1024, pooled_width=512)
 BUCKET = Bucket(64, 48)
 
 
-def sample(captions: int, variants: int, mask: bool) -> Sample:
-    features = {
-        "clip_l": torch.zeros(7, 6),
-        "clip_g": torch.zeros(7, 10),
-        "t5": torch.zeros(5, 32),
-        "clip_l.pooled": torch.zeros(6),
-        "clip_g.pooled": torch.zeros(10),
+def content(
+    count: int, captions: int = 1, variants: int = 1, mask: bool = False, text: TextShape = TEXT
+) -> ShardContent:
+    """A shard whose captions are all distinct."""
+    total = count * captions
+    encoders = {
+        "clip_l": (text.clip_tokens, text.clip_l_width),
+        "clip_g": (text.clip_tokens, text.clip_g_width),
+        "t5": (text.t5_tokens, text.t5_width),
     }
-    weights = torch.ones(6, 8, dtype=torch.uint8) if mask else None
-    return Sample(1, torch.zeros(variants, 32, 6, 8), [features] * captions, weights)
+    features = {}
+    for name, (tokens, width) in encoders.items():
+        features[f"{name}.tokens"] = torch.zeros(total * tokens, width, dtype=torch.bfloat16)
+        features[f"{name}.start"] = torch.arange(total + 1) * tokens
+        if name != "t5":
+            features[f"{name}.pooled"] = torch.zeros(total, width, dtype=torch.bfloat16)
+    return ShardContent(
+        torch.arange(count),
+        torch.zeros(count, variants, 32, 6, 8, dtype=torch.float16),
+        torch.arange(count + 1) * captions,
+        torch.arange(total),
+        features,
+        torch.ones(count, 6, 8, dtype=torch.uint8) if mask else None,
+    )
 
 
-def test_a_sample_weighs_what_a_shard_keeps_of_it() -> None:
-    for captions, variants, mask in ((1, 1, False), (3, 2, True), (1, 1, True)):
-        tensors = pack([sample(captions, variants, mask)])
-        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(("start", "sample_id"))}
-        weight = sum(tensor.nbytes for tensor in kept.values())
-        assert sample_bytes(BUCKET, TEXT, captions, variants, mask).value == weight
+def written(folder: Path, what: ShardContent, name: str = "one") -> ShardEntry:
+    (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+    entry = ShardEntry(f"{name}.safetensors", str(BUCKET), (64, 48), "toy#0", 0, 0, "", name)
+    return write_shard(folder / SHARDS, entry, what, [Origin("", "", 64, 48, ("",))] * len(what.sample_id))
 
 
-def test_an_open_shard_holds_ids_and_starts() -> None:
-    tensors = pack([sample(2, 1, False) for _ in range(10)])
-    held = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith(("start", "sample_id")))
+@pytest.mark.parametrize(("captions", "variants", "mask"), [(1, 1, False), (3, 2, True), (1, 1, True)])
+def test_a_sample_weighs_what_a_shard_keeps_of_it(captions: int, variants: int, mask: bool) -> None:
+    tensors = content(1, captions, variants, mask).tensors()
+    weight = sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
+    assert sample_bytes(BUCKET, TEXT, captions, variants, mask).value == weight
+
+
+def test_an_open_shard_holds_ids_and_starts(tmp_path: Path) -> None:
+    entry = written(tmp_path, content(10, captions=2))
+    reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
+    held = sum(values.nbytes for values in reader._index.values())
     assert 0 <= held - open_shard_bytes(10, captions=2) <= 8 * 4  # each list of starts has one more entry
 
 
@@ -56,17 +90,108 @@ def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
     assert batch_bytes(BUCKET, TEXT, 3, mask=True).value == weight + mask.nbytes
 
 
-def test_the_loader_holds_what_its_workers_prepare_ahead() -> None:
+def test_the_loader_holds_what_is_ahead_in_use_and_in_the_making() -> None:
     prepared = Amount(1000, "x")
-    indices = MAX_OPEN_SHARDS * open_shard_bytes(512)
-    assert loader_bytes(prepared, workers=0, prefetch=4, shard_size=512).value == 1000 + indices
-    assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512).value == 7000 + 3 * indices
+    indices = open_shards(16, 1) * open_shard_bytes(512)
+    kept = KEPT_BY_MALLOC
+    assert loader_bytes(prepared, workers=0, prefetch=4, shard_size=512).value == 3000 + indices + kept
+    assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512).value == 13_000 + 3 * (indices + kept)
+    more = loader_bytes(prepared, 2, 1, 512, read=70, in_use=4, window=4, buckets=3)
+    assert more.value == 10_000 + 2 * (70 + kept + 24 * open_shard_bytes(512))
 
 
 def test_formulas_say_what_was_counted() -> None:
     assert picture_bytes(BUCKET, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
     assert caption_bytes(TEXT).formula == "(7·(6+10) + 5·32 + 16 pooled)·2 B"
+    said = loader_bytes(Amount(1000, "x"), 2, 3, 512, read=1 << 20, in_use=4).formula
+    ahead, making = "(2 workers·3 ahead + 4 in use)·micro-batch", "2·micro-batch + 1.0 MiB read + 64 MiB malloc"
+    assert said == f"{ahead} + 2·({making} + 32 open shards·24.0 KiB)"
 
 
-def test_the_number_of_open_shards_is_the_streams() -> None:
-    assert MAX_OPEN_SHARDS == REALLY_OPEN
+# --- measured -----------------------------------------------------------------------------------
+
+
+def anonymous_bytes() -> int:
+    """Private memory of this process."""
+    with open("/proc/self/status") as about:
+        return 1024 * next(int(line.split()[1]) for line in about if line.startswith("RssAnon"))
+
+
+class Measuring:
+    """Prepares as SD3's preparer does, and keeps each worker's highest private memory beyond what it started with."""
+
+    def __init__(self, workers: int) -> None:
+        self.peaks = multiprocessing.get_context("fork").Array("q", max(1, workers))
+        self.start: int | None = None
+
+    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
+        clean = batch["moments"][:, :16].float()
+        noise = torch.randn_like(clean)
+        clip = torch.cat([batch["clip_l"], batch["clip_g"]], dim=-1)
+        clip = torch.nn.functional.pad(clip, (0, batch["t5"].shape[-1] - clip.shape[-1]))
+        prompt = torch.cat([clip, batch["t5"]], dim=1)
+        pooled = torch.cat([batch["clip_l.pooled"], batch["clip_g.pooled"]], dim=-1)
+        prepared = (clean + noise, torch.zeros(len(clean)), prompt, pooled), (noise - clean, None)
+        info = torch.utils.data.get_worker_info()
+        if info is not None:
+            self.peaks[info.id] = max(self.peaks[info.id], anonymous_bytes() - (self.start or 0))
+        return prepared
+
+
+class Started(MicroBatches):
+    """Notes a worker's private memory before its first batch."""
+
+    measuring: Measuring
+
+    def fetch(self, item: int, allocate: Any) -> Any:
+        if self.measuring.start is None:
+            self.measuring.start = anonymous_bytes()
+        return super().fetch(item, allocate)
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "accumulation"), [(1, 1, 1), (2, 1, 2), (2, 3, 1)])
+def test_the_loader_takes_no_more_memory_than_the_formula_says(
+    tmp_path: Path, workers: int, prefetch: int, accumulation: int
+) -> None:
+    micro, shard_size = 96, 96
+    entries = tuple(written(tmp_path, content(shard_size, text=WIDE), f"{at}") for at in range(3))
+    Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(tmp_path)
+    data = CachedDataset(LocalStore(tmp_path))
+    order = data.order(0, {"toy#0": 1.0}, lambda resolution: micro * accumulation)
+    dataset, model = Started(data, order, 0, 1, accumulation), Measuring(workers)
+    dataset.measuring = model
+    loader = PipelineDataLoader(
+        dataset,
+        None,
+        accumulation,
+        model,
+        num_dataloader_workers=workers,
+        prefetch_batches_per_worker=prefetch,
+        items=range(12 * accumulation),
+    )
+    for step in loader.steps():
+        assert len(step) == accumulation
+    slots = sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)
+    prepared = batch_bytes(BUCKET, WIDE, micro)
+    read = micro * sample_bytes(BUCKET, WIDE).value
+    formula = loader_bytes(prepared, workers, prefetch, shard_size, read=read, in_use=accumulation)
+    measured = slots + sum(model.peaks)
+    tensors = formula.value - workers * KEPT_BY_MALLOC
+    assert tensors / 2 < measured <= formula.value
+
+
+# --- all in memory ------------------------------------------------------------------------------
+
+
+def test_available_memory_is_the_kernels() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() <= total
+
+
+def test_what_is_too_large_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 10 * 10**9)
+    assert too_large(8 * 10**9) is None
+    assert too_large(4 * 10**9, 2) is None
+    said = too_large(8 * 10**9 + 1)
+    assert said is not None
+    assert "takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken" in said

@@ -24,9 +24,9 @@ from sd3_light.data.order import (
 )
 
 Row = tuple[int, int, int, int]
-GOLDEN_PERMUTATION = [413, 755, 422, 873, 886, 329]
+GOLDEN_PERMUTATION = [38, 933, 224, 936, 607, 803]
 GOLDEN_PLACES = [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
-GOLDEN_ROWS = [(0, 1, 8, 0), (0, 0, 22, 0), (0, 0, 7, 0), (0, 0, 33, 0)]
+GOLDEN_ROWS = [(0, 0, 14, 0), (0, 0, 7, 0), (0, 0, 35, 0), (0, 0, 29, 0)]
 
 
 def rows(picks: Picks) -> list[Row]:

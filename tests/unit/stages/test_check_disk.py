@@ -218,13 +218,24 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
         ("tables", '[ema]\nenable = true\n[[ema.track]]\nname = "slow"\ndecay = 0.999', "ema.track"),
         ("tables", "[monitoring]\nenable_wandb = true", "monitoring.enable_wandb"),
         ("tables", "[monitoring]\nenable_trackio = true", "monitoring.enable_trackio"),
-        ("top", "sd3_streaming_dataset = false", "sd3_streaming_dataset"),
         ("top", "map_num_proc = 2", "map_num_proc"),
     ],
 )
 def test_what_this_version_lacks_is_a_fault(only_fault: Single, place_of: str, keys: str, key: str) -> None:
     fault = only_fault(**{place_of: keys})
     assert (fault.key, fault.problem) == (key, "this version does not have it yet")
+
+
+def test_a_cache_that_does_not_fit_into_memory_is_a_fault(place: Any, only_fault: Single) -> None:
+    whole = 'sd3_streaming_dataset = false\ncache_dir = "cache"'
+    assert disk_faults(place.load(top=whole)) == [], "there is no cache to look at yet"
+    place.json("cache/manifest.json", {"shards": [{"bytes": 10**15}, {"bytes": 5}]})
+    assert disk_faults(place.load(top='cache_dir = "cache"')) == []
+    fault = only_fault(top=whole)
+    assert fault.key == "sd3_streaming_dataset"
+    assert "takes 1000000.0 GB" in fault.problem
+    place.json("cache/manifest.json", {"shards": [{"bytes": 10**6}]})
+    assert disk_faults(place.load(top=whole)) == []
 
 
 def test_require_raises_all_faults_in_one_report(place: Any) -> None:

@@ -1,0 +1,53 @@
+"""The validation loss: every batch at every quantile, read once, the same through any number of workers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
+
+
+class Numbered(Dataset[Any]):
+    """Batches that carry their number; counts how often one is made."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        self.made.append(item)
+        return {"number": torch.tensor([float(item)])}
+
+
+class Model:
+    def prepare_inputs(self, batch: dict[str, torch.Tensor], timestep_quantile: float | None = None) -> Any:
+        return (batch["number"], torch.tensor([timestep_quantile])), (None,)
+
+
+def loss(prepared: Any) -> dict[str, float]:
+    (number, quantile), _ = prepared
+    return {"flow": float(number + 10 * quantile)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_quantile_is_the_mean_over_all_batches(workers: int) -> None:
+    batches = AtQuantiles(Numbered(), 3)
+    loader = PipelineDataLoader(batches, None, 1, EvalPreparer(Model()), num_dataloader_workers=workers)
+    losses = validate(loader, loss)
+    assert set(losses) == {"flow", *(f"flow@{quantile}" for quantile in QUANTILES)}
+    for quantile in QUANTILES:
+        assert losses[f"flow@{quantile}"] == pytest.approx(1.0 + 10 * quantile)
+    assert losses["flow"] == pytest.approx(6.0)
+
+
+def test_a_batch_is_read_once_for_all_quantiles() -> None:
+    numbered = Numbered()
+    list(PipelineDataLoader(AtQuantiles(numbered, 3), None, 1, EvalPreparer(Model())))
+    assert numbered.made == [0, 1, 2]
+
+
+def test_an_evaluation_of_nothing_is_no_evaluation() -> None:
+    with pytest.raises(AssertionError):
+        validate([], loss)
