@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 
 from sd3_light.config import DirectoryConfig
@@ -105,6 +106,28 @@ def assign(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
 def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> tuple[Bucket, ...]:
     """A picture's bucket at every resolution; once where two resolutions share it."""
     return tuple(dict.fromkeys(assign(width, height, group) for group in groups))
+
+
+@lru_cache(maxsize=1 << 16)
+def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
+    """For a picture of this size: (resolution, bucket, plan), one for each bucket that it takes.
+
+    The resolution is that which a bucket belongs to, by which batch sizes are named: the first that has it; of
+    ``size_buckets`` each is its own.
+    """
+    groups = _groups(directory)
+    found = []
+    for bucket in assign_all(width, height, groups):
+        own = bucket.width, bucket.height
+        at = next(at for at, group in enumerate(groups) if bucket in group)
+        resolution = own if directory.size_buckets else directory.resolutions[at]
+        found.append((resolution, bucket, plan(width, height, bucket)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _groups(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
+    return buckets_by_resolution(directory)
 
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:

@@ -3,31 +3,35 @@
 A listing is one directory's rows (key, captions, where the bytes are, or why there is no sample) in parts of a few
 thousand. A part is named by what it holds; when its pictures have been looked at (size, content hash) it stands under
 that name, and a later run that lists the same rows finds it done. Parts are cut by content, so a new file makes one
-part new. `signature` says whether a directory has to be listed at all.
+part new. `signature` says whether a directory has to be listed at all. What could not be read is not taken as known:
+the next run tries again, and until then the rows of a part with such pictures lie beside it.
 
     catalogue/NAME.json                 signature and parts of one directory
     catalogue/parts/DIGEST.rows.arrow   rows that were listed;  DIGEST.arrow: and looked at
 """
 
 import json
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.feather as feather
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.chunks import chunks
 from sd3_light.data.claims import Claims
 from sd3_light.data.decode import Looked, Place, look, look_crashed
-from sd3_light.data.preprocess import Reject
-from sd3_light.data.shards import replacing, write_atomically
+from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
+from sd3_light.data.shards import replacing, sweep, write_atomically
 from sd3_light.data.sources import (
     Record,
     Rejected,
@@ -44,6 +48,8 @@ FOLDER = "catalogue"
 PART_ROWS = 4096
 _LOOK_ROWS = 64
 _POLL_SECONDS = 0.2
+_KEEP_SECONDS = 7 * 86400.0  # runs that began earlier may still read what the newest listing does not have
+_UNREADABLE = "unreadable"
 
 Item = TypeVar("Item")
 
@@ -125,7 +131,7 @@ class Catalogue:
 
     def unseen(self, listings: Sequence[Listing]) -> int:
         """How many rows have not been looked at."""
-        parts = [part for listing in listings for part in listing.parts if not self._part(part).is_file()]
+        parts = [part for listing in listings for part in listing.parts if not self._is_looked(part)]
         return sum(_num_rows(self._rows_file(part)) for part in parts)
 
     def look(self, listings: Sequence[Listing], workers: int, on_looked: Callable[[int], None]) -> None:
@@ -134,7 +140,7 @@ class Catalogue:
         with Workers(workers, look, look_crashed) as pool:
             self._share_out(
                 roots,
-                lambda part, root: self._part(part).is_file(),
+                lambda part, root: self._is_looked(part),
                 lambda part, root: self._look_at(part, root, pool, on_looked),
             )
 
@@ -143,12 +149,21 @@ class Catalogue:
         table = feather.read_table(self._part(part), memory_map=True)
         return _from_table(table if numbers is None else table.take(list(numbers)))
 
+    def rejected(self, part: str) -> list[Row]:
+        """The rows of a part that has been looked at which are no samples."""
+        table = feather.read_table(self._part(part), memory_map=True)
+        return _from_table(table.filter(pc.not_equal(table["reason"], "")))
+
     def forget_but(self, listings: Sequence[Listing]) -> None:
-        """Remove the parts that no listing has any more."""
+        """Remove the parts that no listing has any more, and what killed processes left."""
         wanted = {part for listing in listings for part in listing.parts}
         for path in self._parts.glob("*.arrow"):
             if path.name.split(".")[0] not in wanted:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    if self.claims.started - path.stat().st_mtime > _KEEP_SECONDS:
+                        path.unlink()
+        for folder in (self.folder, self._parts):
+            sweep(folder)
 
     def _share_out(
         self, pieces: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
@@ -179,10 +194,12 @@ class Catalogue:
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
         path = self._listing_file(source)
-        now = signature(source.directory, source.index)
+        now = f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         standing = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
         if known.get("signature") == now and standing:
+            for part in known["parts"]:
+                self._keep(part)
             path.touch()
             return
         parts, count = [], 0
@@ -190,7 +207,9 @@ class Catalogue:
             parts.append(digest := _digest_of(rows))
             count += len(rows)
             on_listed(len(rows))
-            if not self._part(digest).is_file():
+            if any(row.reason == _UNREADABLE for row in rows):
+                now = ""
+            if not self._keep(digest):
                 _write_table(self._rows_file(digest), rows)
         write_atomically(path, json.dumps({"signature": now, "rows": count, "parts": parts}).encode())
 
@@ -203,8 +222,24 @@ class Catalogue:
             seen += looked
             on_looked(len(looked))
         answers = iter(seen)
-        _write_table(self._part(part), [row if row.reason else replace(row, **asdict(next(answers))) for row in rows])
-        self._rows_file(part).unlink(missing_ok=True)
+        _write_table(self._part(part), [row if row.reason else _looked(row, next(answers)) for row in rows])
+        if any(looked.reason == _UNREADABLE for looked in seen):
+            self._rows_file(part).touch()
+        else:
+            self._rows_file(part).unlink(missing_ok=True)
+
+    def _is_looked(self, part: str) -> bool:
+        """Whether a part's pictures were looked at: since we began, if some of them could not be read."""
+        rows = self._rows_file(part)
+        return self._part(part).is_file() and (not rows.is_file() or self.claims.is_newer(rows))
+
+    def _keep(self, part: str) -> bool:
+        """Show that a part that was looked at is in use, so that no other run forgets it; False when there is none."""
+        try:
+            os.utime(self._part(part))
+        except FileNotFoundError:
+            return False
+        return True
 
     def _listing_file(self, source: Source) -> Path:
         return self.folder / f"{source.name}.json"
@@ -252,8 +287,14 @@ def _sample(record: Record, root: Path) -> Row:
     return Row(record.key, image, mask, version, record.captions)
 
 
+def _looked(row: Row, seen: Looked) -> Row:
+    return replace(
+        row, width=seen.width, height=seen.height, digest=seen.digest, reason=seen.reason, detail=seen.detail
+    )
+
+
 def _digest_of(rows: Sequence[Row]) -> str:
-    digest = blake2b(digest_size=16)
+    digest = blake2b(str(PREPROCESS_VERSION).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
     return digest.hexdigest()
@@ -272,7 +313,8 @@ _SCHEMA = pa.schema(
 def _write_table(path: Path, rows: Sequence[Row]) -> None:
     columns = {name: [getattr(row, name) for row in rows] for name in Row.__dataclass_fields__}
     with replacing(path) as temporary:
-        feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="lz4")
+        # not compressed, so that a unit reads the rows it wants and no others
+        feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="uncompressed")
 
 
 def _from_table(table: Any) -> list[Row]:
@@ -280,4 +322,7 @@ def _from_table(table: Any) -> list[Row]:
 
 
 def _num_rows(path: Path) -> int:
-    return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows) if path.is_file() else 0
+    try:
+        return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows)
+    except FileNotFoundError:  # another process has just looked at them
+        return 0

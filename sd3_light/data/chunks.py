@@ -15,7 +15,7 @@ def is_end(count: int, identity: int, most: int) -> bool:
 
     A quarter of ``most`` is the least (but for the last chunk of all), a little more than half the mean.
     """
-    return count >= most or (count >= most // 4 and identity % max(1, most // 3) == 0)
+    return count >= most or (count >= most // 4 and identity % max(2, most // 3) == 0)
 
 
 def chunks(items: Iterable[Item], identity: Callable[[Item], int], most: int) -> Iterator[list[Item]]:

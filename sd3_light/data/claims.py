@@ -9,15 +9,18 @@ import os
 import socket
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from sd3_light.config.faults import UserError
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
 """An owner on another machine counts as gone when it has not shown itself for this long."""
 
-_ALIVE, _CLAIM = ".alive", ".claim"
+_ALIVE, _CLAIM, _GONE = ".alive", ".claim", ".gone"
 
 
 class Claims:
@@ -27,14 +30,14 @@ class Claims:
         self.folder, self._beat, self._patience = folder, beat, patience
         self.owner = f"{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._sign = folder / f"{self.owner}{_ALIVE}"
-        self._stop = threading.Event()
+        self._stop, self._life = threading.Event(), threading.Thread(target=self._show_life, daemon=True)
         self._held: set[str] = set()
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sign.touch()
         self.started = self._sign.stat().st_mtime
-        threading.Thread(target=self._show_life, daemon=True).start()
+        self._life.start()
         self._sweep()
         return self
 
@@ -42,6 +45,7 @@ class Claims:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._life.join()  # else its last beat could bring the sign back
         for name in tuple(self._held):
             self.release(name)
         self._sign.unlink(missing_ok=True)
@@ -53,9 +57,12 @@ class Claims:
             if self._create(path):
                 self._held.add(name)
                 return True
-            if self._is_alive(_read(path)):
+            holder = _read(path)
+            if self._is_held(path, holder):
                 return False
-            self._clear(path)
+            # a claim that was released meanwhile may be another's by now, and is not ours to clear
+            if holder is not None:
+                self._clear(path)
         return False
 
     def release(self, name: str) -> None:
@@ -67,8 +74,8 @@ class Claims:
 
     def is_taken(self, name: str) -> bool:
         """Whether a living process has the piece."""
-        holder = _read(self._path(name))
-        return holder is not None and self._is_alive(holder)
+        path = self._path(name)
+        return self._is_held(path, _read(path))
 
     def is_newer(self, path: Path) -> bool:
         """Whether a file was written since this process began to claim."""
@@ -86,38 +93,44 @@ class Claims:
                 file.write(self.owner)
         except FileExistsError:
             return False
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise UserError(f"cannot write {path}: {error.strerror}; make room or mend the disk") from error
         return True
 
     def _clear(self, path: Path) -> None:
         """Remove a dead owner's claim; of several that try, one succeeds."""
-        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_GONE}")
         try:
             os.rename(path, aside)
         except FileNotFoundError:
             return
         aside.unlink(missing_ok=True)
 
-    def _is_alive(self, owner: str | None) -> bool:
-        if owner is None:
-            return False
-        if owner == "":
-            return True  # just created; its owner's name follows
+    def _is_held(self, path: Path, holder: str | None) -> bool:
+        """Whether a claim that names this holder (None: there is no claim) is a living process's."""
+        if holder == "":
+            # its owner's name follows, unless it was killed before it could write it
+            return self._is_recent(path)
+        return holder is not None and self._is_alive(holder)
+
+    def _is_alive(self, owner: str) -> bool:
         machine, pid, start, _ = owner.rsplit("-", 3)
         if machine == _machine() and start:
             return _start_of(int(pid)) == start
+        return self._is_recent(self.folder / f"{owner}{_ALIVE}")
+
+    def _is_recent(self, path: Path) -> bool:
+        self._sign.touch()
         try:
-            return self._now() - (self.folder / f"{owner}{_ALIVE}").stat().st_mtime < self._patience
+            return self._sign.stat().st_mtime - path.stat().st_mtime < self._patience
         except FileNotFoundError:
             return False
 
-    def _now(self) -> float:
-        self._sign.touch()
-        return self._sign.stat().st_mtime
-
     def _show_life(self) -> None:
         while not self._stop.wait(self._beat):
-            # someone may have cleaned the folder; the next beat brings the sign back
-            if self.folder.is_dir():
+            # someone may have cleaned the folder, or the disk may be full: the next beat tries again
+            with suppress(OSError):
                 self._sign.touch()
 
     def _sweep(self) -> None:
@@ -126,8 +139,10 @@ class Claims:
             if not self._is_alive(sign.name.removesuffix(_ALIVE)):
                 sign.unlink(missing_ok=True)
         for claim in self.folder.glob(f"*{_CLAIM}"):
-            if (owner := _read(claim)) is not None and not self._is_alive(owner):
+            if (holder := _read(claim)) is not None and not self._is_held(claim, holder):
                 self._clear(claim)
+        for aside in self.folder.glob(f"*{_GONE}"):
+            aside.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str | None:

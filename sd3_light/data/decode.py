@@ -81,7 +81,7 @@ def _decode(task: DecodeTask) -> Decoded:
             raise Reject("changed_meanwhile")
         fitting = plan(task.looked.width, task.looked.height, task.bucket)
         pixels = fit(decode(image), fitting)
-        return Decoded(pixels, None if task.place.mask is None else fit_mask(decode_mask(mask), fitting))
+        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), fitting))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
 
@@ -91,13 +91,14 @@ def decode_crashed(task: DecodeTask) -> Decoded:
     return Decoded(reason="decoder_crashed")
 
 
-def _read(place: Place) -> tuple[bytes, bytes]:
-    return place.image.read(), b"" if place.mask is None else place.mask.read()
+def _read(place: Place) -> tuple[bytes, bytes | None]:
+    return place.image.read(), None if place.mask is None else place.mask.read()
 
 
-def content_digest(image: bytes, mask: bytes) -> str:
-    """A hash of what a sample's files hold."""
+def content_digest(image: bytes, mask: bytes | None) -> str:
+    """A hash of what a sample's files hold; an empty mask file differs from none."""
     digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
     digest.update(image)
-    digest.update(mask)
+    if mask is not None:
+        digest.update(b"mask" + mask)
     return digest.hexdigest()

@@ -264,16 +264,31 @@ class Order:
         index = permute(places - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
-    def coming(self, step: int) -> tuple[tuple[int, int, int], Indices]:
-        """What the bucket of ``step`` reads after the window of that step: (epoch, bucket, window), its segments."""
+    def reading(self, step: int) -> Indices:
+        """The segments of the windows that ``step`` reads from."""
         epoch, bucket, batch = self.place(step)
         plan = self.buckets[bucket]
-        window = min((batch + 1) * plan.batch, plan.length) // plan.span + 1
-        if window * plan.span >= plan.length:
-            epoch, window = epoch + 1, 0
-        table = self._table(epoch, bucket)
-        first, last = np.searchsorted(table.starts, [window * plan.span, (window + 1) * plan.span], side="right") - 1
-        return (epoch, bucket, window), np.unique(table.segment[first : last + 1])
+        return self._in_windows(epoch, bucket, batch * plan.batch, min((batch + 1) * plan.batch, plan.length))
+
+    def coming(self, step: int) -> tuple[tuple[int, int, int], Indices]:
+        """What the bucket of ``step`` reads after that step, a window or a batch ahead, whichever is more.
+
+        (epoch, bucket, last window) and the segments.
+        """
+        epoch, bucket, batch = self.place(step)
+        plan = self.buckets[bucket]
+        first = (batch + 1) * plan.batch
+        if first >= plan.length:
+            epoch, first = epoch + 1, 0
+        last = min(first + max(plan.batch, plan.span), plan.length)
+        return (epoch, bucket, (last - 1) // plan.span), self._in_windows(epoch, bucket, first, last)
+
+    def _in_windows(self, epoch: int, bucket: int, first: int, last: int) -> Indices:
+        """The segments of the windows that hold the places ``first`` to ``last``."""
+        table, span = self._table(epoch, bucket), self.buckets[bucket].span
+        edges = [first // span * span, -(-last // span) * span - 1]
+        start, stop = np.searchsorted(table.starts[:-1], edges, side="right") - 1
+        return np.unique(table.segment[start : stop + 1])
 
     def _table(self, epoch: int, bucket: int) -> _Table:
         if (epoch, bucket) not in self._tables:

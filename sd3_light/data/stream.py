@@ -320,6 +320,10 @@ class MicroBatches(InPlaceDataset):
         self._look_ahead(step)
         return batch
 
+    def warm(self, step: int) -> None:
+        """Begin to hash, in the background, what ``step`` will read; the trainer may load its model meanwhile."""
+        self.data.look_ahead(self.order.place(step)[1], self.order.reading(step).tolist())
+
     def _look_ahead(self, step: int) -> None:
         window, segments = self.order.coming(step)
         if window not in self._seen_ahead:

@@ -9,11 +9,11 @@ the unit's turn comes; `plan-DIGEST.json` has the counts and is written last.
 """
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -24,15 +24,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, plan
+from sd3_light.data.buckets import Bucket, fits
 from sd3_light.data.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
 from sd3_light.data.chunks import is_end
+from sd3_light.data.claims import Claims
 from sd3_light.data.shards import ShardEntry, replacing, write_atomically
 from sd3_light.data.sources import caption_variants
 from sd3_light.randomness import sample_id
 
 PLAN_VERSION = 1
 _UNITS_A_BATCH = 64
+_PLANS_KEPT = 8
 _POLL_SECONDS = 0.2
 _TAGS_SEED = 0  # shuffled captions are a stock to draw from: another seed of training must not make them anew
 _SETTINGS_APART = {"path", "mask_path", "default_mask_file", "num_repeats"}
@@ -120,7 +122,7 @@ class Plan:
     def rejected(self) -> Iterator[Row]:
         """Every input that is no sample, part by part."""
         for part in self._parts:
-            yield from (row for row in self._catalogue.rows(part) if row.reason)
+            yield from self._catalogue.rejected(part)
 
     def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
         batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
@@ -138,14 +140,39 @@ def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping
     ]
     name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
-    while not path.with_suffix(".json").is_file():
+    while not _is_made(path, catalogue.claims):
         if not catalogue.claims.take(name):
             time.sleep(_POLL_SECONDS)
             continue
-        if not path.with_suffix(".json").is_file():
+        if not _is_made(path, catalogue.claims):
             _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
+            _forget_plans(catalogue.folder)
         catalogue.claims.release(name)
+    os.utime(path)
     return Plan(path, catalogue, listings, recipe_digest)
+
+
+def _is_made(path: Path, claims: Claims) -> bool:
+    """Whether a plan stands; one of inputs that could not be read stands for those only who have tried them."""
+    counts = path.with_suffix(".json")
+    if not counts.is_file():
+        return False
+    rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
+    return "unreadable" not in rejected or claims.is_newer(counts)
+
+
+def _forget_plans(folder: Path) -> None:
+    """Remove all but the plans that were used last."""
+    for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_PLANS_KEPT]:
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process forgets plans too
+        return 0.0
 
 
 @dataclass
@@ -211,9 +238,9 @@ class _Planner:
                 continue
             self._counts.pictures += 1
             member = make_member(row, source.directory, self._recipe)
-            for resolution, bucket, cropped, enlarged in fits(row.width, row.height, source.directory):
-                self._counts.cropped += cropped
-                self._counts.enlarged += enlarged
+            for resolution, bucket, fit in fits(row.width, row.height, source.directory):
+                self._counts.cropped += fit.cropped_fraction > 0
+                self._counts.enlarged += fit.enlarged
                 unit = slots.setdefault((resolution, bucket), _Open())
                 unit.places.append(place)
                 unit.ids.append(member.identity)
@@ -248,29 +275,6 @@ def make_member(row: Row, directory: DirectoryConfig, recipe: str) -> Member:
     """A row as a sample: the captions to encode, and the fingerprint of all that its features come from."""
     captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
     return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
-
-
-@lru_cache(maxsize=1 << 16)
-def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[tuple[int, int], Bucket, bool, bool], ...]:
-    """For a picture of this size: (resolution, bucket, is cropped, is enlarged), one for each bucket it takes."""
-    groups = _groups(directory)
-    found = []
-    for bucket in assign_all(width, height, groups):
-        fit = plan(width, height, bucket)
-        found.append((_resolution(directory, groups, bucket), bucket, fit.cropped_fraction > 0, fit.enlarged))
-    return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _groups(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
-    return buckets_by_resolution(directory)
-
-
-def _resolution(directory: DirectoryConfig, groups: Sequence[Sequence[Bucket]], bucket: Bucket) -> tuple[int, int]:
-    """The resolution a bucket belongs to, by which batch sizes are named; an explicit size bucket is its own."""
-    if directory.size_buckets:
-        return (bucket.width, bucket.height)
-    return directory.resolutions[next(at for at, group in enumerate(groups) if bucket in group)]
 
 
 def _digest(*parts: str) -> str:

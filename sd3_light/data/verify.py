@@ -9,6 +9,7 @@ import fcntl
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -35,15 +36,20 @@ class Verifier:
         self._numbers = {entry.file: number for number, entry in enumerate(entries)}
         self._own = bytearray(len(entries))
         self._mark_path = _mark_path(folder, entries, os.getppid() if launched else os.getpid())
-        self._file = _open_marks(self._mark_path)
         self._threads: dict[tuple[int, int], threading.Lock] = {}
+        self._open()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_threads": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._open()
+
+    def _open(self) -> None:
         self._file = _open_marks(self._mark_path)
+        if self._file is not None:
+            weakref.finalize(self, os.close, self._file).atexit = False
 
     def require(self, wanted: Iterable[Wanted]) -> None:
         """All of these are whole; a fault of the user that names the one that is not."""

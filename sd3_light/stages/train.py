@@ -56,6 +56,8 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
     start_process_group(launch, device, config.dist_timeout_sec)
 
     order = make_order(data, loaded, launch)
+    if saved is None:
+        MicroBatches(data, order, launch.rank, launch.world, config.gradient_accumulation_steps).warm(0)
     total = _total_steps(config, order)
     pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
     _freeze(pipeline, config.freeze)

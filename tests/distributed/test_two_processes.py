@@ -31,8 +31,8 @@ def torchrun(project: Project, *flags: str, processes: int = 2, **overrides: obj
     return done.stderr
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def shards(project: Project) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (project.cache / "shards").glob("*.safetensors")}
 
 
 def checkpoint(project: Project, step: int, run: str) -> Path:
@@ -62,10 +62,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
 
 
 def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
-    """Each takes every other shard, and neither talks to the other."""
+    """Each takes what the other has not, and neither talks to the other."""
     said = torchrun(fresh_project, "--cache_only")
-    assert contents(fresh_project.cache) == contents(cached_project.cache)
-    assert "cache 22/22" in said, "the main process has its own share of the 40 pictures, in shards of 8, 8, 4 and 2"
+    assert shards(fresh_project) == shards(cached_project)
+    assert "cache 40/40" in said, "the main process counts what all have done"
+
+
+def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
+    """As people start it: `deepspeed --num_gpus=2 train.py --deepspeed --config X --cache_only`."""
+    pytest.importorskip("deepspeed")
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2", "--master_port=29531"]
+    command += [str(ROOT / "train.py"), "--deepspeed", "--config", str(fresh_project.train_toml), "--cache_only"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "dist_world_size=2" in done.stdout + done.stderr
+    assert shards(fresh_project) == shards(cached_project)
 
 
 def test_two_processes_train_as_one(alone: Project) -> None:

@@ -42,7 +42,7 @@ from sd3_light.engines import Launch
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import progress, say, show
 from sd3_light.stages.cache.encode import Builder, damaged_mark, empty_content
-from sd3_light.stages.cache.finish import has_manifest, write_manifest
+from sd3_light.stages.cache.finish import REJECTS, has_manifest, write_manifest
 from sd3_light.stages.cache.state import State, compare, render
 
 __all__ = ["CacheReport", "Wishes", "make_recipe", "run"]
@@ -186,8 +186,9 @@ class _Stage:
             counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
         if self._wishes.prune and self._launch.is_main:
             _prune(state)
-        small = self._small_buckets(plan.units)
-        return CacheReport(folder, counts, encoded, already, small)
+        report = CacheReport(folder, counts, encoded, already, self._small_buckets(plan.units))
+        _tell(title, report, self._train.small_buckets)
+        return report
 
     def _look(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
         workers = self._train.map_num_proc or self._train.caching_num_workers
@@ -253,7 +254,7 @@ class _Stage:
             sweep(folder / SHARDS)
             return counts
         deadline = time.monotonic() + self._train.sd3_manifest_timeout_sec
-        while not (catalogue.claims.is_newer(folder / MANIFEST) and has_manifest(folder, recipe, plan.units)):
+        while not has_manifest(folder, recipe, plan.units):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"gave up waiting for the main process to write {folder / MANIFEST}; see its output, or raise "
@@ -269,6 +270,22 @@ class _Stage:
         step = self._train.gradient_accumulation_steps * self._launch.world
         micro = self._train.micro_batch_size_per_gpu
         return {bucket: count for (size, bucket), count in sizes.items() if count < batch_size_for(micro, size) * step}
+
+
+def _tell(title: str, report: CacheReport, small_buckets: str) -> None:
+    """The end report: everything that went in is counted and named."""
+    counts = dict(report.counts)
+    rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
+    say(
+        f"{title}: {counts['used']:,} samples of {counts['pictures']:,} pictures are in the cache "
+        f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
+    )
+    if rejected:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
+        say(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {report.folder / REJECTS}")
+    for bucket, count in report.small.items():
+        fate = "dropped" if small_buckets == "drop" else "repeated to fill one"
+        say(f"{title}: bucket {bucket} has {count:,} samples, fewer than a global batch: they are {fate}")
 
 
 def _require_samples(dataset: DatasetConfig, plan: Plan) -> None:

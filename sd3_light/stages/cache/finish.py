@@ -3,14 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, replacing
+from sd3_light.data.sources.shelf import Shelf
 from sd3_light.data.units import Plan, Unit
-from sd3_light.stages.cache.encode import is_done, reject_line
+from sd3_light.stages.cache.encode import reject_line
 
 REJECTS = "rejects.jsonl"
 
@@ -49,23 +51,29 @@ def _rejects(plan: Plan, shards: Path) -> Iterator[dict[str, str]]:
     """What the scan and the look rejected, then what only decoding showed."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)
-    seen = set()
-    for unit in plan.units:
-        path = (shards / unit.file).with_suffix(".rejects.jsonl")
-        if path.is_file():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                line: dict[str, str] = json.loads(text)
+    with closing(Shelf()) as shelf:
+        seen = shelf.names()
+        for unit in plan.units:
+            for line in _lines((shards / unit.file).with_suffix(".rejects.jsonl")):
                 # a picture is decoded once a resolution and fails in each
-                if (line["key"], line["reason"]) not in seen:
-                    seen.add((line["key"], line["reason"]))
+                if seen.add_new(f"{line['key']}\0{line['reason']}"):
                     yield line
+
+
+def _lines(path: Path) -> Iterator[dict[str, str]]:
+    """The lines of a unit's rejects; most units have none."""
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            yield from map(json.loads, file)
 
 
 def has_manifest(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
     """Whether the manifest is of this plan: of every unit, but those whose samples were all rejected."""
-    shards = folder / SHARDS
-    if not (folder / MANIFEST).is_file() or not all(is_done(shards, unit) for unit in units):
+    if not (folder / MANIFEST).is_file():
         return False
     manifest = Manifest.load(folder)
-    standing = {unit.file for unit in units if (shards / unit.file).is_file()}
-    return manifest.recipe == recipe and {shard.file for shard in manifest.shards} == standing
+    named = {shard.file for shard in manifest.shards}
+    if manifest.recipe != recipe or not named <= {unit.file for unit in units}:
+        return False
+    # a unit without a shard in the manifest is one whose samples were all rejected
+    return all(unit.file in named or (folder / SHARDS / unit.file).with_suffix(".none").is_file() for unit in units)

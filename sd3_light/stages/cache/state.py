@@ -1,18 +1,21 @@
 """What stands between the sources and the cache, on one screen: fresh, stale, missing, orphaned."""
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow.feather as feather
 from rich.table import Table
 
-from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, Origin, read_entry, read_origins
+from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, read_origins
 from sd3_light.data.units import Plan, Unit
+from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.encode import damaged_mark, is_done
+from sd3_light.stages.cache.numbers import Numbers
 
 _RECIPE_WORDS = {
     "format": "the cache's format",
@@ -52,7 +55,7 @@ def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
             state.shards += 1
         else:
             state.todo.append(unit)
-    state.orphans = list(_orphans(shards, plan.units))
+    state.orphans = sorted(_orphans(shards, plan.units))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans)
     _tell_stale_from_missing(state, folder, plan, recipe)
     return state
@@ -72,25 +75,28 @@ def _stands(shards: Path, unit: Unit, state: State) -> bool:
     return True
 
 
-def _orphans(shards: Path, units: Sequence[Unit]) -> Iterable[Path]:
+def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
     """Files of shards that the plan does not name; temporary files are not looked at."""
     wanted = {unit.file.removesuffix(".safetensors") for unit in units}
-    for path in sorted(shards.iterdir()):
-        stem = path.name.split(".safetensors")[0].removesuffix(path.suffix).removesuffix(".rejects")
-        if not path.name.startswith((".", "empty-")) and stem not in wanted:
-            yield path
+    with os.scandir(shards) as entries:
+        for entry in entries:
+            stem = entry.name.split(".safetensors")[0].removesuffix(Path(entry.name).suffix).removesuffix(".rejects")
+            if not entry.name.startswith((".", "empty-")) and stem not in wanted:
+                yield Path(entry.path)
 
 
 def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> None:
     """A sample that is to be encoded is stale when the last manifest had it, and missing when it did not."""
     old = Manifest.load(folder) if (folder / MANIFEST).is_file() else None
-    planned = {unit.file for unit in plan.units}
-    gone = [] if old is None else [entry.file for entry in old.shards if entry.file not in planned]
-    known = _ids(folder / SHARDS, gone)
-    for unit in state.todo:
-        stale = int(np.isin(plan.ids(unit), known).sum()) if unit.file not in state.damaged else unit.count
-        state.stale += stale
-        state.missing += unit.count - stale
+    planned, damaged = {unit.file for unit in plan.units}, set(state.damaged)
+    gone = [] if old is None else [entry for entry in old.shards if entry.file not in planned]
+    with Numbers() as known:
+        for path in _tables(folder / SHARDS, gone):
+            known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
+        for unit in state.todo:
+            stale = unit.count if unit.file in damaged else int(known.holds(plan.ids(unit)).sum())
+            state.stale += stale
+            state.missing += unit.count - stale
     if old is not None and old.recipe != recipe:
         changed = [_RECIPE_WORDS.get(key, key) for key in recipe if old.recipe.get(key) != recipe[key]]
         state.causes[f"changed: {', '.join(changed)}"] = state.stale
@@ -98,37 +104,39 @@ def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Map
         _name_causes(state, folder / SHARDS, gone, plan)
 
 
-def _ids(shards: Path, files: Sequence[str]) -> NDArray[np.int64]:
-    import pyarrow.feather as feather
-
-    found = [
-        feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"].to_numpy()
-        for file in files
-        if (path := (shards / file).with_suffix(".arrow")).is_file()
-    ]
-    return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
+def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
+    """The Arrow files of shards, where they are still there."""
+    paths = ((shards / entry.file).with_suffix(".arrow") for entry in entries)
+    return (path for path in paths if path.is_file())
 
 
-def _name_causes(state: State, shards: Path, gone: Sequence[str], plan: Plan) -> None:
+def _name_causes(state: State, shards: Path, gone: Sequence[ShardEntry], plan: Plan) -> None:
     """Why samples are stale, told by comparing them with what the replaced shards were made of."""
-    before: dict[tuple[str, str], Origin] = {}
-    for file in gone:
-        if (shards / file).with_suffix(".arrow").is_file():
-            bucket = file.rsplit("-", 2)[1]
-            before.update({(bucket, origin.key): origin for origin in read_origins(shards / file)})
-    for unit in state.todo:
-        if unit.file in state.damaged:
-            state.causes["in a damaged shard"] += unit.count
-            continue
-        for member in plan.members(unit):
-            if (origin := before.get((str(unit.bucket), member.row.key))) is not None:
-                state.causes[_cause(origin, member.fingerprint, member.captions)] += 1
+    with Numbers() as before:
+        for entry in gone:
+            for path in _tables(shards, [entry]):
+                before.add([_marks(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
+        damaged = set(state.damaged)
+        for unit in state.todo:
+            if unit.file in damaged:
+                state.causes["in a damaged shard"] += unit.count
+                continue
+            members = plan.members(unit)
+            marks = [_marks(str(unit.bucket), m.row.key, m.fingerprint, m.captions) for m in members]
+            held = before.holds(np.ravel(marks)).reshape(-1, 3)
+            state.causes.update(_cause(*row) for row in held.tolist() if row[0])
 
 
-def _cause(origin: Origin, fingerprint: str, captions: tuple[str, ...]) -> str:
-    if origin.fingerprint == fingerprint:
+def _marks(bucket: str, key: str, fingerprint: str, captions: tuple[str, ...]) -> tuple[int, int, int]:
+    """A sample in a bucket as numbers: itself, itself as it is, and itself with its captions."""
+    name = f"{bucket}/{key}"
+    return sample_id(name), sample_id(f"{name}\0{fingerprint}"), sample_id(f"{name}\0{captions!r}")
+
+
+def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
+    if is_same:
         return "unchanged, in a shard with changed ones"
-    return "the caption changed" if origin.captions != captions else "the picture or its mask changed"
+    return "the picture or its mask changed" if has_same_captions else "the caption changed"
 
 
 def render(state: State) -> Table:

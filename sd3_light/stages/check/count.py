@@ -1,11 +1,10 @@
 """What a data set becomes: its sources scanned, picture headers read, samples counted by bucket and by reject."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
-from sd3_light.data.buckets import Bucket, Size, assign_all, buckets_by_resolution, plan
+from sd3_light.data.buckets import Bucket, Size, fits
 from sd3_light.data.preprocess import Reject, probe
 from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan
 from sd3_light.runlog import Bar, progress
@@ -53,7 +52,6 @@ def count(dataset: DatasetConfig, seed: int) -> Counts:
 
 
 def _count_directory(counts: Counts, directory: DirectoryConfig, number: int, index: int, seed: int, bar: Bar) -> None:
-    groups = buckets_by_resolution(directory)
     for found in scan(directory, index):
         bar.advance()
         try:
@@ -64,9 +62,8 @@ def _count_directory(counts: Counts, directory: DirectoryConfig, number: int, in
         assert isinstance(found, Record)
         counts.samples += 1
         captions = len(caption_variants(found.captions, seed, found.key, directory))
-        for bucket in assign_all(*source, groups):
-            fit = plan(*source, bucket)
-            cell = counts.cell(_resolution(bucket, groups, directory), bucket, number)
+        for resolution, bucket, fit in fits(*source, directory):
+            cell = counts.cell(resolution, bucket, number)
             cell.add(captions, found.mask is not None, fit.enlarged, fit.cropped_fraction)
 
 
@@ -75,10 +72,3 @@ def _source_size(found: Record | Rejected) -> Size:
     if isinstance(found, Rejected):
         raise Reject(found.reason, found.detail)
     return probe(found.read())
-
-
-def _resolution(bucket: Bucket, groups: Sequence[Sequence[Bucket]], directory: DirectoryConfig) -> Resolution:
-    """The resolution that a bucket counts to: the first that has it; of `size_buckets` each is its own."""
-    if directory.size_buckets:
-        return bucket.width, bucket.height
-    return directory.resolutions[next(at for at, group in enumerate(groups) if bucket in group)]

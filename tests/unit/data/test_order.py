@@ -448,16 +448,23 @@ def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
     assert all(len(set(part.tolist())) > 15 for part in np.split(segments, 10))
 
 
-def test_what_comes_is_what_the_next_window_reads() -> None:
-    order = make_order(1, [([Segment(10)] * 12, 10)], window=3)
-    for step in range(2 * order.steps_per_epoch):
-        (epoch, bucket, window), segments = order.coming(step)
-        first = epoch * order.steps_per_epoch + window * 3
-        read = {one for later in range(first, first + 3) for one in order.picks(later).segment.tolist()}
-        assert read <= set(segments.tolist())
-        assert len(segments) <= 4
-        assert first > step
-        assert bucket == 0
+@pytest.mark.parametrize("batch", [4, 10, 35, 100])
+def test_what_comes_is_what_the_next_steps_read(batch: int) -> None:
+    """Batches smaller and larger than a window: a step's shards are among those told before, and those are not all."""
+    order = make_order(1, [([Segment(10)] * 30, batch), ([Segment(7)] * 9, batch)], window=3)
+    told: dict[int, set[int]] = {}
+    for step in range(3 * order.steps_per_epoch):
+        picks = order.picks(step)
+        read = set(picks.segment.tolist())
+        reading = set(order.reading(step).tolist())
+        if picks.repeat.max() == 0:  # padding repeats the epoch's beginning
+            assert read <= reading
+            assert read <= told.get(picks.bucket, read)
+        (epoch, bucket, _), coming = order.coming(step)
+        assert bucket == picks.bucket
+        assert epoch - picks.epoch in (0, 1)
+        told[bucket] = set(coming.tolist())
+        assert len(coming) <= 2 * 3 + batch / 7 + 4
 
 
 def test_open_shards_follow_the_window() -> None:

@@ -332,6 +332,18 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     assert Counter(hashed.values())[True] >= 3, "all but the first window's"
 
 
+def test_the_first_steps_shards_are_hashed_while_the_trainer_gets_ready(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(4,) * 6)
+    order = order_of(data, window=2)
+    MicroBatches(data, order, 0, 1, 1).warm(0)
+    assert data._ahead is not None
+    data._ahead.join()
+    assert data._verifier is not None
+    known = {at for at, entry in enumerate(data.buckets[0].shards) if data._verifier.is_known(entry)}
+    assert set(order.picks(0).segment.tolist()) <= known
+    assert len(known) <= 3
+
+
 def test_open_files_stay_behind_when_a_worker_takes_the_data(make_cache: MakeCache) -> None:
     data = make_cache()
     before = steps_of(data, order_of(data))

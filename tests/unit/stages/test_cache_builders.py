@@ -205,6 +205,14 @@ def test_an_older_manifest_is_not_taken_for_that_of_a_larger_plan(project: Proje
     assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"pictures#0", "more#0"}
 
 
+def test_a_rank_that_comes_late_takes_the_manifest_that_stands(project: Project) -> None:
+    """The main process may be done before another has begun, and writes no second manifest."""
+    stage.run(project.load(), Launch(rank=0, local_rank=0, world=2))
+    os.utime(project.cache / MANIFEST, ns=(1, 1))
+    (report,) = stage.run(project.load("sd3_manifest_timeout_sec=0.3"), Launch(rank=1, local_rank=1, world=2))
+    assert report.counts["used"] == 40
+
+
 def test_the_encoders_are_freed_before_training(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 

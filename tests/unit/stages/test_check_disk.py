@@ -218,7 +218,6 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
         ("tables", '[ema]\nenable = true\n[[ema.track]]\nname = "slow"\ndecay = 0.999', "ema.track"),
         ("tables", "[monitoring]\nenable_wandb = true", "monitoring.enable_wandb"),
         ("tables", "[monitoring]\nenable_trackio = true", "monitoring.enable_trackio"),
-        ("top", "map_num_proc = 2", "map_num_proc"),
     ],
 )
 def test_what_this_version_lacks_is_a_fault(only_fault: Single, place_of: str, keys: str, key: str) -> None:

@@ -1,0 +1,178 @@
+"""Worker processes: results in order, little ahead, and a task that kills its process is told apart from the rest."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.data.workers import Workers
+
+FORK = multiprocessing.get_context("fork")
+DEADLY = (7, 8, 23)
+BATCHES = [list(range(start, start + 5)) for start in range(0, 40, 5)]
+DOUBLED = [[2 * number for number in batch] for batch in BATCHES]
+
+
+def double(numbers: Sequence[int]) -> list[int]:
+    return [2 * number for number in numbers]
+
+
+def double_slowly(numbers: Sequence[int]) -> list[int]:
+    """The first of any three batches takes longest."""
+    time.sleep(0.02 * (-numbers[0] % 3))
+    return double(numbers)
+
+
+def negative(number: int) -> int:
+    return -number
+
+
+def exit_on_some(numbers: Sequence[int]) -> list[int]:
+    if any(number in DEADLY for number in numbers):
+        os._exit(1)
+    return double(numbers)
+
+
+def crash_on_some(numbers: Sequence[int]) -> list[int]:
+    faulthandler.disable()
+    if any(number in DEADLY for number in numbers):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return double(numbers)
+
+
+def fail_on_some(numbers: Sequence[int]) -> list[int]:
+    if 7 in numbers:
+        raise LookupError("seven")
+    return double(numbers)
+
+
+def process_of(numbers: Sequence[int]) -> list[int]:
+    return [os.getpid() for _ in numbers]
+
+
+class Pulled:
+    """Batches that count how many were asked for."""
+
+    def __init__(self, batches: Iterable[Sequence[int]] = BATCHES) -> None:
+        self._batches, self.count = batches, 0
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        for batch in self._batches:
+            self.count += 1
+            yield batch
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_results_come_in_order(count: int) -> None:
+    with Workers(count, double_slowly, negative) as workers:
+        assert list(workers.map(BATCHES)) == DOUBLED
+        assert list(workers.map(BATCHES[:1])) == DOUBLED[:1], "and again"
+        assert list(workers.map([])) == []
+
+
+@pytest.mark.parametrize(("count", "ahead", "most"), [(0, None, 1), (1, None, 2), (2, None, 3), (2, 5, 5), (2, 1, 1)])
+def test_few_batches_are_taken_ahead(count: int, ahead: int | None, most: int) -> None:
+    pulled = Pulled()
+    with Workers(count, double, negative, ahead) as workers:
+        results = workers.map(pulled)
+        assert pulled.count == 0, "nothing before it is needed"
+        for taken, _ in enumerate(results):
+            assert pulled.count == min(taken + most, len(BATCHES))
+
+
+def test_processes_do_the_work_unless_there_are_none() -> None:
+    with Workers(0, process_of, negative) as workers:
+        assert set(*workers.map([[1, 2]])) == {os.getpid()}
+    with Workers(2, process_of, negative) as workers:
+        found = {pid for pids in workers.map(BATCHES) for pid in pids}
+        assert os.getpid() not in found
+        assert 1 <= len(found) <= 2
+
+
+@pytest.mark.parametrize("work", [exit_on_some, crash_on_some])
+@pytest.mark.parametrize(("count", "ahead"), [(1, None), (2, 6)])
+def test_a_task_that_kills_its_process_is_told_apart(work: Any, count: int, ahead: int | None) -> None:
+    """Two of them in one batch, and one in another that was in hand at the same time."""
+    with Workers(count, work, negative, ahead) as workers:
+        found = list(workers.map(BATCHES))
+    assert found == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
+
+
+def test_a_pool_lives_on_after_a_crash() -> None:
+    with Workers(1, exit_on_some, negative, ahead=1) as workers:
+        assert list(workers.map([[7]])) == [[-7]]
+        assert list(workers.map([[1], [8], [2]])) == [[2], [-8], [4]]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_exception_of_the_work_is_the_callers(count: int) -> None:
+    with Workers(count, fail_on_some, negative) as workers:
+        results = workers.map(BATCHES)
+        assert next(results) == DOUBLED[0]
+        with pytest.raises(LookupError, match="seven"):
+            next(results)
+        assert list(workers.map(BATCHES[2:])) == DOUBLED[2:], "the processes are whole"
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+_turns = FORK.Semaphore(0)
+
+
+def log_in_turn(paths: Sequence[Path]) -> list[Path]:
+    """Done when its turn comes, or late."""
+    _turns.acquire(timeout=2)
+    for path in paths:
+        path.touch()
+    return list(paths)
+
+
+def test_closing_drops_what_was_not_begun(tmp_path: Path) -> None:
+    """A process has one batch in hand and two more in its queue, which cannot be called back."""
+    workers = Workers(1, log_in_turn, lambda path: path, ahead=20)
+    _turns.release()
+    results = workers.map([tmp_path / str(number)] for number in range(20))
+    assert next(results) == [tmp_path / "0"]
+    for _ in range(3):
+        _turns.release()
+    workers.close()
+    done = len(os.listdir(tmp_path))
+    assert done <= 4
+    workers.close()
+
+
+def keep_two_busy(pids: Any) -> None:
+    with Workers(2, process_of, negative) as workers:
+        found = {pid for batch in workers.map(BATCHES) for pid in batch}
+        assert workers._pool is not None
+        pids.send(found | set(workers._pool._processes))
+        time.sleep(600)
+
+
+def test_workers_die_with_a_killed_parent() -> None:
+    ours, theirs = FORK.Pipe()
+    parent = FORK.Process(target=keep_two_busy, args=(theirs,))
+    parent.start()
+    assert ours.poll(60)
+    pids = ours.recv()
+    assert len(pids) == 2
+    assert all(is_running(pid) for pid in pids)
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "orphans are left"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,33 @@
+"""A position in the order means the same only where all that makes the order is the same."""
+
+from typing import Any
+
+from sd3_light.data.order import Segment, make_order
+from sd3_light.stages.train import order_facts
+
+SEGMENTS = [Segment(8), Segment(5, 1.5)]
+
+
+def facts(
+    seed: int = 0, segments: list[Segment] | None = None, batch: int = 4, window: int = 16, drop: bool = False
+) -> dict[str, Any]:
+    return order_facts(make_order(seed, [(segments or SEGMENTS, batch), ([Segment(3)], batch)], window, drop))
+
+
+def test_equal_orders_have_equal_facts() -> None:
+    assert facts() == facts()
+
+
+def test_whatever_changes_the_order_changes_its_facts() -> None:
+    changed = [
+        facts(seed=1),
+        facts(batch=2),
+        facts(window=4),
+        facts(drop=True),
+        facts(segments=SEGMENTS[::-1]),
+        facts(segments=[Segment(7), Segment(6, 1.5)]),
+        facts(segments=[Segment(8), Segment(5, 1.4)]),
+        facts(segments=[*SEGMENTS, Segment(1)]),
+    ]
+    assert all(one != facts() for one in changed)
+    assert len({str(one) for one in changed}) == len(changed)
