@@ -87,6 +87,11 @@ def lay(folder: Path, count: int) -> None:
     (folder / "data.toml").write_text(DATA, encoding="utf-8")
 
 
+def data_toml(part: str) -> str:
+    """The dataset TOML of a part."""
+    return DATA + (MORE if part == "stale" else "")
+
+
 def png(size: tuple[int, int], seed: int) -> bytes:
     """The bytes of a small picture."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8) // 64 * 64
@@ -159,7 +164,7 @@ def run_part(part: str, folder: Path) -> None:
     elif part.startswith("read"):
         read(loaded, int(part.removeprefix("read")))
     else:
-        cache.FrozenParts = NoParts  # type: ignore[assignment, misc]
+        cache.FrozenParts = NoParts  # type: ignore[assignment, attr-defined]
         cache.run(loaded, wishes=cache.Wishes(dry_run=part == "stale"))
 
 
@@ -283,7 +288,7 @@ def run_all(folder: Path, count: int, parts: Sequence[str]) -> None:
     lay(folder, count)
     print(f"{count:,} samples made in {time.perf_counter() - begun:.0f} s", flush=True)
     for part in parts:
-        (folder / "data.toml").write_text(DATA + (MORE if part == "stale" else ""), encoding="utf-8")
+        (folder / "data.toml").write_text(data_toml(part), encoding="utf-8")
         found = measure_apart(part, folder)
         figures = "".join(f"{found[name] / 1024:9.1f}" for name in ("anon", "rss", "worker"))
         rate = count / found["seconds"]

@@ -231,9 +231,15 @@ class _Stage:
     def _encode_empty(self, shards: Path, recipe: Mapping[str, Any]) -> ShardEntry:
         fingerprint = sample_id(repr(sorted(recipe.items())))
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
-        if (found := read_entry(shards, entry.file)) is not None:
+        mark = damaged_mark(shards / entry.file)
+        found = read_entry(shards, entry.file)
+        if found is not None and self._wishes.verify and file_sha256(shards / entry.file) != found.sha256:
+            mark.touch()
+        if found is not None and not mark.exists():
             return found
-        return write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
+        found = write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
+        mark.unlink(missing_ok=True)
+        return found
 
     def _finish(
         self,

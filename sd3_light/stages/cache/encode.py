@@ -23,6 +23,9 @@ from sd3_light.data.workers import Workers
 from sd3_light.encoders.frozen import FrozenParts, Tokens
 from sd3_light.runlog import Bar
 
+WRITERS = 2
+"""Shards that are being written while the device encodes the next: one is hashed while another is flushed to disk."""
+
 _POLL_SECONDS = 0.2
 
 
@@ -48,6 +51,7 @@ class _Hand:
     good: list[Member] = field(default_factory=list)
     moments: list[Tensor] = field(default_factory=list)
     masks: list[NDArray[np.uint8] | None] = field(default_factory=list)
+    text: dict[str, Tensor] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -70,16 +74,20 @@ class _Hand:
         if pixels:
             self.moments.append(parts.encode_pictures(np.stack(pixels), self.unit.flip))
 
-    def content(self, parts: FrozenParts) -> ShardContent:
-        """The shard's tensors, which fill while the device goes on."""
+    def encode_text(self, parts: FrozenParts) -> None:
+        """Have the captions of the good ones encoded."""
+        distinct = _captions(self.good)[1]
+        self.text = parts.encode_captions(parts.tokenize(list(distinct)) if self.rejected else self.tokens.result())
+
+    def content(self) -> ShardContent:
+        """The shard's tensors; before this the encoders' results must have arrived."""
         captions, distinct = _captions(self.good)
-        tokens = self.tokens.result() if not self.rejected else parts.tokenize(list(distinct))
         return ShardContent(
             torch.tensor([member.identity for member in self.good], dtype=torch.int64),
             torch.cat(self.moments),
             torch.tensor([0, *(len(member.captions) for member in self.good)]).cumsum(0),
             torch.tensor([distinct[caption] for caption in captions], dtype=torch.int64),
-            parts.encode_captions(tokens),
+            self.text,
             _stack_masks(self.masks),
         )
 
@@ -157,22 +165,22 @@ class Builder:
         with (
             Workers(self._workers, decode_all, decode_crashed) as pool,
             ThreadPoolExecutor(1, "tokens") as tokenizer,
-            ThreadPoolExecutor(1, "writer") as writer,
+            ThreadPoolExecutor(WRITERS, "writer") as writer,
         ):
-            written: Future[None] | None = None
+            writing: deque[Future[None]] = deque()
             for decoded in pool.map(self._tasks(units, hands, elsewhere, tokenizer)):
                 hands[0].take(decoded, self._parts)
                 if hands[0].is_whole:
                     hand = hands.popleft()
-                    content = hand.content(self._parts) if hand.good else None
-                    # the disk writes one shard while the device encodes the next; never more than one waits
-                    if written is not None:
-                        written.result()
-                    written = writer.submit(self._write, hand, content, self._parts.hand_over())
+                    if hand.good:
+                        hand.encode_text(self._parts)
+                    if len(writing) == WRITERS:
+                        writing.popleft().result()
+                    writing.append(writer.submit(self._write, hand, self._parts.hand_over()))
                     self.encoded += hand.unit.count
                     self._bar.advance(hand.unit.count)
-            if written is not None:
-                written.result()
+            for last in writing:
+                last.result()
         return elsewhere
 
     def _tasks(
@@ -202,7 +210,7 @@ class Builder:
         path = self._shards / unit.file
         return self._claims.is_newer(path) or self._claims.is_newer(path.with_suffix(".none"))
 
-    def _write(self, hand: _Hand, content: ShardContent | None, wait: Callable[[], None]) -> None:
+    def _write(self, hand: _Hand, wait: Callable[[], None]) -> None:
         wait()
         path = self._shards / hand.unit.file
         rejects = path.with_suffix(".rejects.jsonl")
@@ -210,10 +218,10 @@ class Builder:
             write_lines(rejects, hand.rejected)
         else:
             rejects.unlink(missing_ok=True)
-        if content is None:
+        if not hand.good:
             write_atomically(path.with_suffix(".none"), b"")
         else:
-            write_shard(self._shards, hand.unit.entry, content, hand.origins())
+            write_shard(self._shards, hand.unit.entry, hand.content(), hand.origins())
             damaged_mark(path).unlink(missing_ok=True)
         self._claims.release(hand.unit.file)
 

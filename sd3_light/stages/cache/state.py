@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow.feather as feather
 from rich.table import Table
 
+from sd3_light.config.faults import UserError
 from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, read_origins
 from sd3_light.data.units import Plan, Unit
 from sd3_light.randomness import sample_id
+from sd3_light.runlog import say
 from sd3_light.stages.cache.encode import damaged_mark, is_done
 from sd3_light.stages.cache.numbers import Numbers
 
@@ -87,7 +89,7 @@ def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
 
 def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> None:
     """A sample that is to be encoded is stale when the last manifest had it, and missing when it did not."""
-    old = Manifest.load(folder) if (folder / MANIFEST).is_file() else None
+    old = _last_manifest(folder)
     planned, damaged = {unit.file for unit in plan.units}, set(state.damaged)
     gone = [] if old is None else [entry for entry in old.shards if entry.file not in planned]
     with Numbers() as known:
@@ -102,6 +104,15 @@ def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Map
         state.causes[f"changed: {', '.join(changed)}"] = state.stale
     elif state.stale:
         _name_causes(state, folder / SHARDS, gone, plan)
+
+
+def _last_manifest(folder: Path) -> Manifest | None:
+    """The manifest that stands; one that cannot be read is replaced by this run."""
+    try:
+        return Manifest.load(folder) if (folder / MANIFEST).is_file() else None
+    except UserError as fault:
+        say(str(fault))
+        return None
 
 
 def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
@@ -135,7 +146,7 @@ def _marks(bucket: str, key: str, fingerprint: str, captions: tuple[str, ...]) -
 
 def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     if is_same:
-        return "unchanged, in a shard with changed ones"
+        return "unchanged itself, but its shard has other samples or settings"
     return "the picture or its mask changed" if has_same_captions else "the caption changed"
 
 

@@ -104,6 +104,19 @@ def test_a_task_that_kills_its_process_is_told_apart(work: Any, count: int, ahea
     assert found == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
 
 
+def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
+    if 7 in numbers:
+        os._exit(1)
+    return [len(numbers)] * len(numbers)
+
+
+def test_only_the_batch_that_crashed_is_taken_apart() -> None:
+    """Those that fell with it are given out again as they were."""
+    with Workers(1, batch_size_or_exit, negative, ahead=8) as workers:
+        found = list(workers.map(BATCHES))
+    assert found == [[5] * 5, [1, 1, -7, 1, 1], *([[5] * 5] * 6)]
+
+
 def test_a_pool_lives_on_after_a_crash() -> None:
     with Workers(1, exit_on_some, negative, ahead=1) as workers:
         assert list(workers.map([[7]])) == [[-7]]

@@ -345,6 +345,26 @@ def test_verify_finds_damage_and_mends_it(project: Project) -> None:
     assert contents(project) == before
 
 
+def test_a_damaged_empty_caption_is_encoded_again(project: Project) -> None:
+    before = contents(project)
+    path = project.cache / "shards" / Manifest.load(project.cache).empty.file
+    damage(path)
+    with pytest.raises(UserError, match="damaged"):
+        opened(project).empty_text()
+    project.build_cache()
+    assert contents(project) == before
+    damage(path)
+    project.build_cache(verify=True)
+    assert contents(project) == before
+
+
+def test_a_damaged_manifest_is_made_anew(project: Project) -> None:
+    before = contents(project)
+    (project.cache / MANIFEST).write_text("{}")
+    project.build_cache(regenerate=True)
+    assert contents(project) == before
+
+
 def test_a_shard_of_another_size_is_encoded_again(project: Project) -> None:
     before = contents(project)
     (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
