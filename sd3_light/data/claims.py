@@ -8,6 +8,7 @@ rename and are the same whoever makes them, so a piece that is done twice by bad
 import os
 import socket
 import threading
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
 """An owner on another machine counts as gone when it has not shown itself for this long."""
 
+_STEP_SECONDS = 0.001
 _ALIVE, _CLAIM, _GONE = ".alive", ".claim", ".gone"
 
 
@@ -35,8 +37,11 @@ class Claims:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sign.touch()
-        self.started = self._sign.stat().st_mtime
+        # times of files move in steps of milliseconds or more: begin at a step that no earlier file can bear
+        before = self._now()
+        while (now := self._now()) == before:
+            time.sleep(_STEP_SECONDS)
+        self.started = now
         self._life.start()
         self._sweep()
         return self
@@ -121,11 +126,14 @@ class Claims:
         return self._is_recent(self.folder / f"{owner}{_ALIVE}")
 
     def _is_recent(self, path: Path) -> bool:
-        self._sign.touch()
         try:
-            return self._sign.stat().st_mtime - path.stat().st_mtime < self._patience
+            return self._now() - path.stat().st_mtime < self._patience
         except FileNotFoundError:
             return False
+
+    def _now(self) -> float:
+        self._sign.touch()
+        return self._sign.stat().st_mtime
 
     def _show_life(self) -> None:
         while not self._stop.wait(self._beat):

@@ -113,11 +113,11 @@ def test_a_process_killed_while_it_hashes_leaves_its_shard_to_others(
         raise AssertionError
 
     monkeypatch.setattr(verify_module, "file_sha256", hang)
-    victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)[:1]))
+    victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)[:1]), daemon=True)
     victim.start()
     assert hashing.wait(30)
     monkeypatch.setattr(verify_module, "file_sha256", real)
-    waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)))
+    waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)), daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "it waits for the shard in hand"
