@@ -191,19 +191,22 @@ class CachedDataset:
             found[entry.file] = self._opened(entry, in_memory=True)
         return found
 
-    def look_ahead(self, bucket: int, segments: Sequence[int]) -> None:
-        """Fetch and hash in the background what will be read later; at most one such work is under way."""
-        if self._resident or (self._ahead is not None and self._ahead.is_alive()):
-            return
+    def look_ahead(self, bucket: int, segments: Sequence[int]) -> bool:
+        """Fetch and hash in the background what will be read later; False where an earlier such work is under way."""
+        if self._resident:
+            return True
+        if self._ahead is not None and self._ahead.is_alive():
+            return False
         entries = [self.buckets[bucket].shards[at] for at in segments]
         if self._verifier is not None:
             entries = [entry for entry in entries if not self._verifier.is_known(entry)]
         if not entries:
-            return
+            return True
         first = getpid() % len(entries)  # processes begin at different shards
         entries = [*entries[first:], *entries[:first]]
         self._ahead = threading.Thread(target=self._prefetch, args=(entries,), daemon=True)
         self._ahead.start()
+        return True
 
     def _prefetch(self, entries: Sequence[ShardEntry]) -> None:
         for entry in entries:
@@ -326,6 +329,5 @@ class MicroBatches(InPlaceDataset):
 
     def _look_ahead(self, step: int) -> None:
         window, segments = self.order.coming(step)
-        if window not in self._seen_ahead:
+        if window not in self._seen_ahead and self.data.look_ahead(window[1], segments.tolist()):
             self._seen_ahead = {seen for seen in self._seen_ahead if seen[0] >= window[0] - 1} | {window}
-            self.data.look_ahead(window[1], segments.tolist())
