@@ -26,9 +26,9 @@ from encoders import WORDS, make_folder
 from PIL import Image
 
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.catalogue import Catalogue, sources_of
-from sd3_light.data.claims import Claims
-from sd3_light.data.units import Plan, make_plan
+from sd3_light.data.building.catalogue import Catalogue, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import Plan, make_plan
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.stages import cache
 from sd3_light.stages.cache.encode import Builder

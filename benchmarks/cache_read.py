@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.slots import Allocate, InPlaceDataset
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from sd3_light.assets import DEMO
-from sd3_light.data.shards import Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.manifest import ShardEntry
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.frozen import FrozenParts
 
 MB = 1e6

@@ -36,11 +36,11 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.catalogue import Catalogue, Listing, sources_of
-from sd3_light.data.claims import Claims
+from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import make_plan
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
-from sd3_light.data.units import make_plan
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
 from sd3_light.stages.train import make_order, open_cache

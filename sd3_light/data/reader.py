@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.shards import POOLED, TOKENS, Features, ShardEntry
+from sd3_light.data.manifest import ShardEntry
+from sd3_light.data.shards import POOLED, TOKENS, Features
 
 REMEDY = "run `sd3-light cache CONFIG`: it is encoded again"
 LATENT_STEP = 8

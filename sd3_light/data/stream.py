@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.memory import too_large
 from sd3_light.data.order import WINDOW, Order, Picks, Segment, make_order, open_shards, rank_slice
 from sd3_light.data.reader import Located, ShardReader
-from sd3_light.data.shards import POOLED, TOKENS, Features, ShardEntry
+from sd3_light.data.shards import POOLED, TOKENS, Features
 from sd3_light.data.slots import Allocate, InPlaceDataset, aligned, carve
 from sd3_light.data.store import ShardStore, opened
 from sd3_light.data.verify import Verifier

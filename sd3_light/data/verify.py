@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.files import file_sha256
+from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.reader import REMEDY
-from sd3_light.data.shards import Manifest, ShardEntry, file_sha256
 
 Wanted = tuple[ShardEntry, Path]
 _MARKED = b"\x01"

@@ -16,7 +16,7 @@ from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, gather, of_kind
 from sd3_light.checkpoint.store import keep_newest, newest_checkpoint, read_checkpoint, write_checkpoint
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for, resolved_toml
 from sd3_light.config.faults import UserError
-from sd3_light.data.catalogue import sources_of
+from sd3_light.data.building.catalogue import sources_of
 from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
 from sd3_light.data.order import Order
 from sd3_light.data.store import open_store

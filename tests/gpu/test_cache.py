@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sd3_light.data.shards import Manifest
+from sd3_light.data.manifest import Manifest
 
 Project = Any  # the class is in tests/conftest.py
 

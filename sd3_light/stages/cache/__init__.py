@@ -18,24 +18,15 @@ import torch
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.faults import UserError
-from sd3_light.data.catalogue import Catalogue, Listing, sources_of
-from sd3_light.data.claims import Claims
+from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import Plan, Unit, make_plan
+from sd3_light.data.files import file_sha256, sweep
+from sd3_light.data.manifest import FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.preprocess import PREPROCESS_VERSION
-from sd3_light.data.remote import load_remote_manifest
-from sd3_light.data.shards import (
-    FORMAT,
-    MANIFEST,
-    SHARDS,
-    Manifest,
-    Origin,
-    ShardEntry,
-    file_sha256,
-    read_entry,
-    sweep,
-    write_shard,
-)
+from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.store import own_temporary_folder
-from sd3_light.data.units import Plan, Unit, make_plan
+from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.engines import Launch
@@ -257,6 +248,7 @@ class _Stage:
             places |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
             counts = write_manifest(dataset, plan, recipe, empty, places)
             catalogue.forget_but(listings)
+            sweep(folder)
             sweep(folder / SHARDS)
             return counts
         deadline = time.monotonic() + self._train.sd3_manifest_timeout_sec

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.catalogue import place_of, rotated
-from sd3_light.data.claims import Claims
-from sd3_light.data.decode import Decoded, DecodeTask, Looked, decode_all, decode_crashed
-from sd3_light.data.shards import Origin, ShardContent, write_atomically, write_shard
-from sd3_light.data.units import Member, Plan, Unit
-from sd3_light.data.workers import Workers
+from sd3_light.data.building.catalogue import place_of, rotated
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import Decoded, DecodeTask, Looked, decode_all, decode_crashed
+from sd3_light.data.building.units import Member, Plan, Unit
+from sd3_light.data.building.workers import Workers
+from sd3_light.data.files import write_atomically
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.frozen import FrozenParts, Tokens
 from sd3_light.runlog import Bar
 
@@ -161,6 +162,8 @@ class Builder:
     def _pass(self, units: Sequence[Unit]) -> list[Unit]:
         """Encode every unit that is free; return those that others have in hand."""
         elsewhere: list[Unit] = []
+        if not units:
+            return elsewhere
         hands: deque[_Hand] = deque()
         with (
             Workers(self._workers, decode_all, decode_crashed) as pool,

@@ -9,9 +9,10 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, replacing
+from sd3_light.data.building.units import Plan, Unit
+from sd3_light.data.files import replacing
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.shelf import Shelf
-from sd3_light.data.units import Plan, Unit
 from sd3_light.stages.cache.encode import reject_line
 
 REJECTS = "rejects.jsonl"

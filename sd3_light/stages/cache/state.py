@@ -12,8 +12,9 @@ import pyarrow.feather as feather
 from rich.table import Table
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry, read_origins
-from sd3_light.data.units import Plan, Unit
+from sd3_light.data.building.units import Plan, Unit
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import say
 from sd3_light.stages.cache.encode import damaged_mark, is_done
@@ -65,6 +66,10 @@ def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
 
 def _stands(shards: Path, unit: Unit, state: State) -> bool:
     path = shards / unit.file
+    if _has_unread(path):
+        # a disk that was away when they were decoded may be back: no change of the files would tell
+        damaged_mark(path).touch()
+        path.with_suffix(".none").unlink(missing_ok=True)
     if damaged_mark(path).exists():
         state.damaged.append(unit.file)
     if not is_done(shards, unit):
@@ -75,6 +80,12 @@ def _stands(shards: Path, unit: Unit, state: State) -> bool:
         state.damaged.append(unit.file)
         return False
     return True
+
+
+def _has_unread(path: Path) -> bool:
+    """Whether pictures of a shard were left out because their files could not be read."""
+    rejects = path.with_suffix(".rejects.jsonl")
+    return rejects.is_file() and '"reason": "unreadable"' in rejects.read_text(encoding="utf-8")
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:

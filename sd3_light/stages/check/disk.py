@@ -7,7 +7,7 @@ from pathlib import Path
 from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.memory import manifest_bytes, too_large
-from sd3_light.data.protocols import protocol_problem
+from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
 from sd3_light.model.start import (

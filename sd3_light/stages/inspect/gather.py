@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
-from sd3_light.data.shards import SHARDS, Manifest, ShardEntry, read_origins
+from sd3_light.data.shards import read_origins
 from sd3_light.randomness import stream
 
 REJECTED = "rejected: "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.data.shards import write_atomically
+from sd3_light.data.files import write_atomically
 from sd3_light.stages.inspect.cards import reject_groups, sample_sheet
 from sd3_light.stages.inspect.charts import bar, bucket_bars, histogram
 from sd3_light.stages.inspect.gather import Inspection, draw, explain, inspect_cache, quantile

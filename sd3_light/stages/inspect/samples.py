@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, ResizePlan, plan
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import Pixels, Reject, decode, fit
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardEntry, read_origins
+from sd3_light.data.shards import Origin, read_origins
 from sd3_light.encoders.vae import load_vae
 from sd3_light.runlog import progress
 from sd3_light.stages.inspect.gather import Pick, sides

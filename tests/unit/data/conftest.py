@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 

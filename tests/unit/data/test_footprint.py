@@ -21,10 +21,11 @@ from sd3_light.data.footprint import (
     sample_bytes,
 )
 from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.memory import available_memory, too_large
 from sd3_light.data.order import open_shards
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import SHARDS, Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.model.cost import Amount

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import SHARDS, ShardEntry
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import SHARDS, ShardContent, ShardEntry
+from sd3_light.data.shards import ShardContent
 
 NUMBERS = (3, 1, 7, 2)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,23 +17,9 @@ from safetensors.torch import load_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
-from sd3_light.data.shards import (
-    FORMAT,
-    MANIFEST,
-    POOLED,
-    TOKENS,
-    Manifest,
-    Origin,
-    ShardContent,
-    ShardEntry,
-    file_sha256,
-    read_entry,
-    read_origins,
-    replacing,
-    sweep,
-    write_atomically,
-    write_shard,
-)
+from sd3_light.data.files import file_sha256, machine, replacing, sweep, write_atomically
+from sd3_light.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
+from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "pictures#0", 0, 0, "", "fingerprint")
 IDS = (2**62, 1, 2**63 - 1)
@@ -213,7 +198,7 @@ def test_only_temporaries_of_the_dead_are_swept(tmp_path: Path) -> None:
     """A process of this machine that is gone, or a day without a change wherever it ran."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    here, now = socket.gethostname(), time.time()
+    here, now = machine(), time.time()
     mine = tmp_path / f".a~b.safetensors~{here}~{os.getpid()}~0.tmp"
     killed = tmp_path / f".a.safetensors~{here}~{dead.pid}~0.tmp"
     elsewhere = tmp_path / f".b.safetensors~elsewhere~{dead.pid}~0.tmp"

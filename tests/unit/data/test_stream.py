@@ -15,8 +15,9 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.data import memory as memory_module
 from sd3_light.data import verify as verify_module
+from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order
-from sd3_light.data.shards import Manifest, ShardContent, ShardEntry
+from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards
 from sd3_light.randomness import stream

@@ -14,7 +14,7 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
-from sd3_light.data.shards import SHARDS, Manifest
+from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.stream import CachedDataset
 from sd3_light.data.verify import Verifier, Wanted
 

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
-from sd3_light.data import catalogue
-from sd3_light.data.claims import Claims
-from sd3_light.data.shards import MANIFEST, Manifest, read_origins
+from sd3_light.data.building import catalogue
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import make_plan
+from sd3_light.data.manifest import MANIFEST, Manifest
+from sd3_light.data.shards import read_origins
 from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.data.units import make_plan
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.encoders.vae import encode_moments, load_vae
 from sd3_light.engines import Launch

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.claims import Claims
-from sd3_light.data.shards import MANIFEST, Manifest, file_sha256
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.files import file_sha256
+from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.engines import Launch
 from sd3_light.stages import cache as stage
 from sd3_light.stages.train import open_cache

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sd3_light.data import catalogue, chunks, units
+from sd3_light.data.building import catalogue, chunks, units
 from sd3_light.stages import cache
 from sd3_light.stages.cache.numbers import Numbers
 

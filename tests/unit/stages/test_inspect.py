@@ -19,8 +19,9 @@ from rich.console import Console
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
+from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS, decode, fit, fit_mask
-from sd3_light.data.shards import Manifest, Origin, ShardContent, ShardEntry, write_shard
+from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.vae import encode_moments, load_vae
 from sd3_light.randomness import sample_id
 from sd3_light.stages import inspect

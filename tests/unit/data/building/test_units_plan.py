@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data import catalogue as catalogue_module
-from sd3_light.data import units as module
-from sd3_light.data.catalogue import Catalogue, Listing, Row, sources_of
-from sd3_light.data.claims import Claims
-from sd3_light.data.units import make_plan
-from tests.unit.data.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned
+from sd3_light.data.building import catalogue as catalogue_module
+from sd3_light.data.building import units as module
+from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import make_plan
+from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned
 
 FORK = multiprocessing.get_context("fork")
 

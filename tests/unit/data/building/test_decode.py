@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.decode import (
+from sd3_light.data.building.decode import (
     Decoded,
     DecodeTask,
     Looked,
@@ -155,5 +155,5 @@ def test_a_crash_has_a_reason_that_people_can_look_up(tmp_path: Path) -> None:
 
 
 def test_a_worker_needs_no_torch() -> None:
-    code = "import sys, sd3_light.data.decode; sys.exit('torch' in sys.modules)"
+    code = "import sys, sd3_light.data.building.decode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.data.workers import Workers
+from sd3_light.data.building.workers import Workers
 
 FORK = multiprocessing.get_context("fork")
 DEADLY = (7, 8, 23)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.protocols import Missing, Unreachable, reading
-from sd3_light.data.shards import MANIFEST, Manifest, ShardEntry
+from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry
+from sd3_light.data.store.protocols import Missing, Unreachable, reading
 
 CHUNK_BYTES = 16 << 20
 PAUSES_SEC = (0.5, 2.0)

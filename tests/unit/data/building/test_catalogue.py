@@ -9,14 +9,25 @@ from typing import Any
 
 import pytest
 
-from sd3_light.data import catalogue as module
-from sd3_light.data import decode, preprocess
-from sd3_light.data.catalogue import Catalogue, count_reasons, place_of, sources_of
-from sd3_light.data.claims import Claims
-from sd3_light.data.decode import Looked, Place
+from sd3_light.data import preprocess
+from sd3_light.data.building import catalogue as module
+from sd3_light.data.building import decode
+from sd3_light.data.building.catalogue import Catalogue, count_reasons, place_of, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import Looked, Place
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.records import FileBytes
-from tests.unit.data.catalogues import COUNT, age, directory, looked, nothing, opened, parts_of, picture, pictures_in
+from tests.unit.data.building.catalogues import (
+    COUNT,
+    age,
+    directory,
+    looked,
+    nothing,
+    opened,
+    parts_of,
+    picture,
+    pictures_in,
+)
 from tests.unit.data.inputs import lay, noise, save, write_tar
 from tests.unit.data.inputs import picture as tiny
 

@@ -10,9 +10,9 @@ from typing import Any
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.catalogue import Catalogue, Listing, Row, sources_of
-from sd3_light.data.claims import Claims
-from sd3_light.data.units import Plan, Unit, make_plan
+from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.units import Plan, Unit, make_plan
 from sd3_light.stages.cache.finish import in_order
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}

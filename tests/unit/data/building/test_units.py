@@ -11,16 +11,16 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data import catalogue as catalogue_module
-from sd3_light.data import units as module
 from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, fits
-from sd3_light.data.catalogue import sources_of
-from sd3_light.data.chunks import chunks
+from sd3_light.data.building import catalogue as catalogue_module
+from sd3_light.data.building import units as module
+from sd3_light.data.building.catalogue import sources_of
+from sd3_light.data.building.chunks import chunks
+from sd3_light.data.building.units import Unit
 from sd3_light.data.sources import scan_all
-from sd3_light.data.units import Unit
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.finish import in_order
-from tests.unit.data.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned, unit_of
+from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned, unit_of
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 

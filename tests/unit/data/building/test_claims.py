@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data import claims as module
-from sd3_light.data.claims import Claims
+from sd3_light.data.building import claims as module
+from sd3_light.data.building.claims import Claims
 
 FORK = multiprocessing.get_context("fork")
 ELSEWHERE = "other-host-0a1b2c3d-4026531836-123-456789-abcdef"  # an owner on another machine

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data import catalogue as module
-from sd3_light.data import decode
-from sd3_light.data.catalogue import Catalogue, rotated, sources_of
-from sd3_light.data.claims import Claims
-from sd3_light.data.decode import Looked, Place
+from sd3_light.data.building import catalogue as module
+from sd3_light.data.building import decode
+from sd3_light.data.building.catalogue import Catalogue, rotated, sources_of
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import Looked, Place
 from sd3_light.data.sources.records import FileBytes
-from tests.unit.data.catalogues import COUNT, directory, looked, nothing, opened, pictures_in
+from tests.unit.data.building.catalogues import COUNT, directory, looked, nothing, opened, pictures_in
 
 FORK = multiprocessing.get_context("fork")
 

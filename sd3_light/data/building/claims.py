@@ -6,7 +6,6 @@ rename and are the same whoever makes them, so a piece that is done twice by bad
 """
 
 import os
-import socket
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.files import machine
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
@@ -30,7 +30,7 @@ class Claims:
 
     def __init__(self, folder: Path, beat: float = BEAT_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
         self.folder, self._beat, self._patience = folder, beat, patience
-        self.owner = f"{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{uuid.uuid4().hex[:6]}"
+        self.owner = f"{machine()}-{os.getpid()}-{_start_of(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._sign = folder / f"{self.owner}{_ALIVE}"
         self._stop, self._life = threading.Event(), threading.Thread(target=self._show_life, daemon=True)
         self._held: set[str] = set()
@@ -120,8 +120,8 @@ class Claims:
         return holder is not None and self._is_alive(holder)
 
     def _is_alive(self, owner: str) -> bool:
-        machine, pid, start, _ = owner.rsplit("-", 3)
-        if machine == _machine() and start:
+        where, pid, start, _ = owner.rsplit("-", 3)
+        if where == machine() and start:
             return _start_of(int(pid)) == start
         return self._is_recent(self.folder / f"{owner}{_ALIVE}")
 
@@ -158,16 +158,6 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-
-
-def _machine() -> str:
-    """Which processes can be looked up by their number: those of one boot and one namespace of process numbers."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
-        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    except OSError:  # not Linux: the host's name and the sign of life have to do
-        boot = space = "0"
-    return f"{socket.gethostname()}-{boot}-{space}"
 
 
 def _start_of(pid: int) -> str:

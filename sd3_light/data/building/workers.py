@@ -36,6 +36,10 @@ class Workers(Generic[Task, Result]):
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Workers[Task, Result]":
+        # forked here and now, before whoever enters starts threads of its own
+        if self._count:
+            self._pool = _new_pool(self._count)
+            self._pool.submit(os.getpid)
         return self
 
     def __exit__(self, *_: object) -> None:

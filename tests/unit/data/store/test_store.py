@@ -19,12 +19,20 @@ import fsspec
 import pytest
 
 from sd3_light.config import UserError
-from sd3_light.data import disk_cache, protocols, remote
-from sd3_light.data.disk_cache import DiskCache
-from sd3_light.data.protocols import protocol_problem
-from sd3_light.data.remote import load_remote_manifest, remote_manifest
-from sd3_light.data.shards import Manifest, ShardEntry
-from sd3_light.data.store import LocalStore, RemoteStore, open_store, opened, own_temporary_folder
+from sd3_light.data.manifest import Manifest, ShardEntry
+from sd3_light.data.store import (
+    LocalStore,
+    RemoteStore,
+    disk_cache,
+    open_store,
+    opened,
+    own_temporary_folder,
+    protocols,
+    remote,
+)
+from sd3_light.data.store.disk_cache import DiskCache
+from sd3_light.data.store.protocols import protocol_problem
+from sd3_light.data.store.remote import load_remote_manifest, remote_manifest
 
 SIZE = 1000
 COUNT = 8

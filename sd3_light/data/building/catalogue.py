@@ -27,11 +27,12 @@ import pyarrow.compute as pc
 import pyarrow.feather as feather
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.chunks import chunks
-from sd3_light.data.claims import Claims
-from sd3_light.data.decode import Looked, Place, look, look_crashed
+from sd3_light.data.building.chunks import chunks
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import Looked, Place, look, look_crashed
+from sd3_light.data.building.workers import Workers
+from sd3_light.data.files import replacing, sweep, write_atomically
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
-from sd3_light.data.shards import replacing, sweep, write_atomically
 from sd3_light.data.sources import (
     Record,
     Rejected,
@@ -41,7 +42,6 @@ from sd3_light.data.sources import (
     scan,
     signature,
 )
-from sd3_light.data.workers import Workers
 from sd3_light.randomness import sample_id
 
 FOLDER = "catalogue"

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 
 from sd3_light.config.base import Place
 from sd3_light.config.faults import UserError
-from sd3_light.data.disk_cache import DiskCache
-from sd3_light.data.remote import download, load_remote_manifest
-from sd3_light.data.shards import MANIFEST, SHARDS, Manifest, ShardEntry
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
+from sd3_light.data.store.disk_cache import DiskCache
+from sd3_light.data.store.remote import download, load_remote_manifest
 
 T = TypeVar("T")
 _OPEN_TRIES = 8

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, fits
-from sd3_light.data.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
-from sd3_light.data.chunks import is_end
-from sd3_light.data.claims import Claims
-from sd3_light.data.shards import ShardEntry, replacing, write_atomically
+from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
+from sd3_light.data.building.chunks import is_end
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.files import replacing, write_atomically
+from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources import caption_variants
 from sd3_light.randomness import sample_id
 
