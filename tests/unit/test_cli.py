@@ -13,6 +13,7 @@ from sd3_light import __version__, cli, journeys
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
+from sd3_light.stages.cache import Wishes
 from sd3_light.stages.train import Resume
 
 VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "inspect", "report")
@@ -227,25 +228,25 @@ def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, m
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), ("train", False, False, None)),
-        (("--trust_cache",), ("train", True, False, None)),
-        (("--regenerate_cache",), ("train", False, True, None)),
-        (("--cache_only",), ("cache", False, False)),
-        (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", True, True)),
-        (("--cache_only", "--deepspeed"), ("cache", False, False)),
-        (("--resume_from_checkpoint",), ("train", False, False, Resume())),
-        (("--resume_from_checkpoint", "DIR"), ("train", False, False, Resume(Path("DIR")))),
+        ((), ("train", Wishes(trust=False, regenerate=False), None)),
+        (("--trust_cache",), ("train", Wishes(trust=True, regenerate=False), None)),
+        (("--regenerate_cache",), ("train", Wishes(trust=False, regenerate=True), None)),
+        (("--cache_only",), ("cache", Wishes(trust=False, regenerate=False))),
+        (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", Wishes(trust=True, regenerate=True))),
+        (("--cache_only", "--deepspeed"), ("cache", Wishes(trust=False, regenerate=False))),
+        (("--resume_from_checkpoint",), ("train", Wishes(trust=False, regenerate=False), Resume())),
+        (("--resume_from_checkpoint", "DIR"), ("train", Wishes(trust=False, regenerate=False), Resume(Path("DIR")))),
         (
             ("--resume_from_checkpoint", "--reset_dataloader"),
-            ("train", False, False, Resume(None, reset_dataloader=True)),
+            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_dataloader=True)),
         ),
         (
             ("--resume_from_checkpoint", "--reset_optimizer"),
-            ("train", False, False, Resume(None, reset_optimizer=True)),
+            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_optimizer=True)),
         ),
         (
             ("--resume_from_checkpoint", "--reset_optimizer_params"),
-            ("train", False, False, Resume(None, reset_optimizer_params=True)),
+            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_optimizer_params=True)),
         ),
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) and value[0].startswith("--") else "",
@@ -262,6 +263,15 @@ def test_every_flag_of_train_py_arrives(
     assert (name, *rest) == expected
     assert loaded.path == raw_project.train_toml
     assert launch == Launch()
+
+
+def test_every_flag_of_the_cache_verb_arrives(
+    verb: Callable[..., Said], raw_project: Project, called: list[Any]
+) -> None:
+    flags = ("--trust_cache", "--regenerate_cache", "--verify", "--prune", "--dry_run")
+    assert verb("cache", raw_project.train_toml, *flags).code == 0
+    ((_, _, _, wishes),) = called
+    assert wishes == Wishes(*[True] * 5)
 
 
 def test_keys_can_be_set_from_the_command_line(

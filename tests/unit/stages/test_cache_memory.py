@@ -4,6 +4,7 @@ The parts of `benchmarks/memory.py` at a small size, where Python's own allocati
 shards of the data path are made small and equal, so that what is held of one of them does not hang on chance.
 """
 
+import gc
 import importlib.util
 import tracemalloc
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from sd3_light.stages import cache
 from sd3_light.stages.cache.numbers import Numbers
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
-FEW, MANY, ROWS = 200, 1000, 50
+FEW, MANY, ROWS = 200, 2000, 50
 A_UNIT = 4 << 10
 """Bytes that an entry of the plan and of the manifest may take; a sample with its texts takes several hundred."""
-FREE_LISTS = 192 << 10
+FREE_LISTS = 512 << 10
 """Bytes of small objects that the interpreter keeps for later use: a constant, but more than the smaller run needs."""
 
 
@@ -62,6 +63,7 @@ def measure(memory: ModuleType, folder: Path, count: int) -> dict[str, int]:
     found = {}
     for part in (part for part in memory.PARTS if part != "read2"):
         (folder / "data.toml").write_text(memory.data_toml(part), encoding="utf-8")
+        gc.collect()
         tracemalloc.start()
         try:
             memory.run_part(part, folder)
