@@ -194,7 +194,7 @@ class Catalogue:
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
         path = self._listing_file(source)
-        now = f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
+        now = _state_of(source)
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         standing = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
         if known.get("signature") == now and standing:
@@ -249,6 +249,23 @@ class Catalogue:
 
     def _rows_file(self, digest: str) -> Path:
         return self._parts / f"{digest}.rows.arrow"
+
+
+def last_seen(cache_dir: Path, source: Source) -> Iterator[Row] | None:
+    """The rows of a source as an earlier run looked at them; None where it has changed since, or was never seen."""
+    folder = cache_dir / FOLDER
+    path = folder / f"{source.name}.json"
+    if not path.is_file():
+        return None
+    known = json.loads(path.read_text(encoding="utf-8"))
+    parts = [folder / "parts" / f"{part}.arrow" for part in known["parts"]]
+    if known["signature"] != _state_of(source) or not all(part.is_file() for part in parts):
+        return None
+    return (row for part in parts for row in _from_table(feather.read_table(part, memory_map=True)))
+
+
+def _state_of(source: Source) -> str:
+    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
 
 
 def rotated(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:

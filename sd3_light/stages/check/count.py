@@ -1,13 +1,18 @@
 """What a data set becomes: its sources scanned, picture headers read, samples counted by bucket and by reject."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
-from sd3_light.data.buckets import Bucket, Size, fits
+from sd3_light.data.buckets import Bucket, fits
+from sd3_light.data.building.catalogue import Row, Source, last_seen, sources_of
+from sd3_light.data.manifest import Manifest
 from sd3_light.data.preprocess import Reject, probe
-from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan
-from sd3_light.runlog import Bar, progress
+from sd3_light.data.sources import Rejected, caption_variants, scan
+from sd3_light.data.store.remote import load_remote_manifest
+from sd3_light.runlog import progress
 
 
 @dataclass
@@ -43,32 +48,58 @@ class Counts:
 
 
 def count(dataset: DatasetConfig, seed: int) -> Counts:
-    """Scan a data set. Pixels are not decoded: what only decoding shows (a broken body, an empty mask) is not seen."""
+    """What a data set holds: by its catalogue where that is of the sources as they are, else by a scan.
+
+    A scan decodes no pixels: what only decoding shows (a broken body, an empty mask) is not seen. Of a cache at a URL
+    the manifest tells, as its sources may be elsewhere.
+    """
+    if not isinstance(dataset.cache_dir, Path):
+        return _of_manifest(load_remote_manifest(dataset.cache_dir), dataset)
     counts = Counts()
     with progress(f"scanning {dataset.path.name}", None, "pictures") as bar:
-        for number, index in enumerate(occurrences(dataset.directories)):
-            _count_directory(counts, dataset.directories[number], number, index, seed, bar)
+        for number, source in enumerate(sources_of(dataset.directories)):
+            known = last_seen(dataset.cache_dir, source)
+            for row in _scanned(source) if known is None else known:
+                bar.advance()
+                _add(counts, row, number, source.directory, seed)
     return counts
 
 
-def _count_directory(counts: Counts, directory: DirectoryConfig, number: int, index: int, seed: int, bar: Bar) -> None:
-    for found in scan(directory, index):
-        bar.advance()
-        try:
-            source = _source_size(found)
-        except Reject as reject:
-            counts.rejects[reject.reason] += 1
+def _scanned(source: Source) -> Iterator[Row]:
+    """The rows of a source that no catalogue has, their pictures' headers read."""
+    for found in scan(source.directory, source.index):
+        if isinstance(found, Rejected):
+            yield Row(found.key, reason=found.reason)
             continue
-        assert isinstance(found, Record)
-        counts.samples += 1
-        captions = len(caption_variants(found.captions, seed, found.key, directory))
-        for resolution, bucket, fit in fits(*source, directory):
-            cell = counts.cell(resolution, bucket, number)
-            cell.add(captions, found.mask is not None, fit.enlarged, fit.cropped_fraction)
+        try:
+            width, height = probe(found.read())
+        except Reject as reject:
+            yield Row(found.key, reason=reject.reason)
+        else:
+            mask = "" if found.mask is None else "a mask"
+            yield Row(found.key, mask=mask, captions=found.captions, width=width, height=height)
 
 
-def _source_size(found: Record | Rejected) -> Size:
-    """Width and height of a picture; raises Reject for what cannot be used."""
-    if isinstance(found, Rejected):
-        raise Reject(found.reason, found.detail)
-    return probe(found.read())
+def _add(counts: Counts, row: Row, number: int, directory: DirectoryConfig, seed: int) -> None:
+    if row.reason:
+        counts.rejects[row.reason] += 1
+        return
+    counts.samples += 1
+    captions = len(caption_variants(row.captions, seed, row.key, directory))
+    for resolution, bucket, fit in fits(row.width, row.height, directory):
+        cell = counts.cell(resolution, bucket, number)
+        cell.add(captions, bool(row.mask), fit.enlarged, fit.cropped_fraction)
+
+
+def _of_manifest(manifest: Manifest, dataset: DatasetConfig) -> Counts:
+    """One caption a sample; how many were cropped or enlarged is not told by bucket."""
+    numbers = {source.label: number for number, source in enumerate(sources_of(dataset.directories))}
+    counts = Counts(samples=manifest.counts.get("pictures", 0))
+    for shard in manifest.shards:
+        cell = counts.cell(shard.resolution, Bucket(*map(int, shard.bucket.split("x"))), numbers[shard.directory])
+        cell.samples += shard.count
+        cell.captions += shard.count
+    for name, number in manifest.counts.items():
+        if name.startswith("rejected: "):
+            counts.rejects[name.removeprefix("rejected: ")] = number
+    return counts

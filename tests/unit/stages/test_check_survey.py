@@ -1,6 +1,7 @@
 """A survey counts what is there and adds up what a run of it costs; its screen shows every number and formula."""
 
 import io
+import shutil
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sd3_light.config import SIZES, ConfigFaults
 from sd3_light.data.footprint import caption_bytes, picture_bytes
 from sd3_light.model.cost import Tokens, training_flops
 from sd3_light.stages import check
+from sd3_light.stages.check import count as count_module
 from sd3_light.stages.check import render, survey
 from sd3_light.stages.check.render import flops_text, size_text
 
@@ -110,3 +112,25 @@ def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
 def test_numbers_are_shown_in_readable_units() -> None:
     assert [size_text(count) for count in (12, 2048, 3 << 30, 5 << 40)] == ["12 B", "2 KiB", "3 GiB", "5 TiB"]
     assert [flops_text(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
+
+
+# --- what has been seen before -------------------------------------------------------------------
+
+
+def test_a_data_set_that_was_cached_is_not_scanned_again(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count_module, "scan", lambda *_: pytest.fail("the sources were scanned"))
+    counts = count_module.count(project.load().dataset, 0)
+    assert counts.samples == 40
+    monkeypatch.undo()
+    (project.pictures / "000003.png").unlink()
+    assert count_module.count(project.load().dataset, 0).samples == 39, "a change is seen"
+
+
+def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Any) -> None:
+    here = count_module.count(project.load().dataset, 0)
+    shutil.rmtree(project.pictures)
+    there = count_module.count(project.load(f'cache_dir="file://{project.cache}"').dataset, 0)
+    assert there.samples == here.samples
+    assert {key: cells[0].samples for key, cells in there.cells.items()} == {
+        key: cells[0].samples for key, cells in here.cells.items()
+    }
