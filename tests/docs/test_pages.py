@@ -91,3 +91,10 @@ def test_the_folders_of_the_readme_exist(page: Any) -> None:
         inside = inside and line.startswith("  ")
         assert (ROOT / "sd3_light" / name if inside else ROOT / name).exists(), line
         inside = inside or name == "sd3_light/"
+
+
+def test_every_reason_of_a_reject_is_told(page: Any) -> None:
+    from sd3_light.data.preprocess import REASONS
+
+    text = "\n".join(page("docs/cache-format.md").prose)
+    assert [reason for reason in REASONS if f"`{reason}`" not in text] == []
