@@ -34,6 +34,7 @@ SHAPES = {
 LABEL = "benchmark#0"
 BUFFER = 8 << 20
 LARGE = 10_000_000
+RANKS = 8
 
 
 def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -189,10 +190,10 @@ def first_batch(folder: Path, batch: int, workers: int) -> None:
         started = time.perf_counter()
         data = CachedDataset(store(large))
         opened = time.perf_counter()
-        order = data.order(0, {LABEL: 1.0}, lambda resolution: batch * 512)
+        order = data.order(0, {LABEL: 1.0}, lambda resolution: batch * RANKS)
         order.picks(0, 0, batch)
         ordered = time.perf_counter()
-        dataset = MicroBatches(data, order, 0, 512, 1)
+        dataset = MicroBatches(data, order, 0, RANKS, 1)
         loader = PipelineDataLoader(dataset, None, 1, HandOn(), num_dataloader_workers=workers, items=range(8))
         batches = iter(loader)
         next(batches)

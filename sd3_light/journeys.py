@@ -31,6 +31,7 @@ def cache_then_train(
 ) -> Progress:
     """Encode what is missing, then train."""
     check.require(loaded)
+    train.require_start(loaded, resume)
     cache.run(loaded, launch, wishes)
     return train.run(loaded, launch, resume)
 

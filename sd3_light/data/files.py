@@ -36,8 +36,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files of killed processes: of this machine and gone, or untouched for a day."""
-    for path in folder.glob(".*~*.tmp"):
-        _, host, pid, _ = path.name.rsplit("~", 3)
+    for path in (*folder.glob(".*~*.tmp"), *folder.glob(".tmp*")):
+        # those without a machine are a library's own
+        _, host, pid, _ = path.name.rsplit("~", 3) if "~" in path.name else ("", "", "", "")
         gone = host == machine() and not os.path.exists(f"/proc/{pid}")
         with suppress(FileNotFoundError):
             if gone or time.time() - path.stat().st_mtime > _DAY_SECONDS:
@@ -64,3 +65,8 @@ def machine() -> str:
     except OSError:  # not Linux: the host's name and the sign of life have to do
         boot = space = "0"
     return f"{socket.gethostname()}-{boot}-{space}"
+
+
+def damaged_mark(shard: Path) -> Path:
+    """The file that says that a shard was found damaged: the cache stage encodes it again."""
+    return shard.with_name(f"{shard.name}.damaged")

@@ -69,8 +69,9 @@ def _entry(item: dict[str, Any]) -> ShardEntry:
 
 
 def read_entry(folder: Path, file: str) -> ShardEntry | None:
-    """The entry of a shard that stands whole under ``folder``, or None."""
+    """The entry of a shard that stands whole under ``folder``, or None; without its entry a shard does not stand."""
     path = folder / file
-    if not path.is_file():
+    try:
+        return _entry(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))) if path.is_file() else None
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
-    return _entry(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))

@@ -195,6 +195,16 @@ class Picks:
 
 
 @dataclass(frozen=True)
+class Coming:
+    """Windows ``first`` to ``last`` of a bucket in an epoch."""
+
+    epoch: int
+    bucket: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Order:
     """The sequence of global batches of a data set, for every epoch."""
 
@@ -232,6 +242,8 @@ class Order:
 
     def _find_place(self, step: int) -> tuple[int, int, int]:
         epoch, at = divmod(step, self.steps_per_epoch)
+        if len(self.buckets) == 1:
+            return epoch, 0, at
         counts, slack = self._counts, len(self._counts) + 1
         pace = counts / self.steps_per_epoch
         low = np.clip(np.floor((at - slack) * pace).astype(np.int64) - 1, 0, counts)
@@ -270,18 +282,20 @@ class Order:
         plan = self.buckets[bucket]
         return self._in_windows(epoch, bucket, batch * plan.batch, min((batch + 1) * plan.batch, plan.length))
 
-    def coming(self, step: int) -> tuple[tuple[int, int, int], Indices]:
-        """What the bucket of ``step`` reads after that step, a window or a batch ahead, whichever is more.
-
-        (epoch, bucket, last window) and the segments.
-        """
+    def coming(self, step: int) -> Coming:
+        """What the bucket of ``step`` reads after that step, a window or a batch ahead, whichever is more."""
         epoch, bucket, batch = self.place(step)
         plan = self.buckets[bucket]
         first = (batch + 1) * plan.batch
         if first >= plan.length:
             epoch, first = epoch + 1, 0
         last = min(first + max(plan.batch, plan.span), plan.length)
-        return (epoch, bucket, (last - 1) // plan.span), self._in_windows(epoch, bucket, first, last)
+        return Coming(epoch, bucket, first // plan.span, (last - 1) // plan.span)
+
+    def segments(self, coming: Coming) -> Indices:
+        """The segments of some windows."""
+        span = self.buckets[coming.bucket].span
+        return self._in_windows(coming.epoch, coming.bucket, coming.first * span, coming.last * span + 1)
 
     def _in_windows(self, epoch: int, bucket: int, first: int, last: int) -> Indices:
         """The segments of the windows that hold the places ``first`` to ``last``."""

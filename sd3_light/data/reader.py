@@ -24,7 +24,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, Features
 
-REMEDY = "run `sd3-light cache CONFIG`: it is encoded again"
+REMEDY = "run `sd3-light cache CONFIG`: it is encoded again (or fetched again, where the cache is at a URL)"
 LATENT_STEP = 8
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 _ITEM_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
@@ -66,8 +66,8 @@ class Located(NamedTuple):
 
     moments: int
     mask: int | None
-    tokens: tuple[tuple[int, int], ...]
-    pooled: tuple[int, ...]
+    tokens: list[tuple[int, int]]
+    pooled: list[int]
 
 
 class ShardReader:
@@ -87,6 +87,10 @@ class ShardReader:
             self.fields = self._layout()
             self._index = {name: self._load(name) for name in self.fields if _FIELDS[name][0] == "I64"}
             self._check_index()
+            # as memory views: single numbers come out of them several times faster than out of arrays
+            self._ids, self._caption_start, self._caption = (
+                self._index[name].data for name in ("sample_id", "caption_start", "caption")
+            )
             self._text = self._text_fields()
         except (ValueError, TypeError, LookupError) as error:
             self._refuse(str(error))
@@ -132,12 +136,12 @@ class ShardReader:
         self.read(memoryview(out), offset)
         return out
 
-    def _text_fields(self) -> tuple[list[tuple[NDArray[np.int64], int, int]], list[tuple[int, int]]]:
+    def _text_fields(self) -> tuple[list[tuple[memoryview, int, int]], list[tuple[int, int]]]:
         """(first rows, offset, bytes of a row) of tokens and (offset, bytes of a row) of pooled vectors."""
         tokens = [(self._index[f"{name}.start"], self.fields[f"{name}.tokens"]) for name in TOKENS]
         pooled = [self.fields[f"{name}.pooled"] for name in POOLED]
         return (
-            [(starts, field.offset, field.row_bytes) for starts, field in tokens],
+            [(starts.data, field.offset, field.row_bytes) for starts, field in tokens],
             [(field.offset, field.row_bytes) for field in pooled],
         )
 
@@ -161,17 +165,16 @@ class ShardReader:
     def locate(self, row: int, caption: int, variant: int) -> Located:
         """Where a sample's picture in a variant lies, its mask, and the features of one of its captions."""
         moments, mask = self.fields["moments"], self.fields.get("mask")
-        distinct = self._index["caption"].item(self._index["caption_start"].item(row) + caption)
+        distinct = self._caption[self._caption_start[row] + caption]
         tokens, pooled = self._text
-        spans = []
-        for starts, offset, row_bytes in tokens:
-            first = starts.item(distinct)
-            spans.append((offset + first * row_bytes, starts.item(distinct + 1) - first))
         return Located(
             moments.offset + (row * moments.shape[1] + variant) * (moments.row_bytes // moments.shape[1]),
             None if mask is None else mask.offset + row * mask.row_bytes,
-            tuple(spans),
-            tuple(offset + distinct * row_bytes for offset, row_bytes in pooled),
+            [
+                (offset + (first := starts[distinct]) * row_bytes, starts[distinct + 1] - first)
+                for starts, offset, row_bytes in tokens
+            ],
+            [offset + distinct * row_bytes for offset, row_bytes in pooled],
         )
 
     @property
@@ -196,12 +199,13 @@ class ShardReader:
 
     def identity(self, row: int) -> int:
         """The id of a sample."""
-        return self._index["sample_id"].item(row)
+        number: int = self._ids[row]
+        return number
 
     def num_captions(self, row: int) -> int:
         """Captions of a sample."""
-        starts = self._index["caption_start"]
-        return starts.item(row + 1) - starts.item(row)
+        count: int = self._caption_start[row + 1] - self._caption_start[row]
+        return count
 
     def width(self, field: str) -> int:
         """Width of an encoder's ``.tokens`` or ``.pooled``."""

@@ -136,7 +136,14 @@ def aligned(offset: int) -> int:
 
 def carve(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The tensor that lies at an offset of flat memory."""
-    return memory.narrow(0, offset, dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+    start = memory.storage_offset() + offset
+    assert offset + dtype.itemsize * math.prod(shape) <= len(memory)
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), start // dtype.itemsize, shape, _strides(shape))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -1,24 +1,24 @@
 """The streaming data set: batches read from a cache's shards as the order asks for them, in bounded memory."""
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import getpid
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.batch import Row, read_batch
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.memory import too_large
-from sd3_light.data.order import WINDOW, Order, Picks, Segment, make_order, open_shards, rank_slice
-from sd3_light.data.reader import Located, ShardReader
-from sd3_light.data.shards import POOLED, TOKENS, Features
-from sd3_light.data.slots import Allocate, InPlaceDataset, aligned, carve
+from sd3_light.data.order import WINDOW, Coming, Order, Picks, Segment, make_order, open_shards, rank_slice
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import Features
+from sd3_light.data.slots import Allocate, InPlaceDataset
 from sd3_light.data.store import ShardStore, opened
 from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
@@ -53,15 +53,6 @@ def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:
 def fresh(nbytes: int) -> Tensor:
     """Memory of its own for one batch."""
     return torch.empty(nbytes, dtype=torch.uint8)
-
-
-class _Row(NamedTuple):
-    """One sample of a batch: its reader, where its parts lie there, and its own draws."""
-
-    reader: ShardReader
-    at: Located
-    sample_id: int
-    variant: int
 
 
 class CachedDataset:
@@ -130,33 +121,24 @@ class CachedDataset:
         ``mask`` is None where no shard of the batch has one. Text is as long as the longest caption of the batch, zeros
         behind the others, and a cache of real tokens adds ``ENCODER.length``.
         """
-        rows = self._rows(picks, seed)
-        layout = _layout(rows, self.has_lengths)
-        memory = allocate(layout.nbytes)
-        # in the order of the file, so that the disk may read ahead
+        # in the order of the files, so that the disk may read ahead
         order = np.lexsort((picks.index, picks.segment)).tolist()
-        _read_rows(rows, order, layout, memory.numpy().data)
-        batch = {name: carve(memory, *place) for name, place in layout.places.items()}
-        batch["sample_id"].copy_(torch.tensor([row.sample_id for row in rows]))
-        batch["epoch"].fill_(picks.epoch)
-        batch["repeat"].copy_(torch.from_numpy(picks.repeat))
-        _finish_text(rows, batch)
-        _finish_masks(rows, batch)
-        return {"mask": None, **batch}
+        tensors = read_batch(self._rows(picks, seed), order, self.has_lengths, allocate)
+        epoch = torch.full((len(picks.repeat),), picks.epoch)
+        return {"mask": None, **tensors, "epoch": epoch, "repeat": torch.from_numpy(picks.repeat)}
 
-    def _rows(self, picks: Picks, seed: int) -> list[_Row]:
-        shards = self.buckets[picks.bucket].shards
-        segments = sorted(set(picks.segment.tolist()))
-        readers = dict(zip(segments, self._readers([shards[at] for at in segments]), strict=True))
+    def _rows(self, picks: Picks, seed: int) -> list[Row]:
+        shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
+        needed = sorted(set(segments))
+        readers = dict(zip(needed, self._readers([shards[at] for at in needed]), strict=True))
         rows = []
-        for segment, row, repeat in zip(
-            picks.segment.tolist(), picks.index.tolist(), picks.repeat.tolist(), strict=True
-        ):
+        for segment, row, repeat in zip(segments, picks.index.tolist(), picks.repeat.tolist(), strict=True):
             reader = readers[segment]
             occurrence = picks.epoch, repeat, reader.identity(row)
-            caption = _choose(seed, "caption", *occurrence, reader.num_captions(row))
-            variant = _choose(seed, "flip", *occurrence, reader.num_variants)
-            rows.append(_Row(reader, reader.locate(row, caption, variant), occurrence[2], variant))
+            captions, variants = reader.num_captions(row), reader.num_variants
+            caption = _choose(seed, "caption", *occurrence, captions) if captions > 1 else 0
+            variant = _choose(seed, "flip", *occurrence, variants) if variants > 1 else 0
+            rows.append(Row(reader, reader.locate(row, caption, variant), occurrence[2], variant))
         return rows
 
     # --- shards --------------------------------------------------------------------------------
@@ -220,88 +202,7 @@ class CachedDataset:
 
 
 def _choose(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int, count: int) -> int:
-    return 0 if count == 1 else int(stream(seed, purpose, epoch, repeat, sample_id).integers(count))
-
-
-_Place = tuple[int, torch.dtype, tuple[int, ...]]
-
-
-@dataclass
-class _Layout:
-    """Where the tensors of a batch lie side by side in one piece of memory: offset, dtype and shape of each."""
-
-    places: dict[str, _Place] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def add(self, name: str, dtype: torch.dtype, *shape: int) -> None:
-        """One more tensor."""
-        offset = aligned(self.nbytes)
-        self.places[name] = (offset, dtype, shape)
-        self.nbytes = offset + dtype.itemsize * math.prod(shape)
-
-    def rows(self, name: str) -> tuple[int, int]:
-        """(offset, bytes of a row) of a tensor."""
-        offset, dtype, shape = self.places[name]
-        return offset, dtype.itemsize * math.prod(shape[1:])
-
-
-def _layout(rows: Sequence[_Row], lengths: bool) -> _Layout:
-    count, first, layout = len(rows), rows[0].reader, _Layout()
-    for name in ("sample_id", "epoch", "repeat"):
-        layout.add(name, torch.int64, count)
-    layout.add("moments", torch.float16, count, *first.latent_shape)
-    if any(row.at.mask is not None for row in rows):
-        layout.add("mask", torch.uint8, count, *first.latent_shape[1:])
-    for number, name in enumerate(TOKENS):
-        longest = max(row.at.tokens[number][1] for row in rows)
-        layout.add(name, torch.bfloat16, count, longest, first.width(f"{name}.tokens"))
-        if lengths:
-            layout.add(f"{name}.length", torch.int64, count)
-    for name in POOLED:
-        layout.add(f"{name}.pooled", torch.bfloat16, count, first.width(f"{name}.pooled"))
-    return layout
-
-
-def _read_rows(rows: Sequence[_Row], order: Sequence[int], layout: _Layout, memory: memoryview) -> None:
-    """Everything that comes from files, each part straight to its place."""
-    moments, moment_bytes = layout.rows("moments")
-    mask, mask_bytes = layout.rows("mask") if "mask" in layout.places else (0, 0)
-    tokens = [(*layout.rows(name), 2 * layout.places[name][2][2]) for name in TOKENS]
-    pooled = [layout.rows(f"{name}.pooled") for name in POOLED]
-    for number in order:
-        read, at = rows[number].reader.read, rows[number].at
-        start = moments + number * moment_bytes
-        read(memory[start : start + moment_bytes], at.moments)
-        if at.mask is not None:
-            start = mask + number * mask_bytes
-            read(memory[start : start + mask_bytes], at.mask)
-        for (offset, length), (first, row_bytes, token_bytes) in zip(at.tokens, tokens, strict=True):
-            start = first + number * row_bytes
-            read(memory[start : start + length * token_bytes], offset)
-        for offset, (first, row_bytes) in zip(at.pooled, pooled, strict=True):
-            start = first + number * row_bytes
-            read(memory[start : start + row_bytes], offset)
-
-
-def _finish_text(rows: Sequence[_Row], batch: Batch) -> None:
-    """Zeros behind texts that are shorter than the longest, and their lengths."""
-    for number, name in enumerate(TOKENS):
-        tokens, lengths = batch[name], [row.at.tokens[number][1] for row in rows]
-        longest = tokens.shape[1]
-        for at, length in enumerate(lengths):
-            if length < longest:
-                tokens[at, length:] = 0
-        if f"{name}.length" in batch:
-            batch[f"{name}.length"].copy_(torch.tensor(lengths))
-
-
-def _finish_masks(rows: Sequence[_Row], batch: Batch) -> None:
-    """White where a shard has no masks, and mirrored where the picture is."""
-    for at, row in enumerate(rows if "mask" in batch else ()):
-        if row.at.mask is None:
-            batch["mask"][at] = 255
-        elif row.variant:
-            batch["mask"][at] = batch["mask"][at].flip(-1)
+    return int(stream(seed, purpose, epoch, repeat, sample_id).integers(count))
 
 
 class MicroBatches(InPlaceDataset):
@@ -310,7 +211,7 @@ class MicroBatches(InPlaceDataset):
     def __init__(self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int) -> None:
         self.data, self.order = data, order
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
-        self._seen_ahead: set[tuple[int, int, int]] = set()
+        self._seen_ahead: set[Coming] = set()
 
     def __getitem__(self, item: int) -> Batch:
         return self.fetch(item, fresh)
@@ -329,6 +230,8 @@ class MicroBatches(InPlaceDataset):
         self.data.look_ahead(self.order.place(step)[1], self.order.reading(step).tolist())
 
     def _look_ahead(self, step: int) -> None:
-        window, segments = self.order.coming(step)
-        if window not in self._seen_ahead and self.data.look_ahead(window[1], segments.tolist()):
-            self._seen_ahead = {seen for seen in self._seen_ahead if seen[0] >= window[0] - 1} | {window}
+        coming = self.order.coming(step)
+        if coming in self._seen_ahead:
+            return
+        if self.data.look_ahead(coming.bucket, self.order.segments(coming).tolist()):
+            self._seen_ahead = {seen for seen in self._seen_ahead if seen.epoch >= coming.epoch - 1} | {coming}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import file_sha256
+from sd3_light.data.files import damaged_mark, file_sha256
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.reader import REMEDY
 
@@ -26,6 +26,7 @@ Wanted = tuple[ShardEntry, Path]
 _MARKED = b"\x01"
 _SUFFIX = ".verified"
 _MOST_THREADS = 8
+_LAUNCH = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
 
 
 class Verifier:
@@ -36,7 +37,9 @@ class Verifier:
         entries = (*manifest.shards, manifest.empty)
         self._numbers = {entry.file: number for number, entry in enumerate(entries)}
         self._own = bytearray(len(entries))
-        self._mark_path = _mark_path(folder, entries, os.getppid() if launched else os.getpid())
+        # a parent that never ends (the first process of a container) tells no launch from the next
+        shared = launched and os.getppid() > 1
+        self._mark_path = _mark_path(folder, entries, os.getppid() if shared else os.getpid())
         self._threads: dict[tuple[int, int], threading.Lock] = {}
         self._open()
 
@@ -87,7 +90,8 @@ class Verifier:
                 verify(path, entry)
                 self._own[number] = 1
                 if self._file is not None:
-                    os.pwrite(self._file, _MARKED, number)
+                    with suppress(OSError):  # without room for the mark another process hashes it again
+                        os.pwrite(self._file, _MARKED, number)
         return True
 
     @contextmanager
@@ -106,11 +110,19 @@ class Verifier:
 
 def verify(path: Path, entry: ShardEntry) -> None:
     """Hash one shard; where it differs, mark it for the cache stage and raise a fault of the user that names it."""
-    if path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256:
+    if is_whole(path, entry):
         return
     with suppress(OSError):  # a cache that may not be written to is mended by someone else
-        path.with_name(f"{path.name}.damaged").touch()
+        damaged_mark(path).touch()
     raise UserError(f"shard {path} is damaged: its bytes are not those that were written; {REMEDY}")
+
+
+def is_whole(path: Path, entry: ShardEntry) -> bool:
+    """Whether a shard's bytes can be read and are those that were written."""
+    try:
+        return path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
+    except OSError:  # a bad sector, say
+        return False
 
 
 @contextmanager
@@ -138,6 +150,8 @@ def _locked(file: int | None, number: int, wait: bool) -> Iterator[bool]:
 def _mark_path(folder: Path, entries: Sequence[ShardEntry], owner: int) -> Path:
     """A name of this user, this launch (its process and when that started) and these shards in this folder."""
     digest = blake2b(os.fsencode(folder.resolve()), digest_size=16)
+    # a shell or an elastic launcher may start ranks several times
+    digest.update("/".join(os.environ.get(name, "") for name in _LAUNCH).encode())
     for entry in entries:
         digest.update(f"{entry.file}/{entry.sha256}\n".encode())
     name = f"sd3-light-{os.getuid()}-{owner}-{_started(owner)}-{digest.hexdigest()}{_SUFFIX}"

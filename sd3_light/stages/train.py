@@ -147,6 +147,12 @@ def _freeze(pipeline: LightSD3Pipeline, patterns: Sequence[str]) -> None:
         raise UserError(f"freeze: {list(patterns)} leaves nothing to train; name fewer parameters")
 
 
+def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
+    """Refuse a run folder that holds a run, before hours are spent on its cache."""
+    if resume is None:
+        _find_checkpoint(loaded.train.output_dir, resume)
+
+
 def _find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
     newest = newest_checkpoint(output_dir / "checkpoints")
     if resume is None:

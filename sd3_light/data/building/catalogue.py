@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.feather as feather
 
-from sd3_light.config import DirectoryConfig
+from sd3_light.config import DirectoryConfig, UserError
 from sd3_light.data.building.chunks import chunks
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Looked, Place, look, look_crashed
@@ -146,12 +146,12 @@ class Catalogue:
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[Row]:
         """The rows of a part that has been looked at, all or those of the given numbers."""
-        table = feather.read_table(self._part(part), memory_map=True)
+        table = _read_part(self._part(part))
         return _from_table(table if numbers is None else table.take(list(numbers)))
 
     def rejected(self, part: str) -> list[Row]:
         """The rows of a part that has been looked at which are no samples."""
-        table = feather.read_table(self._part(part), memory_map=True)
+        table = _read_part(self._part(part))
         return _from_table(table.filter(pc.not_equal(table["reason"], "")))
 
     def forget_but(self, listings: Sequence[Listing]) -> None:
@@ -195,7 +195,7 @@ class Catalogue:
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
         path = self._listing_file(source)
         now = _state_of(source)
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known = _read_listing(path)
         standing = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
         if known.get("signature") == now and standing:
             for part in known["parts"]:
@@ -255,13 +255,27 @@ def last_seen(cache_dir: Path, source: Source) -> Iterator[Row] | None:
     """The rows of a source as an earlier run looked at them; None where it has changed since, or was never seen."""
     folder = cache_dir / FOLDER
     path = folder / f"{source.name}.json"
-    if not path.is_file():
+    known = _read_listing(path)
+    parts = [folder / "parts" / f"{part}.arrow" for part in known.get("parts", ())]
+    if known.get("signature") != _state_of(source) or not all(part.is_file() for part in parts):
         return None
-    known = json.loads(path.read_text(encoding="utf-8"))
-    parts = [folder / "parts" / f"{part}.arrow" for part in known["parts"]]
-    if known["signature"] != _state_of(source) or not all(part.is_file() for part in parts):
-        return None
-    return (row for part in parts for row in _from_table(feather.read_table(part, memory_map=True)))
+    return (row for part in parts for row in _from_table(_read_part(part)))
+
+
+def _read_listing(path: Path) -> dict[str, Any]:
+    """A directory's listing; none where there is none, or a damaged one: it is made anew."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"signature", "parts", "rows"} <= found.keys() else {}
+
+
+def _read_part(path: Path) -> Any:
+    try:
+        return feather.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete it and run again: it is made anew") from error
 
 
 def _state_of(source: Source) -> str:

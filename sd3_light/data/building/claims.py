@@ -120,8 +120,11 @@ class Claims:
         return holder is not None and self._is_alive(holder)
 
     def _is_alive(self, owner: str) -> bool:
-        where, pid, start, _ = owner.rsplit("-", 3)
-        if where == machine() and start:
+        parts = owner.rsplit("-", 3)
+        if len(parts) != 4:
+            return False  # nothing that a process of ours wrote
+        where, pid, start, _ = parts
+        if where == machine() and start and pid.isdecimal():
             return _start_of(int(pid)) == start
         return self._is_recent(self.folder / f"{owner}{_ALIVE}")
 
@@ -155,7 +158,7 @@ class Claims:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
 

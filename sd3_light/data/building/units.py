@@ -149,8 +149,13 @@ def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping
             _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
             _forget_plans(catalogue.folder)
         catalogue.claims.release(name)
-    os.utime(path)
-    return Plan(path, catalogue, listings, recipe_digest)
+    try:
+        os.utime(path)
+        return Plan(path, catalogue, listings, recipe_digest)
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        # damaged: a plan follows from the catalogue, so it is made anew
+        path.with_suffix(".json").unlink(missing_ok=True)
+        return make_plan(catalogue, listings, recipe, shard_size)
 
 
 def _is_made(path: Path, claims: Claims) -> bool:
@@ -158,7 +163,10 @@ def _is_made(path: Path, claims: Claims) -> bool:
     counts = path.with_suffix(".json")
     if not counts.is_file():
         return False
-    rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
+    try:
+        rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
+    except (ValueError, LookupError, TypeError):
+        return False
     return "unreadable" not in rejected or claims.is_newer(counts)
 
 

@@ -54,7 +54,8 @@ class Workers(Generic[Task, Result]):
     def map(self, batches: Iterable[Sequence[Task]]) -> Iterator[list[Result]]:
         """The results of each batch, in order; batches are taken from the iterable only as they are needed."""
         if self._count == 0:
-            yield from map(self._work, batches)
+            for batch in batches:
+                yield self._work(batch)
             return
         waiting: deque[tuple[Sequence[Task], Future[list[Result]]]] = deque()
         for batch in batches:

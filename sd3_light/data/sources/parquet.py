@@ -42,6 +42,9 @@ class ParquetCell:
         except _FAULTS as fault:
             _forget_cursor()
             raise Reject("unreadable", f"{self.path!r}: {fault}") from fault
+        except IndexError as fault:  # a file that lost its column
+            _forget_cursor()
+            raise Reject("changed_meanwhile", f"{self.path!r}: {fault}") from fault
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
 
@@ -135,7 +138,10 @@ class _Cursor:
             self._start(group)
         while row >= self._first + len(self._values):
             self._first += len(self._values)
-            self._values = next(self._batches).column(0).to_pylist()
+            batch = next(self._batches, None)
+            if batch is None:
+                raise Reject("changed_meanwhile", "the file has fewer rows than it had")
+            self._values = batch.column(0).to_pylist()
         return self._values[row - self._first]
 
     def close(self) -> None:

@@ -90,6 +90,8 @@ def _scan_files(scope: Scope, folder: _Folder, files: Names) -> Iterator[Found]:
         match suffix.lower():
             case known if known in IMAGE_SUFFIXES:
                 yield from scope.found(name, FileBytes(path), _captions(folder, file))
+            case ".tar" | ".parquet" if not os.path.isfile(path):
+                yield from scope.rejected(name, "unreadable", "no regular file")
             case ".tar":
                 yield from scan_tar(scope, path, name)
             case ".parquet":

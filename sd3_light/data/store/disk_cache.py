@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.files import damaged_mark
 
 PART = ".part"
 _POLL_SEC = 0.1
@@ -121,6 +122,10 @@ def _touch(whole: Path, size: int) -> bool:
     """Mark a file as used now; False where it is not here, or was cut short by a failing disk."""
     about = _stat(whole)
     if about is None or about.st_size != size:
+        return False
+    if damaged_mark(whole).exists():  # a reader found it so: it is fetched again
+        for path in (whole, damaged_mark(whole)):
+            path.unlink(missing_ok=True)
         return False
     try:
         os.utime(whole, ns=(time.time_ns(),) * 2)

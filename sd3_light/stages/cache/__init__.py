@@ -7,7 +7,6 @@ missing is encoded, now or by the next run.
 
 import gc
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,20 +20,24 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.units import Plan, Unit, make_plan
-from sd3_light.data.files import file_sha256, sweep
+from sd3_light.data.files import damaged_mark, sweep
 from sd3_light.data.manifest import FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.store import own_temporary_folder
 from sd3_light.data.store.remote import load_remote_manifest
+from sd3_light.data.verify import is_whole
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import progress, say, show
-from sd3_light.stages.cache.encode import Builder, damaged_mark, empty_content
+from sd3_light.stages.cache.encode import Builder, empty_content
 from sd3_light.stages.cache.finish import REJECTS, has_manifest, write_manifest
-from sd3_light.stages.cache.state import State, compare, render
+from sd3_light.stages.cache.state import State, compare, is_readable, mark_damaged, render
+
+_SHORT = ("format", "preprocess", "text_tokens", "t5_max_length")
 
 __all__ = ["CacheReport", "Wishes", "make_recipe", "run"]
 
@@ -99,13 +102,9 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
     url = dataset.cache_dir
     if isinstance(url, Path):
         return False
-    recipe = load_remote_manifest(url).recipe
-    wanted = make_recipe(train, (train.stream_cache_dir or own_temporary_folder(url)) / "parts.json")
-    if differing := [key for key in wanted if recipe.get(key) != wanted[key]]:
-        raise UserError(
-            f"{url} was made with another {', '.join(differing)} than the config says; correct [model], or build the "
-            "cache anew with a local cache_dir and copy the folder there"
-        )
+    memory = (train.stream_cache_dir or own_temporary_folder(url)) / "parts.json"
+    remedy = "correct [model], or build the cache anew with a local cache_dir and copy the folder there"
+    _require_recipe(url, load_remote_manifest(url), make_recipe(train, memory), remedy)
     say(f"the cache at {url} is taken as it is")
     return True
 
@@ -113,14 +112,19 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
 def _is_usable(dataset: DatasetConfig, train: TrainConfig) -> bool:
     if not (dataset.local_cache_dir / MANIFEST).is_file():
         return False
-    recipe = Manifest.load(dataset.local_cache_dir).recipe
-    for key in ("text_tokens", "t5_max_length"):
-        if recipe[key] != getattr(train.model, key):
-            raise UserError(
-                f"{dataset.cache_dir} was built with {key} = {recipe[key]!r}, the config says "
-                f"{getattr(train.model, key)!r}; run without --trust_cache to encode anew"
-            )
+    folder = dataset.local_cache_dir
+    wanted = make_recipe(train, folder / "parts.json")
+    _require_recipe(str(folder), Manifest.load(folder), wanted, "run without --trust_cache to encode anew")
     return True
+
+
+def _require_recipe(place: str, manifest: Manifest, wanted: Mapping[str, Any], remedy: str) -> None:
+    """A cache that is taken as it is was made the way the config says."""
+    for key, value in wanted.items():
+        made = manifest.recipe.get(key)
+        if made != value:
+            shown = f"{key} = {made!r}, the config says {value!r}" if key in _SHORT else f"another {key}"
+            raise UserError(f"{place} was built with {shown}; {remedy}")
 
 
 class _Stage:
@@ -177,7 +181,9 @@ class _Stage:
             counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
         if self._wishes.prune and self._launch.is_main:
             _prune(state)
-        report = CacheReport(folder, counts, encoded, already, self._small_buckets(plan.units))
+        # evaluation fills up its last batches and drops nothing
+        small = {} if name else self._small_buckets(plan.units, dataset)
+        report = CacheReport(folder, counts, encoded, already, small)
         _tell(title, report, self._train.small_buckets)
         return report
 
@@ -196,6 +202,8 @@ class _Stage:
             _verify(folder / SHARDS, plan.units[self._launch.rank :: self._launch.world])
         state = compare(folder, plan, recipe)
         show(render(state))
+        if not self._wishes.dry_run:
+            mark_damaged(state)
         return state
 
     def _encode(self, title: str, folder: Path, plan: Plan, units: Sequence[Unit], already: int, claims: Claims) -> int:
@@ -224,7 +232,7 @@ class _Stage:
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         found = read_entry(shards, entry.file)
-        if found is not None and self._wishes.verify and file_sha256(shards / entry.file) != found.sha256:
+        if found is not None and self._wishes.verify and not is_whole(shards / entry.file, found):
             mark.touch()
         if found is not None and not mark.exists():
             return found
@@ -261,13 +269,20 @@ class _Stage:
             time.sleep(0.2)
         return Manifest.load(folder).counts
 
-    def _small_buckets(self, units: Sequence[Unit]) -> dict[str, int]:
-        sizes: Counter[tuple[tuple[int, int], str]] = Counter()
+    def _small_buckets(self, units: Sequence[Unit], dataset: DatasetConfig) -> dict[str, int]:
+        """Samples by bucket in buckets that have fewer occurrences in an epoch than a global batch has samples."""
+        repeats = {source.label: source.directory.num_repeats for source in sources_of(dataset.directories)}
+        buckets: dict[tuple[tuple[int, int], str], list[Segment]] = {}
         for unit in units:
-            sizes[unit.resolution, str(unit.bucket)] += unit.count
+            segments = buckets.setdefault((unit.resolution, str(unit.bucket)), [])
+            segments.append(Segment(unit.count, repeats[unit.label]))
         step = self._train.gradient_accumulation_steps * self._launch.world
-        micro = self._train.micro_batch_size_per_gpu
-        return {bucket: count for (size, bucket), count in sizes.items() if count < batch_size_for(micro, size) * step}
+        small = {}
+        for (size, bucket), segments in buckets.items():
+            batch = batch_size_for(self._train.micro_batch_size_per_gpu, size) * step
+            if BucketOrder(tuple(segments), batch).length < batch:
+                small[f"{bucket} of {size[0]}x{size[1]}"] = sum(segment.size for segment in segments)
+        return small
 
 
 def _tell(title: str, report: CacheReport, small_buckets: str) -> None:
@@ -297,13 +312,15 @@ def _verify(shards: Path, units: Sequence[Unit]) -> None:
     with progress("hashing shards", len(units), "shards") as bar:
         for unit in units:
             entry = read_entry(shards, unit.file)
-            if entry is not None and file_sha256(shards / unit.file) != entry.sha256:
+            whole = entry is not None and is_whole(shards / unit.file, entry)
+            if entry is not None and not (whole and is_readable((shards / unit.file).with_suffix(".arrow"))):
                 damaged_mark(shards / unit.file).touch()
             bar.advance()
 
 
 def _prune(state: State) -> None:
-    for path in state.orphans:
+    # shards first: what lies beside one is nothing without it, and a prune may be killed
+    for path in sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"):
         path.unlink(missing_ok=True)
     if state.orphans:
         say(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")

@@ -19,7 +19,8 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Decoded, DecodeTask, Looked, decode_all, decode_crashed
 from sd3_light.data.building.units import Member, Plan, Unit
 from sd3_light.data.building.workers import Workers
-from sd3_light.data.files import write_atomically
+from sd3_light.data.files import damaged_mark, write_atomically
+from sd3_light.data.manifest import read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.frozen import FrozenParts, Tokens
 from sd3_light.runlog import Bar
@@ -33,12 +34,9 @@ _POLL_SECONDS = 0.2
 def is_done(shards: Path, unit: Unit) -> bool:
     """Whether a unit's shard stands (or a note that none of its samples could be used), and is not known as damaged."""
     path = shards / unit.file
-    return (path.is_file() and not damaged_mark(path).exists()) or path.with_suffix(".none").is_file()
-
-
-def damaged_mark(shard: Path) -> Path:
-    """The file that says that a shard was found damaged."""
-    return shard.with_name(f"{shard.name}.damaged")
+    if damaged_mark(path).exists():
+        return False
+    return read_entry(shards, unit.file) is not None or path.with_suffix(".none").is_file()
 
 
 @dataclass
@@ -147,29 +145,27 @@ class Builder:
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
         """Return when all units stand, whoever made them. A dead process's unit is taken over; a living one's is
         waited for as long as there is progress."""
-        left = rotated(list(units), share)
+        left = rotated(units, share)
+        if not left:
+            return
         moved = time.monotonic()
-        while left := self._pass(before := left):
-            if len(left) < len(before):
-                moved = time.monotonic()
-            if time.monotonic() - moved > self._patience:
-                raise UserError(
-                    f"gave up waiting for {len(left)} shards of other processes, such as {left[0].file}; see their "
-                    "output, or raise sd3_manifest_timeout_sec"
-                )
-            time.sleep(_POLL_SECONDS)
+        # one set of worker processes for all passes, forked before other threads start
+        with Workers(self._workers, decode_all, decode_crashed) as pool:
+            while left := self._pass(before := left, pool):
+                if len(left) < len(before):
+                    moved = time.monotonic()
+                if time.monotonic() - moved > self._patience:
+                    raise UserError(
+                        f"gave up waiting for {len(left)} shards of other processes, such as {left[0].file}; see their "
+                        "output, or raise sd3_manifest_timeout_sec"
+                    )
+                time.sleep(_POLL_SECONDS)
 
-    def _pass(self, units: Sequence[Unit]) -> list[Unit]:
+    def _pass(self, units: Sequence[Unit], pool: Workers[DecodeTask, Decoded]) -> list[Unit]:
         """Encode every unit that is free; return those that others have in hand."""
         elsewhere: list[Unit] = []
-        if not units:
-            return elsewhere
         hands: deque[_Hand] = deque()
-        with (
-            Workers(self._workers, decode_all, decode_crashed) as pool,
-            ThreadPoolExecutor(1, "tokens") as tokenizer,
-            ThreadPoolExecutor(WRITERS, "writer") as writer,
-        ):
+        with ThreadPoolExecutor(1, "tokens") as tokenizer, ThreadPoolExecutor(WRITERS, "writer") as writer:
             writing: deque[Future[None]] = deque()
             for decoded in pool.map(self._tasks(units, hands, elsewhere, tokenizer)):
                 hands[0].take(decoded, self._parts)
@@ -215,17 +211,21 @@ class Builder:
 
     def _write(self, hand: _Hand, wait: Callable[[], None]) -> None:
         wait()
-        path = self._shards / hand.unit.file
+        path, root = self._shards / hand.unit.file, self._plan.source(hand.unit).root
+        if hand.rejected and not root.exists():
+            raise UserError(f"{root} has gone while it was being cached; bring it back and run again: shards stay")
         rejects = path.with_suffix(".rejects.jsonl")
         if hand.rejected:
             write_lines(rejects, hand.rejected)
         else:
             rejects.unlink(missing_ok=True)
-        if not hand.good:
-            write_atomically(path.with_suffix(".none"), b"")
-        else:
+        if hand.good:
             write_shard(self._shards, hand.unit.entry, hand.content(), hand.origins())
-            damaged_mark(path).unlink(missing_ok=True)
+            path.with_suffix(".none").unlink(missing_ok=True)
+        else:
+            write_atomically(path.with_suffix(".none"), b"")
+            path.unlink(missing_ok=True)
+        damaged_mark(path).unlink(missing_ok=True)
         self._claims.release(hand.unit.file)
 
 

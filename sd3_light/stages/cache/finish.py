@@ -11,7 +11,7 @@ from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.units import Plan, Unit
 from sd3_light.data.files import replacing
-from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.shelf import Shelf
 from sd3_light.stages.cache.encode import reject_line
 
@@ -23,7 +23,7 @@ def write_manifest(
 ) -> dict[str, int]:
     """Write rejects.jsonl, then the manifest of a plan whose units all stand; returns the counts."""
     folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
-    entries = [entry for unit in in_order(plan.units) if (entry := read_entry(shards, unit.file)) is not None]
+    entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
     with replacing(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for line in _rejects(plan, shards):
@@ -40,6 +40,17 @@ def write_manifest(
     }
     Manifest(recipe, tuple(entries), empty, counts, dict(places)).save(folder)
     return counts
+
+
+def _entries(units: Sequence[Unit], shards: Path) -> list[ShardEntry]:
+    """The entries of all units but those whose samples were all rejected; none is left out in silence."""
+    found = []
+    for unit in in_order(units):
+        if (entry := read_entry(shards, unit.file)) is not None:
+            found.append(entry)
+        elif not (shards / unit.file).with_suffix(".none").is_file():
+            raise UserError(f"{shards / unit.file} has vanished, by another run's --prune perhaps; run the cache again")
+    return found
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
@@ -70,11 +81,8 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 
 def has_manifest(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
     """Whether the manifest is of this plan: of every unit, but those whose samples were all rejected."""
-    if not (folder / MANIFEST).is_file():
+    try:
+        manifest = Manifest.load(folder)
+        return manifest.recipe == recipe and list(manifest.shards) == _entries(units, folder / SHARDS)
+    except UserError:  # not there, or one that the main process is about to replace
         return False
-    manifest = Manifest.load(folder)
-    named = {shard.file for shard in manifest.shards}
-    if manifest.recipe != recipe or not named <= {unit.file for unit in units}:
-        return False
-    # a unit without a shard in the manifest is one whose samples were all rejected
-    return all(unit.file in named or (folder / SHARDS / unit.file).with_suffix(".none").is_file() for unit in units)

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.feather as feather
 from rich.table import Table
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.units import Plan, Unit
+from sd3_light.data.files import damaged_mark
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import say
-from sd3_light.stages.cache.encode import damaged_mark, is_done
+from sd3_light.stages.cache.encode import is_done
 from sd3_light.stages.cache.numbers import Numbers
 
 _RECIPE_WORDS = {
@@ -59,33 +61,32 @@ def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
         else:
             state.todo.append(unit)
     state.orphans = sorted(_orphans(shards, plan.units))
-    state.orphan_bytes = sum(path.stat().st_size for path in state.orphans)
+    state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
     _tell_stale_from_missing(state, folder, plan, recipe)
     return state
 
 
 def _stands(shards: Path, unit: Unit, state: State) -> bool:
     path = shards / unit.file
-    if _has_unread(path):
-        # a disk that was away when they were decoded may be back: no change of the files would tell
-        damaged_mark(path).touch()
-        path.with_suffix(".none").unlink(missing_ok=True)
-    if damaged_mark(path).exists():
-        state.damaged.append(unit.file)
-    if not is_done(shards, unit):
-        return False
     entry = read_entry(shards, unit.file)
-    if entry is not None and path.stat().st_size != entry.bytes:
-        damaged_mark(path).touch()
+    short = entry is not None and path.stat().st_size != entry.bytes
+    if short or damaged_mark(path).exists() or _may_be_whole_now(path):
         state.damaged.append(unit.file)
         return False
-    return True
+    return is_done(shards, unit)
 
 
-def _has_unread(path: Path) -> bool:
-    """Whether pictures of a shard were left out because their files could not be read."""
+def mark_damaged(state: State) -> None:
+    """Have every process know what is to be encoded again."""
+    for file in state.damaged:
+        damaged_mark(state.folder / SHARDS / file).touch()
+
+
+def _may_be_whole_now(path: Path) -> bool:
+    """Whether pictures of a shard were left out for what may have passed: no change of the files would tell."""
     rejects = path.with_suffix(".rejects.jsonl")
-    return rejects.is_file() and '"reason": "unreadable"' in rejects.read_text(encoding="utf-8")
+    text = rejects.read_text(encoding="utf-8") if rejects.is_file() else ""
+    return any(f'"reason": "{reason}"' in text for reason in ("unreadable", "changed_meanwhile"))
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
@@ -129,7 +130,16 @@ def _last_manifest(folder: Path) -> Manifest | None:
 def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
     """The Arrow files of shards, where they are still there."""
     paths = ((shards / entry.file).with_suffix(".arrow") for entry in entries)
-    return (path for path in paths if path.is_file())
+    return (path for path in paths if is_readable(path))
+
+
+def is_readable(table: Path) -> bool:
+    """Whether an Arrow file is there and whole."""
+    try:
+        feather.read_table(table, memory_map=True).validate(full=True)
+    except (pa.ArrowException, OSError, ValueError):
+        return False
+    return True
 
 
 def _name_causes(state: State, shards: Path, gone: Sequence[ShardEntry], plan: Plan) -> None:

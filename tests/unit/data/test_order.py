@@ -460,11 +460,12 @@ def test_what_comes_is_what_the_next_steps_read(batch: int) -> None:
         if picks.repeat.max() == 0:  # padding repeats the epoch's beginning
             assert read <= reading
             assert read <= told.get(picks.bucket, read)
-        (epoch, bucket, _), coming = order.coming(step)
-        assert bucket == picks.bucket
-        assert epoch - picks.epoch in (0, 1)
-        told[bucket] = set(coming.tolist())
-        assert len(coming) <= 2 * 3 + batch / 7 + 4
+        coming = order.coming(step)
+        assert coming.bucket == picks.bucket
+        assert coming.epoch - picks.epoch in (0, 1)
+        segments = order.segments(coming)
+        told[coming.bucket] = set(segments.tolist())
+        assert len(segments) <= 2 * 3 + batch / 7 + 4
 
 
 def test_open_shards_follow_the_window() -> None:

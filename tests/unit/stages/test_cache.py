@@ -26,6 +26,7 @@ from sd3_light.encoders.vae import encode_moments, load_vae
 from sd3_light.engines import Launch
 from sd3_light.journeys import only_cache
 from sd3_light.stages.cache import make_recipe
+from sd3_light.stages.cache.encode import Builder
 from sd3_light.stages.cache.state import State, compare, render
 from sd3_light.stages.train import make_order, open_cache
 from sd3_light.training.light_sd3 import LightSD3Pipeline
@@ -305,8 +306,9 @@ def test_orphans_are_named_and_go_when_asked(project: Project) -> None:
     }
 
 
-def test_a_dry_run_encodes_nothing(project: Project, untouchable: None) -> None:
+def test_a_dry_run_changes_nothing(project: Project, untouchable: None) -> None:
     change_caption(project)
+    (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
     before = contents(project)
     project.build_cache(dry_run=True)
     assert contents(project) == before
@@ -366,6 +368,101 @@ def test_a_damaged_manifest_is_made_anew(project: Project) -> None:
     assert contents(project) == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shards/pictures*.json",
+        "shards/empty*.json",
+        "catalogue/pictures*.json",
+        "catalogue/plan*.json",
+        "catalogue/plan*.arrow",
+    ],
+)
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff"])
+def test_damaged_books_are_kept_anew(project: Project, name: str, content: bytes) -> None:
+    before = contents(project)
+    next(project.cache.glob(name)).write_bytes(content)
+    project.build_cache()
+    assert contents(project) == before
+
+
+def test_a_damaged_table_beside_a_shard_is_mended_by_verify(project: Project) -> None:
+    before = contents(project)
+    for path in project.cache.glob("shards/pictures*.arrow"):
+        path.write_bytes(b"")
+    project.build_cache(verify=True)
+    assert contents(project) == before
+
+
+def test_a_damaged_table_of_a_shard_that_goes_stops_nothing(project: Project) -> None:
+    for path in project.cache.glob("shards/pictures*.arrow"):
+        path.write_bytes(b"")
+    change_caption(project)
+    (report,) = project.build_cache()
+    assert report.counts["used"] == PICTURES
+
+
+def test_a_source_that_goes_away_ends_the_run(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Builder.build
+
+    def build(self: Builder, *given: Any) -> None:
+        fresh_project.pictures.rename(fresh_project.folder / "away")
+        real(self, *given)
+
+    monkeypatch.setattr(Builder, "build", build)
+    with pytest.raises(UserError, match="has gone while it was being cached"):
+        fresh_project.build_cache("caching_num_workers=0")
+    assert not (fresh_project.cache / MANIFEST).exists()
+
+
+def test_a_prune_that_was_killed_is_no_end(project: Project) -> None:
+    """What lies beside a shard may be gone before it."""
+    before = contents(project)
+    (project.cache / "shards" / shard_files(project)[3]).with_suffix(".json").unlink()
+    project.build_cache()
+    assert contents(project) == before
+
+
+def test_a_shard_that_vanishes_is_not_left_out_in_silence(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Builder.build
+
+    def build(self: Builder, *given: Any) -> None:
+        real(self, *given)
+        (project.cache / "shards" / shard_files(project)[3]).unlink()
+
+    monkeypatch.setattr(Builder, "build", build)
+    with pytest.raises(UserError, match="has vanished"):
+        project.build_cache()
+
+
+def test_a_picture_that_changed_meanwhile_is_tried_again(
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fresh_project.pictures / "000007.png"
+    whole, real = path.read_bytes(), Builder.build
+
+    def build(self: Builder, *given: Any) -> None:
+        path.write_bytes(b"something else for a moment")
+        real(self, *given)
+        path.write_bytes(whole)
+
+    monkeypatch.setattr(Builder, "build", build)
+    (first,) = fresh_project.build_cache("caching_num_workers=0")
+    assert rejects(fresh_project) == {"000007.png": "changed_meanwhile"}
+    monkeypatch.undo()
+    (second,) = fresh_project.build_cache()
+    assert (first.counts["used"], second.counts["used"]) == (39, 40)
+    assert rejects(fresh_project) == {}
+
+
+def test_small_buckets_are_told_by_their_occurrences(project: Project) -> None:
+    (report,) = project.build_cache("micro_batch_size_per_gpu=16")
+    assert report.small == {"48x80 of 48x80": 10, "80x48 of 80x48": 10}
+    project.data(project.data_toml.read_text() + "num_repeats = 4\n")
+    (report,) = project.build_cache("micro_batch_size_per_gpu=16")
+    assert report.small == {}
+
+
 def test_a_shard_of_another_size_is_encoded_again(project: Project) -> None:
     before = contents(project)
     (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
@@ -393,6 +490,14 @@ def test_without_trust_a_deleted_picture_is_noticed(project: Project) -> None:
 def test_trust_refuses_a_cache_of_another_text_length(project: Project, untouchable: None) -> None:
     with pytest.raises(UserError, match=r"built with t5_max_length = 16, the config says 12; run without --trust"):
         project.build_cache("model.t5_max_length=12", trust=True)
+
+
+def test_trust_refuses_a_cache_of_another_encoder(project: Project, tmp_path: Path, untouchable: None) -> None:
+    model = Path(shutil.copytree(project.model, tmp_path / "other"))
+    (weights,) = (model / "vae").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match=r"built with another vae; run without --trust_cache"):
+        project.build_cache(f'model.diffusers_path="{model}"', trust=True)
 
 
 def test_trust_builds_a_cache_that_is_not_there(fresh_project: Project) -> None:

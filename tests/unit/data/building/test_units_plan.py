@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.faults import UserError
 from sd3_light.data.building import catalogue as catalogue_module
 from sd3_light.data.building import units as module
 from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
@@ -219,7 +220,7 @@ def test_a_plan_is_opened_without_its_samples(cache: Path, pictures: Path) -> No
     shutil.rmtree(cache / "catalogue" / "parts")
     assert sum(unit.count for unit in plan.units) == 30
     assert len(np.concatenate([plan.ids(unit) for unit in plan.units])) == 30
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UserError, match="run again"):
         plan.members(plan.units[0])
     counts = json.loads(next((cache / "catalogue").glob("plan-*.json")).read_text())
     assert counts["pictures"] == 30

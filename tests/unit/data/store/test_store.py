@@ -180,7 +180,7 @@ def test_local_store_names_a_missing_shard(cache: Path) -> None:
 def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = open_store(s3.put(cache), tmp_path / "kept", 10**6)
     assert isinstance(store, RemoteStore)
-    assert store.verified
+    assert not store.verified
     assert store.manifest == Manifest.load(cache)
     assert [read(store, number) for number in range(COUNT)] == [content(number) for number in range(COUNT)]
     assert opened(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
@@ -618,3 +618,20 @@ def test_the_default_folder_is_the_users_own(cache: Path, tmp_path: Path, monkey
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(UserError, match="belongs to another user; give stream_cache_dir"):
         own_temporary_folder("s3://bucket/z")
+
+
+def test_a_kept_shard_that_went_bad_is_found_and_fetched_again(
+    tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.data.stream import CachedDataset
+
+    make_cache()
+    store = RemoteStore(f"file://{tmp_path / 'cache'}", tmp_path / "kept", 10**9)
+    good = CachedDataset(store).empty_text()
+    kept = store.path(store.manifest.empty)
+    kept.write_bytes(kept.read_bytes()[:-1] + b"\x7f")
+    monkeypatch.setenv("MASTER_PORT", "1")  # another launch
+    with pytest.raises(UserError, match="is damaged"):
+        CachedDataset(store).empty_text()
+    monkeypatch.setenv("MASTER_PORT", "2")
+    assert CachedDataset(store).empty_text().keys() == good.keys(), "the next start has it whole"
