@@ -27,8 +27,8 @@ def bucket() -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         files = fsspec.filesystem("s3")
-        files.mkdir("bucket")
-        yield "s3://bucket"
+        files.mkdir("faraway")  # moto keeps one state a process: other tests have buckets of their own
+        yield "s3://faraway"
         files.clear_instance_cache()
     server.stop()
 
@@ -72,7 +72,7 @@ def test_a_cache_of_other_encoders_is_refused(far: Project) -> None:
 
 
 def test_a_cache_is_not_built_at_a_url(far: Project, bucket: str) -> None:
-    with pytest.raises(UserError, match=r"no cache at s3://bucket/none.* build it with a local cache_dir"):
+    with pytest.raises(UserError, match=r"no cache at s3://faraway/none.* build it with a local cache_dir"):
         far.train(f"cache_dir={bucket}/none")
     with pytest.raises(UserError, match="is a URL, and a cache is built in a folder"):
         far.build_cache(regenerate=True)
