@@ -56,7 +56,7 @@ def _shorten(path: str, root: Path) -> str:
     if path == str(root):
         return ""
     rest = path.removeprefix(_below(root))
-    # what is left of "/root//x" would read as an absolute path
+    # what is left of a path with "//" in it would read as an absolute path
     if rest != path and rest and not rest.startswith("/"):
         return rest
     return path if os.path.isabs(path) else os.path.abspath(path)

@@ -26,7 +26,6 @@ from tests.unit.data.building.catalogues import (
     opened,
     parts_of,
     picture,
-    pictures_in,
 )
 from tests.unit.data.inputs import lay, noise, save, write_tar
 from tests.unit.data.inputs import picture as tiny
@@ -37,16 +36,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty rows fill a few parts."""
     monkeypatch.setattr(module, "PART_ROWS", 8)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return pictures_in(tmp_path / "pictures")
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 class Watched:

@@ -18,7 +18,7 @@ from sd3_light.data.building.catalogue import Catalogue, rotated, sources_of
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Looked, Place
 from sd3_light.data.sources.records import FileBytes
-from tests.unit.data.building.catalogues import COUNT, directory, looked, nothing, opened, pictures_in
+from tests.unit.data.building.catalogues import COUNT, directory, looked, nothing, opened
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,16 +28,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty rows fill a few parts."""
     monkeypatch.setattr(module, "PART_ROWS", 8)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return pictures_in(tmp_path / "pictures")
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def name_of(place: Place) -> str:

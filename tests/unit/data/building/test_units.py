@@ -20,7 +20,7 @@ from sd3_light.data.building.units import Unit
 from sd3_light.data.sources import scan_all
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.finish import in_order
-from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned, unit_of
+from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned, unit_of
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 
@@ -30,16 +30,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty rows fill a few parts."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return pictures_in(tmp_path / "pictures")
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 # --- what makes a unit ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sd3_light.data.building import units as module
 from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.units import make_plan
-from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, pictures_in, planned
+from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,16 +30,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty rows fill a few parts."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return pictures_in(tmp_path / "pictures")
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def test_a_plan_is_made_once(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
