@@ -8,8 +8,6 @@ import time
 import uuid
 from pathlib import Path
 
-from sd3_light.config.faults import UserError
-
 PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 # scale and shift are applied on read, so that a change of them leaves the cache as it is
 _VAE_ON_READ = ("scaling_factor", "shift_factor")
@@ -83,5 +81,5 @@ def _write_memory(memory: Path, notes: Memory) -> None:
             os.replace(temporary, memory)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {memory}: {error.strerror}; make room or choose another cache_dir") from error
+    except OSError:  # a cache that may only be read, say: without notes the next start hashes again
+        return

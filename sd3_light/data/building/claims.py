@@ -36,9 +36,15 @@ class Claims:
         self._held: set[str] = set()
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            before = self._now()
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.folder}: {error.strerror}; mend that, or take a finished cache as it is with "
+                "--trust_cache"
+            ) from error
         # times of files move in steps of milliseconds or more: begin at a step that no earlier file can bear
-        before = self._now()
         while (now := self._now()) == before:
             time.sleep(_STEP_SECONDS)
         self.started = now

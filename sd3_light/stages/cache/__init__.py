@@ -164,8 +164,8 @@ class _Stage:
         """One data set's cache."""
         title, folder = f"cache {name}".strip(), dataset.local_cache_dir
         shards = folder / SHARDS
-        shards.mkdir(parents=True, exist_ok=True)
         with Claims(folder / "claims") as claims:
+            shards.mkdir(parents=True, exist_ok=True)
             recipe = make_recipe(self._train, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._look(title, catalogue, dataset)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
+from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
@@ -219,7 +220,9 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     for name, place in places:
         if isinstance(place, str) and (problem := protocol_problem(place)):
             yield Fault(str(loaded.path), name, problem, given=place)
-        if isinstance(place, Path) and (problem := _cannot_make(place)):
+        # a finished cache that may only be read is trained from with --trust_cache
+        finished = name != "output_dir" and isinstance(place, Path) and (place / MANIFEST).is_file()
+        if isinstance(place, Path) and not finished and (problem := _cannot_make(place)):
             yield Fault(str(loaded.path), name, problem, given=str(place), hint="choose another place")
 
 

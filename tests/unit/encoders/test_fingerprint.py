@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.encoders.fingerprint import PARTS, parts_fingerprint
 
 
@@ -152,7 +151,6 @@ def test_an_unreadable_memory_is_ignored_and_written_anew(
     assert hashed == WEIGHTS * 2
 
 
-def test_a_memory_that_cannot_be_written_is_a_fault_of_one_line(settled: Path, tmp_path: Path) -> None:
+def test_a_memory_that_cannot_be_written_costs_time_only(settled: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*hashes.json"):
-        parts_fingerprint(settled, tmp_path / "file" / "hashes.json")
+    assert parts_fingerprint(settled, tmp_path / "file" / "hashes.json") == parts_fingerprint(settled)

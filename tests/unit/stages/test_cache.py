@@ -28,6 +28,7 @@ from sd3_light.journeys import only_cache
 from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.encode import Builder
 from sd3_light.stages.cache.state import State, compare, render
+from sd3_light.stages.check import disk_faults
 from sd3_light.stages.train import make_order, open_cache
 from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
@@ -514,6 +515,25 @@ def test_a_damaged_shard_is_found_even_in_a_trusted_cache_and_its_remedy_works(p
         epoch_of(project)
     project.build_cache()
     assert contents(project) == before
+    epoch_of(project)
+
+
+def test_a_cache_that_may_only_be_read_can_be_trained_from(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder refuses every write, as a read-only mount does (permissions do not bind root)."""
+    real = Path.mkdir
+
+    def refuse(self: Path, *given: Any, **keys: Any) -> None:
+        if self.is_relative_to(project.cache):
+            raise OSError(30, "Read-only file system")
+        real(self, *given, **keys)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr("sd3_light.stages.check.disk._cannot_make", lambda place: "cannot be written to")
+    faults = [fault.key for fault in disk_faults(project.load())]
+    assert faults == ["output_dir"], "a finished cache need not be written to"
+    with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust_cache"):
+        project.build_cache()
+    assert project.build_cache(trust=True) == []
     epoch_of(project)
 
 
