@@ -110,7 +110,7 @@ def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
         total_steps=steps,
         epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
-        host=_host(train, data),
+        host=_host(train, data, evals),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=ruler.gpu(Tokens(0, 0), 0)),
     )
 
@@ -129,6 +129,9 @@ def empty_faults(found: Survey) -> list[Fault]:
             why = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
             problem = f"no usable sample ({why or 'no picture at all'})"
             faults.append(Fault(str(data.path), "directory", problem, hint="check path and captions"))
+    if found.data.samples and found.data.steps == 0:
+        problem = "every bucket is smaller than a global batch, so nothing is left to train on"
+        faults.append(Fault(str(found.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
     return faults
 
 
@@ -213,19 +216,27 @@ def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextS
     return Amount(total, f"pictures·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
-def _host(train: TrainConfig, data: DatasetSurvey) -> Amount:
+def _host(train: TrainConfig, data: DatasetSurvey, evals: Sequence[DatasetSurvey]) -> Amount:
+    """The training loader, and while an evaluation runs that of its set beside it."""
+    loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
+    beside = max((_loader(train, one, 1)[0].value for one in evals), default=0)
+    formula = f"{loader.formula}; micro-batch {micro_batch.value / (1 << 20):.1f} MiB = {micro_batch.formula}"
+    if beside:
+        formula += f"; + {beside / (1 << 20):.0f} MiB by the same formula while evaluating"
+    return Amount(loader.value + beside, formula)
+
+
+def _loader(train: TrainConfig, data: DatasetSurvey, in_use: int) -> tuple[Amount, Amount]:
+    """The memory of a data set's loader, and of the largest prepared micro-batch."""
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
-    workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
     loader = loader_bytes(
         prepared,
-        workers,
-        prefetch,
+        train.num_dataloader_workers,
+        train.dataloader_prefetch_per_worker,
         train.sd3_shard_size,
         read=max((row.read for row in data.rows), default=0),
-        in_use=train.gradient_accumulation_steps,
+        in_use=in_use,
         window=train.shuffle_window,
         buckets=max(1, len(data.rows)),
     )
-    return Amount(
-        loader.value, f"{loader.formula}; micro-batch {prepared.value / (1 << 20):.1f} MiB = {prepared.formula}"
-    )
+    return loader, prepared

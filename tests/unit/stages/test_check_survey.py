@@ -114,6 +114,21 @@ def test_numbers_are_shown_in_readable_units() -> None:
     assert [flops_text(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
 
 
+def test_dropping_every_bucket_is_a_fault(place: Any) -> None:
+    place.picture("a.png", 64, 64)
+    loaded = place.load(top='small_buckets = "drop"\nmicro_batch_size_per_gpu = 4')
+    with pytest.raises(ConfigFaults, match="every bucket is smaller than a global batch"):
+        check.run(loaded)
+
+
+def test_an_evaluation_set_has_its_loader_beside_that_of_training(place: Any) -> None:
+    place.picture("a.png", 64, 64)
+    alone = survey(place.load()).host
+    both = survey(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
+    assert both.value > 1.5 * alone.value
+    assert "while evaluating" in both.formula
+
+
 # --- what has been seen before -------------------------------------------------------------------
 
 
