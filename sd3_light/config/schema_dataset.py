@@ -89,7 +89,9 @@ class DatasetDefaults(Table):
         default=None, description="The buckets' exact sizes in pixels, in place of `resolutions` and ratios."
     )
     caption_prefix: Text = Field(default="", description="Text put before every caption.")
-    num_repeats: Positive = Field(default=1.0, description="How often a sample appears in an epoch; may be fractional.")
+    num_repeats: Annotated[float, Strict(), Gt(0), Le(10_000)] = Field(
+        default=1.0, description="How often a sample appears in an epoch; may be fractional."
+    )
     flip: Flag = Field(default=False, description="Cache the mirrored image too, and choose one of both each time.")
     shuffle_tags: Flag = Field(default=False, description="Shuffle the parts of a caption between delimiters.")
     cache_shuffle_num: CountOrZero = Field(
