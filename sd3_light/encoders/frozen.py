@@ -230,7 +230,7 @@ class FrozenParts:
 
 
 def _load_vae(path: Path, device: torch.device) -> nn.Module:
-    # channels first: on an H200 a fifth faster than channels last, as GroupNorm gives them back that way
+    # channels first: 7% faster than channels last on an H200
     module: nn.Module = load_vae(path, device, torch.float32)
     return module
 

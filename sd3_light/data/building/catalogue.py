@@ -14,8 +14,7 @@ import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -214,7 +213,7 @@ class Catalogue:
         write_atomically(path, json.dumps({"signature": now, "rows": count, "parts": parts}).encode())
 
     def _look_at(self, part: str, root: Path, pool: Workers[Place, Looked], on_looked: Callable[[int], None]) -> None:
-        rows = _from_table(feather.read_table(self._rows_file(part)))
+        rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]
         batches = (samples[start : start + _LOOK_ROWS] for start in range(0, len(samples), _LOOK_ROWS))
         seen: list[Looked] = []
@@ -293,11 +292,6 @@ def place_of(row: Row, root: Path) -> Place:
     image = location_from_text(row.image, root)
     assert image is not None, row.key
     return Place(image, location_from_text(row.mask, root))
-
-
-def count_reasons(rows: Iterable[Row]) -> Counter[str]:
-    """How many inputs each reason took."""
-    return Counter(row.reason for row in rows if row.reason)
 
 
 def _listed(source: Source) -> Iterator[Row]:

@@ -153,9 +153,9 @@ def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping
         os.utime(path)
         return Plan(path, catalogue, listings, recipe_digest)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        # damaged: a plan follows from the catalogue, so it is made anew
-        path.with_suffix(".json").unlink(missing_ok=True)
-        return make_plan(catalogue, listings, recipe, shard_size)
+        # damaged: a plan follows from the catalogue, so it is made anew, once
+        _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
+        return Plan(path, catalogue, listings, recipe_digest)
 
 
 def _is_made(path: Path, claims: Claims) -> bool:

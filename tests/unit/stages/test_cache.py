@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
-from sd3_light.data.building import catalogue
+from sd3_light.data.building import catalogue, units
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.units import make_plan
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -317,20 +317,25 @@ def test_a_dry_run_changes_nothing(project: Project, untouchable: None) -> None:
 
 def test_the_sources_are_listed_and_read_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing changed: no caption, no picture and no header is read again."""
+    read: list[str] = []
     for name in ("scan", "look"):
-        monkeypatch.setattr(catalogue, name, lambda *_: pytest.fail("the sources were read again"))
-    project.build_cache()
+        monkeypatch.setattr(catalogue, name, lambda *_, name=name: read.append(name) or [])
+    (report,) = project.build_cache()
+    assert read == []
+    assert report.already == PICTURES
 
 
-def test_one_new_picture_is_the_only_one_that_is_read(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With parts of one row a part, so that forty pictures are forty parts."""
-    add_picture(project, "pictures/new")
-    seen: list[Any] = []
+def test_a_new_picture_has_its_own_part_alone_read(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (catalogue, units):
+        monkeypatch.setattr(module, "PART_ROWS", 4)
+    fresh_project.build_cache()
+    add_picture(fresh_project, "pictures/new")
+    seen: list[str] = []
     real = catalogue.look
-    monkeypatch.setattr(catalogue, "look", lambda places: seen.extend(places) or real(places))
-    project.build_cache()
-    assert len(seen) <= 41
-    assert any("new" in place.image.path for place in seen)
+    monkeypatch.setattr(catalogue, "look", lambda places: seen.extend(p.image.path for p in places) or real(places))
+    fresh_project.build_cache()
+    assert any("new/a.png" in path for path in seen)
+    assert len(seen) <= 4, "a part of four, of forty-one pictures"
 
 
 # --- damage --------------------------------------------------------------------------------------
