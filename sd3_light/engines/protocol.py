@@ -21,6 +21,21 @@ class StepResult:
     taken: bool
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A flat part of one tensor of the run that this rank holds.
+
+    ``values`` is a 1-D view of live memory: elements ``start`` to ``start + len(values)`` of a tensor of ``shape``. Of
+    replicas one ``writes``. The name is ``KIND/NAME`` with the stock denoiser's parameter name.
+    """
+
+    name: str
+    values: Tensor
+    start: int
+    shape: tuple[int, ...]
+    writes: bool = True
+
+
 class Engine(Protocol):
     """Runs steps; exposes its weights and optimizer state by canonical names."""
 
