@@ -12,12 +12,15 @@ import typer
 from rich.console import Console
 
 from sd3_light import __version__
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import Stopped, UserError
 from sd3_light.runlog import quiet_libraries, set_main_process
 
 if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
     from sd3_light.engines import Launch
+
+RESUMABLE = 75
+"""Exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 app = typer.Typer(
     help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` shows the whole way in minutes.",
@@ -299,6 +302,9 @@ def _guarded(work: Callable[[], object]) -> int:
         work()
     except UserError as fault:
         return _fail(str(fault), 2)
+    except Stopped as stop:
+        _say_stopped(str(stop))
+        return RESUMABLE
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except Exception as error:  # the last resort of the program: everything unknown is ours
@@ -306,6 +312,12 @@ def _guarded(work: Callable[[], object]) -> int:
         where = f"{Path(at.filename).name}:{at.lineno}"
         return _fail(f"{type(error).__name__}: {error} (our fault, at {where}; --debug shows the whole way)", 1)
     return 0
+
+
+def _say_stopped(text: str) -> None:
+    from sd3_light.runlog import say
+
+    say(f"stopped: {text}")
 
 
 def _fail(text: str, code: int) -> int:

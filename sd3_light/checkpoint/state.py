@@ -1,7 +1,7 @@
-"""The one list of what a checkpoint holds."""
+"""The one list of what a checkpoint holds, besides what the engine's optimizer remembers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
@@ -11,29 +11,36 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of a run: optimizer steps tried (the position in the order), samples seen, skipped steps."""
+    """Counters of a run: optimizer steps tried, samples seen, steps not taken, and the position in the order of data.
+
+    The position is the number of steps since the data began; `--reset_dataloader` sets it back and nothing else.
+    """
 
     step: int = 0
     samples: int = 0
     skipped: int = 0
+    position: int = 0
 
-    def after(self, samples: int, taken: bool) -> "Progress":
+    def after(self, samples: int) -> "Progress":
         """One step later."""
-        return Progress(self.step + 1, self.samples + samples, self.skipped + (not taken))
+        return Progress(self.step + 1, self.samples + samples, self.skipped, self.position + 1)
+
+    def skipping(self, steps: int) -> "Progress":
+        """With so many more steps known not to have been taken."""
+        return replace(self, skipped=self.skipped + steps)
 
     def as_dict(self) -> dict[str, int]:
         """For JSON."""
         return asdict(self)
 
+    def counts(self) -> dict[str, int]:
+        """What every line of the log says."""
+        return {"step": self.step, "samples": self.samples}
 
-def gather(
-    weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    """``KIND/NAME`` -> tensor: float32 weights, the optimizer's state, the running average (law 4)."""
-    tensors = {f"{WEIGHTS}/{name}": tensor.detach() for name, tensor in weights.items()}
-    tensors.update(optimizer)
-    tensors.update({f"{EMA}/{name}": tensor for name, tensor in (ema or {}).items()})
-    return tensors
+
+def track_kind(track: str) -> str:
+    """The kind under which a running average's tensors are saved; the main one is `ema` alone."""
+    return EMA if track == EMA else f"{EMA}.{track}"
 
 
 def of_kind(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

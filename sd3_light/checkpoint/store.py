@@ -2,65 +2,140 @@
 
     checkpoints/step-00000042/   index.json · rank-00000.safetensors ...
 
-A file holds flat float32 ranges named ``KIND/NAME@START``; the index gives every tensor's shape and every file's hash.
-Ranges fit replicas, rows of sharded weights and cut-up optimizer fragments alike, so a checkpoint belongs to the run
-and not to the layout that wrote it.
+A file holds flat ranges named ``KIND/NAME@START``; the index gives every tensor's shape, dtype and ranges, and the hash
+of each range. Ranges fit replicas, rows of sharded weights and cut-up optimizer fragments alike, so a checkpoint
+belongs to the run and not to the layout that wrote it. Each writing rank calls `write_part`, then one of them `commit`.
 """
 
-import hashlib
+import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from sd3_light.checkpoint.index import INDEX, Index, Range, entries, incomplete, wrong_size
+from sd3_light.checkpoint.ranges import DTYPE_NAMES, write_ranges
+from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
+from sd3_light.engines.protocol import Piece
 
-FORMAT = 1
-INDEX = "index.json"
+__all__ = [
+    "INDEX",
+    "Checkpoint",
+    "checkpoint_name",
+    "commit",
+    "half_written",
+    "keep_newest",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "read_checkpoint",
+    "start_fresh",
+    "sweep",
+    "temporary_folder",
+    "write_checkpoint",
+    "write_part",
+]
+
+RANGE_ELEMENTS = 1 << 24  # no longer range is written: readers hold one at a time
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of the checkpoint after ``step`` optimizer steps; sorts by step."""
+    """Folder name of the checkpoint after ``step`` optimizer steps."""
     return f"step-{step:08d}"
 
 
-def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-    """Write everything under a temporary name, then rename. The result is whole or not there."""
-    final = folder / checkpoint_name(step)
-    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+def temporary_folder(folder: Path, step: int) -> Path:
+    """Where all ranks write the parts of a checkpoint before it has its name."""
+    return folder / f".{checkpoint_name(step)}.tmp"
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+def start_fresh(temporary: Path) -> None:
+    """An empty folder for the parts; what an earlier attempt left goes. Before any rank writes, by one of them."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True, exist_ok=True)
+
+
+def write_part(temporary: Path, rank: int, pieces: Iterable[Piece]) -> int:
+    """Write the pieces that this rank writes, and a note of them for `commit`; the file's size in bytes.
+
+    Both are on the disk when it returns. Ranks may do so at once.
+    """
+    temporary.mkdir(parents=True, exist_ok=True)
+    wanted = sorted((p for p in pieces if p.writes), key=lambda piece: -piece.values.element_size())  # aligned so
+    cut = [part for piece in wanted for part in _cut(piece)]
+    file = temporary / _part_name(rank)
+    hashes = write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in cut])
+    tensors: dict[str, dict[str, Any]] = {}
+    for part, digest in zip(cut, hashes, strict=True):
+        dtype = DTYPE_NAMES[part.values.dtype]
+        entry = tensors.setdefault(part.name, {"shape": part.shape, "dtype": dtype, "ranges": []})
+        entry["ranges"].append(Range(part.start, len(part.values), file.name, digest))
+    size = file.stat().st_size
+    _write_text(file.with_suffix(".json"), json.dumps({"bytes": size, "tensors": tensors}))
+    return size
+
+
+def _part_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """Ranges of bounded length; of an empty piece only that of an empty tensor, which must be somewhere."""
+    if not len(piece.values):
+        if 0 in piece.shape:
+            yield piece
+        return
+    for at in range(0, len(piece.values), RANGE_ELEMENTS):
+        yield Piece(piece.name, piece.values[at : at + RANGE_ELEMENTS], piece.start + at, piece.shape)
+
+
+def commit(folder: Path, step: int, ranks: Sequence[int], facts: Mapping[str, Any]) -> Path:
+    """Make the ranks' parts one checkpoint: check that they cover every tensor exactly once, write the index, rename.
+
+    By one rank, after all have written. A checkpoint of the same step is replaced, or as it was if that fails.
+    """
+    temporary = temporary_folder(folder, step)
+    notes = {_part_name(rank): _read_note(temporary, rank) for rank in ranks}
+    index = Index(dict(facts), entries(n["tensors"] for n in notes.values()), {f: n["bytes"] for f, n in notes.items()})
+    if fault := wrong_size(temporary, index.files):
+        raise UserError(f"{temporary}: {fault}; the disk or the network lost it")
+    for name, entry in index.tensors.items():
+        if fault := entry.fault():
+            raise UserError(f"the ranks' parts do not cover {name} exactly once: {fault}")
+    _write_text(temporary / INDEX, index.to_json())
+    for file in notes:
+        (temporary / file).with_suffix(".json").unlink()
+    _sync_folder(temporary)
+    return _put(temporary, folder / checkpoint_name(step))
+
+
+def _read_note(temporary: Path, rank: int) -> dict[str, Any]:
+    path = (temporary / _part_name(rank)).with_suffix(".json")
     try:
-        temporary.mkdir(parents=True)
-        flat = {f"{name}@0": tensor.detach().float().reshape(-1).cpu().contiguous() for name, tensor in tensors.items()}
-        file = temporary / "rank-00000.safetensors"
-        save_file(flat, file)
-        index = {
-            "format": FORMAT,
-            "facts": dict(facts),
-            "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-            "files": {file.name: _sha256(file)},
-        }
-        (temporary / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        _put(temporary, final)
-    except (OSError, SafetensorError) as error:  # a full disk is the second kind
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot write checkpoint {final}: {reason}; earlier checkpoints are intact") from error
-    return final
+        note: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        hint = "the folder must be one that all machines share"
+        raise UserError(f"rank {rank}'s part is not in {temporary}; {hint}") from error
+    return note
 
 
-def _put(temporary: Path, final: Path) -> None:
+def _put(temporary: Path, final: Path) -> Path:
     """Rename into place; a checkpoint of the same step steps aside whole, and comes back if the rename fails."""
-    aside = temporary.with_suffix(".old")
+    aside = final.with_name(f".{final.name}.old")
     replaces = final.exists()
     if replaces:
+        _remove(aside)
         os.replace(final, aside)
     try:
         os.replace(temporary, final)
@@ -68,63 +143,108 @@ def _put(temporary: Path, final: Path) -> None:
         if replaces:
             os.replace(aside, final)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    _sync_folder(final.parent)
+    with suppress(OSError):  # the new one is in place; the next run sweeps this away
+        _remove(aside)
+    return final
 
 
-def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a checkpoint, checked by hash and for being covered whole."""
-    index = _read_index(folder)
-    ranges: dict[str, dict[int, Tensor]] = {}
-    for name, digest in index["files"].items():
-        path = folder / name
-        if not path.is_file() or _sha256(path) != digest:
-            raise UserError(f"checkpoint {folder} is damaged ({name}); resume from an earlier one")
-        with safe_open(str(path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                tensor, start = key.rsplit("@", 1)
-                if int(start) in ranges.setdefault(tensor, {}):
-                    raise UserError(f"checkpoint {folder} holds {key} twice; resume from another")
-                ranges[tensor][int(start)] = file.get_tensor(key)
-    shapes = index["shapes"]
-    if set(ranges) != set(shapes):
-        raise UserError(f"checkpoint {folder} lacks {sorted(set(shapes) ^ set(ranges))[:3]}; resume from another")
-    return {name: _assemble(folder, name, parts, shapes[name]) for name, parts in ranges.items()}, index["facts"]
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _assemble(folder: Path, name: str, parts: Mapping[int, Tensor], shape: list[int]) -> Tensor:
-    ordered = [parts[start] for start in sorted(parts)]
-    starts = torch.tensor([0, *(len(part) for part in ordered)]).cumsum(0).tolist()
-    if starts[:-1] != sorted(parts) or starts[-1] != torch.Size(shape).numel():
-        raise UserError(f"checkpoint {folder} does not cover {name} exactly once; resume from another")
-    return torch.cat(ordered).reshape(shape)
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, where its filesystem knows how."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
-        raise UserError(f"{folder} is not a whole checkpoint ({error}); name one of `checkpoints/step-*`") from error
-    if index.get("format") != FORMAT:
-        raise UserError(f"checkpoint {folder} has format {index.get('format')}; this version reads {FORMAT}")
-    return index
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+# --- the folder of checkpoints -----------------------------------------------------------------
+
+
+def _steps(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint under ``folder``; half-written ones have other names and do not count."""
-    found = _whole(folder)
-    return found[-1] if found else None
+    """The newest whole checkpoint under ``folder``: its index and all its files are there, by size; no hash is made."""
+    return next((path for path in reversed(_steps(folder)) if incomplete(path) is None), None)
 
 
-def _whole(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if (path / INDEX).is_file())
+def half_written(folder: Path) -> list[Path]:
+    """Folders named like checkpoints that are not whole, oldest first. They are ignored, and nothing deletes them."""
+    return [path for path in _steps(folder) if incomplete(path) is not None]
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest ``count`` whole checkpoints; 0 keeps all."""
-    for path in _whole(folder)[:-count] if count else []:
-        shutil.rmtree(path)
+def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[Path]:
+    """Delete all but the newest ``count`` whole checkpoints and the one just ``written``; 0 keeps all.
+
+    The deleted ones. A kill in between leaves no half checkpoint under a name that counts.
+    """
+    whole = [path for path in _steps(folder) if incomplete(path) is None]
+    old = [path for path in whole[:-count] if path != written] if count else []
+    for path in old:
+        _remove(path)
+    return old
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sweep(folder: Path) -> list[str]:
+    """Clear up after a killed run, before this one writes: the names of what was found.
+
+    Parts of unfinished checkpoints go. A checkpoint that had stepped aside for its replacement comes back if the
+    replacement is not there.
+    """
+    found = []
+    for path in sorted(folder.glob(".step-*.*")):  # .old before .tmp
+        final = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        if path.suffix == ".old" and not final.exists():
+            os.replace(path, final)
+        elif path.suffix in (".old", ".tmp", ".gone"):
+            _remove(path)
+        else:
+            continue
+        found.append(path.name)
+    return found
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder under a name that counts for nothing: killed in between, it never passes for a checkpoint."""
+    gone = path.with_name(f".{path.name.removeprefix('.')}.gone") if path.suffix != ".gone" else path
+    with suppress(FileNotFoundError):
+        if gone != path:
+            shutil.rmtree(gone, ignore_errors=True)
+            os.replace(path, gone)
+        shutil.rmtree(gone)
+
+
+# --- whole dictionaries, in the calling thread --------------------------------------------------
+
+
+def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """A checkpoint of one process's tensors, by ``KIND/NAME``. The result is whole or not there."""
+    temporary = temporary_folder(folder, step)
+    pieces = [Piece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    try:
+        start_fresh(temporary)
+        write_part(temporary, 0, pieces)
+        return commit(folder, step, [0], facts)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        final = folder / checkpoint_name(step)
+        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors and facts of a checkpoint."""
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint.tensor(name) for name in checkpoint.shapes}, checkpoint.facts

@@ -48,15 +48,22 @@ def saving(train: TrainConfig) -> Iterator[Finding]:
 
 
 def text_recon(train: TrainConfig) -> Iterator[Finding]:
-    """The text stream can be read after the context embedder and after every block but the last."""
+    """The text stream can be read after the context embedder and after every block that is not its last."""
     depth, layer = depth_of(train), train.model.text_recon_target_layer
-    if train.model.text_recon_gamma > 0 and depth is not None and layer > depth - 1:
-        yield Finding(
-            "model.text_recon_target_layer",
-            f"the model has {depth} layers and the last has no text output",
-            given=str(layer),
-            allowed=f"0 to {depth - 1} (0: after the context embedder, k: after block k)",
-        )
+    if train.model.text_recon_gamma > 0 and depth is not None and layer > depth - 2:
+        yield Finding("model.text_recon_target_layer", **text_recon_words(depth), given=str(layer))
+
+
+def text_recon_words(depth: int) -> dict[str, str]:
+    """Why a layer of a model of ``depth`` blocks cannot be reconstructed, and what can."""
+    if depth == 1:
+        problem = "the model has 1 layer, whose text is only read: there is nothing to reconstruct"
+        return {"problem": problem, "hint": "remove text_recon_gamma"}
+    problem = (
+        f"of the {depth} layers the last has no text output, so the text after block {depth - 1} is the stream's last "
+        "and its distance from itself is always 0"
+    )
+    return {"problem": problem, "allowed": f"0 to {depth - 2} (0: after the context embedder, k: after block k)"}
 
 
 def shifts(train: TrainConfig) -> Iterator[Finding]:
@@ -127,17 +134,22 @@ def optimizer(train: TrainConfig) -> Iterator[Finding]:
 
 
 def ema(train: TrainConfig) -> Iterator[Finding]:
-    """A track has a name of its own."""
+    """A track has a name of its own, and snapshots are of power-function tracks."""
     if train.ema.track and not train.ema.enable:
         yield Finding(
             "ema.track", "has no meaning with ema.enable = false", hint="write enable = true, or remove the tracks"
         )
     names = Counter(track.name for track in train.ema.track)
     for index, track in enumerate(train.ema.track):
+        key, given = f"ema.track[{index}].name", f'"{track.name}"'
         if names[track.name] > 1 or track.name == "ema":
-            yield Finding(
-                f"ema.track[{index}].name", "names a track twice (`ema` is the main one's)", f'"{track.name}"'
-            )
+            yield Finding(key, "names a track twice (`ema` is the main one's)", given)
+        if track.name == "raw":
+            yield Finding(key, "`raw` is the name of the weights that are not averaged", given, hint="choose another")
+    every = train.ema.snapshot_every_n_steps
+    if every is not None and not any(track.power_width is not None for track in train.ema.track):
+        hint = "add a [[ema.track]] with power_width, or remove it"
+        yield Finding("ema.snapshot_every_n_steps", "there is no power-function track", str(every), hint=hint)
 
 
 def sampling(train: TrainConfig) -> Iterator[Finding]:
@@ -178,7 +190,7 @@ CHECKS = (
     Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
     Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
     Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
-    Check(ema, ("ema", "ema.enable", "ema.track")),
+    Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
     Check(eval_names, ("eval_datasets",)),
 )

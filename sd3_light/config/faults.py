@@ -8,6 +8,10 @@ class UserError(Exception):
     """A fault in what the user gave. Its text is one line that names the thing and the remedy; exit code 2."""
 
 
+class Stopped(Exception):
+    """A run was asked to stop, has saved all it needs to go on, and did not fail; exit code 75."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault of a config: where it is, what was given, what is allowed and what to do."""

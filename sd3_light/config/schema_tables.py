@@ -108,7 +108,7 @@ class ModelConfig(Table):
     text_recon_target_layer: CountOrZero = Field(
         default=0,
         description="Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k "
-        "(the last block has no text output).",
+        "(at most the number of blocks less 2: the last block has no text output, the last text is no target).",
     )
 
 
@@ -116,11 +116,16 @@ class OptimizerConfig(Table):
     """[optimizer]: how the weights learn."""
 
     type: Literal["adamw", "adamw8bit", "muon"] = Field(
-        default="adamw", description="`adamw8bit` and `muon` run on the torch engine without sharding only."
+        default="adamw",
+        description="`muon`: Muon (momentum 0.95) for the matrices of the blocks, its updates scaled to AdamW's size, "
+        "and AdamW for the rest. `adamw8bit`: moments in 8 bits, by bitsandbytes. Both run on the torch engine without "
+        "sharding only.",
     )
     lr: Positive = Field(default=1e-4, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay of the two moments.")
-    weight_decay: NotNegative = Field(default=0.01, description="Decoupled weight decay.")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay of AdamW's two moments.")
+    weight_decay: NotNegative = Field(
+        default=0.01, description="Decoupled weight decay; norms, biases and embeddings never decay."
+    )
     eps: Positive = Field(default=1e-8, description="Term added to the denominator.")
 
 
@@ -131,7 +136,11 @@ class EmaTrack(Table):
     decay: Decay | None = Field(default=None, description="Constant decay per update; give this or `power_width`.")
     power_width: Annotated[float, Strict(), Gt(0), Le(0.28)] | None = Field(
         default=None,
-        description="Width of a power-function average, as a share of the training length (EDM2's sigma_rel).",
+        description="Width of a power-function average, as a share of the training length (EDM2's sigma_rel). Two such "
+        "tracks (0.05 and 0.1 in the paper) let `export --ema-length` rebuild averages of other lengths.",
+    )
+    update_every: Count | None = Field(
+        default=None, description="Optimizer steps between two updates. Absent: that of [ema]."
     )
 
     @model_validator(mode="after")
@@ -147,6 +156,14 @@ class EmaConfig(Table):
     enable: Flag = Field(default=False, description="Keep a running average and export it.")
     decay: Decay = Field(default=0.99, description="Decay per update.")
     update_every: Count = Field(default=100, description="Optimizer steps between two updates.")
+    snapshot_every_n_steps: Count | None = Field(
+        default=None,
+        description="Steps between two snapshots of the power-function tracks, which `export --ema-length` needs. "
+        "Absent: a 32nd of the run; without such tracks there are none.",
+    )
+    snapshot_dtype: Literal["float16", "float32"] = Field(
+        default="float16", description="Type of snapshots; a track takes 2 or 4 bytes a weight and snapshot."
+    )
     track: tuple[EmaTrack, ...] = Field(default=(), description="Further averages, each a `[[ema.track]]` table.")
 
 
@@ -189,12 +206,18 @@ class SamplingConfig(Table):
 class MonitoringConfig(Table):
     """[monitoring]: trackers beside log.jsonl and TensorBoard, which are always written."""
 
-    enable_wandb: Flag = Field(default=False, description="Log to Weights & Biases.")
+    enable_wandb: Flag = Field(
+        default=False, description="Log to Weights & Biases (`pip install 'sd3-light[wandb]'`). WANDB_MODE is obeyed."
+    )
     wandb_api_key: SecretStr | None = Field(
         default=None, description="Better left to the environment (WANDB_API_KEY). Used, and never written or shown."
     )
-    wandb_tracker_name: Text = Field(default="sd3-light", description="Project of the run.")
+    wandb_tracker_name: Text = Field(default="sd3-light", description="Project of the run, in trackio too.")
     wandb_run_name: Text | None = Field(
-        default=None, description="Name of the run. Absent: the name of the run folder."
+        default=None, description="Name of the run, in trackio too. Absent: the name of the run folder."
     )
-    enable_trackio: Flag = Field(default=False, description="Log to trackio.")
+    enable_trackio: Flag = Field(
+        default=False,
+        description="Log to trackio (`pip install 'sd3-light[trackio]'`): to this machine, or where TRACKIO_DIR, "
+        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say.",
+    )

@@ -31,9 +31,10 @@ def picture_bytes(bucket: Bucket, variants: int = 1, mask: bool = False) -> Amou
 
 
 def caption_bytes(text: TextShape) -> Amount:
-    """Cache bytes of one caption: tokens and pooled vectors in bf16."""
+    """Cache bytes of one caption: tokens and pooled vectors in bf16; with real tokens those of the longest."""
     clip = f"{text.clip_tokens}·({text.clip_l_width}+{text.clip_g_width})"
-    return Amount(2 * text.numbers, f"({clip} + {text.t5_tokens}·{text.t5_width} + {text.pooled_width} pooled)·2 B")
+    tokens = f"{text.at_most}({clip} + {text.t5_tokens}·{text.t5_width} + {text.pooled_width} pooled)·2 B"
+    return Amount(2 * text.numbers, tokens)
 
 
 def sample_bytes(bucket: Bucket, text: TextShape, captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
@@ -44,13 +45,14 @@ def sample_bytes(bucket: Bucket, text: TextShape, captions: int = 1, variants: i
 
 
 def batch_bytes(bucket: Bucket, text: TextShape, batch: int, mask: bool = False) -> Amount:
-    """Bytes of one prepared micro-batch: noisy latents and target in fp32, joined text in bf16."""
+    """Bytes of one prepared micro-batch: noisy latents and target in fp32, joined text in bf16, each sample's time and
+    with real tokens its length."""
     pixels, channels = latent_pixels(bucket), ModelSize.latent_channels
     latents = 2 * channels * pixels * 4 + (4 * pixels if mask else 0)
     prompt = 2 * (text.tokens * text.t5_width + text.pooled_width)
-    formula = f"B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
+    formula = f"{text.at_most}B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
     formula += f"({text.tokens}·{text.t5_width} + {text.pooled_width})·2)"
-    return Amount(batch * (latents + prompt + 4), formula)
+    return Amount(batch * (latents + prompt + (4 + 8 if text.real else 4)), formula)
 
 
 def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:

@@ -110,7 +110,8 @@ class CachedDataset:
         return order
 
     def empty_text(self) -> Features:
-        """The features of the empty caption."""
+        """The features of the empty caption: tokens [L, W] by encoder name, of a cache of real tokens just its own
+        ones, and pooled vectors [W]."""
         return self._readers([self.manifest.empty])[0].caption(0, 0)
 
     # --- a batch -------------------------------------------------------------------------------

@@ -96,5 +96,28 @@ def join_text(features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
     t5 = features["t5"]
     clip = nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
-    pooled = torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1)
-    return torch.cat([clip, t5], dim=-2), pooled
+    return torch.cat([clip, t5], dim=-2), _join_pooled(features)
+
+
+def join_real_text(features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Batched features of real tokens -> (prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]).
+
+    ``ENCODER.length`` says how many of an encoder's rows are a sample's own; the others are not read. Its T5 tokens
+    stand directly behind its CLIP tokens, zeros fill what is left, and T is the longest sample's length.
+    """
+    clip_l, clip_g, t5 = (features[name] for name in PARTS)
+    counts = torch.stack([features[f"{name}.length"] for name in PARTS], dim=1)
+    clip_lengths = counts[:, :2].amax(dim=1)
+    lengths = clip_lengths + counts[:, 2]
+    assert bool((lengths > 0).all()), "a sample without any text token"
+    prompt = t5.new_zeros(len(t5), int(lengths.max()), t5.shape[-1])
+    middle, right = clip_l.shape[-1], clip_l.shape[-1] + clip_g.shape[-1]
+    for row, ((num_l, num_g, num_t5), num_clip) in enumerate(zip(counts.tolist(), clip_lengths.tolist(), strict=True)):
+        prompt[row, :num_l, :middle] = clip_l[row, :num_l]
+        prompt[row, :num_g, middle:right] = clip_g[row, :num_g]
+        prompt[row, num_clip : num_clip + num_t5] = t5[row, :num_t5]
+    return prompt, _join_pooled(features), lengths
+
+
+def _join_pooled(features: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1)

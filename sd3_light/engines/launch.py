@@ -17,6 +17,11 @@ class Launch:
     world: int = 1
 
     @property
+    def local_world(self) -> int:
+        """Processes of this machine, as the launcher says."""
+        return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE") or self.world)) if self.world > 1 else 1
+
+    @property
     def is_main(self) -> bool:
         """Whether this process speaks for all."""
         return self.rank == 0

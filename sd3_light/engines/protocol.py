@@ -1,24 +1,65 @@
 """What the loop and the checkpoint ask of an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from sd3_light.flow.bands import NUM_BANDS
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepNumbers:
     """One optimizer step: losses (means over micro-batches and ranks), gradient norm, and whether it was taken.
 
-    A step whose loss or gradient is not finite is not taken.
+    A step whose loss or gradient is not finite is not taken. ``bands`` are the sums of the samples' losses by their
+    time, and ``band_counts`` how many there were, both as shares of the step.
     """
 
     losses: dict[str, float]
     grad_norm: float
     taken: bool
+    bands: tuple[float, ...] = ()
+    band_counts: tuple[float, ...] = ()
+
+
+class StepResult:
+    """A step's numbers on their way from the device: nobody waits for them until they are read."""
+
+    def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
+        self.names = tuple(names)
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = numbers
+
+    @staticmethod
+    def pack(losses: Mapping[str, Tensor], bands: Tensor) -> Tensor:
+        """Losses and bands as one vector, so that ranks add them up at once."""
+        return torch.cat([torch.stack([loss.detach().float() for loss in losses.values()]), bands.flatten()])
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> StepNumbers:
+        """The numbers; waits for the device where it must."""
+        if self._event is not None:
+            self._event.synchronize()
+        *values, grad_norm, taken = self._host.tolist()
+        count = len(self.names)
+        bands, counts = values[count : count + NUM_BANDS], values[count + NUM_BANDS :]
+        losses = dict(zip(self.names, values[:count], strict=True))
+        return StepNumbers(losses, grad_norm, bool(taken), tuple(bands), tuple(counts))
 
 
 @dataclass(frozen=True)
@@ -37,23 +78,40 @@ class Piece:
 
 
 class Engine(Protocol):
-    """Runs steps; exposes its weights and optimizer state by canonical names."""
+    """Runs steps; shows what it holds of weights and optimizer state by canonical names.
+
+    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint.
+    """
 
     rank: int
     world: int
+    writers: int
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The trainable float32 weights, live, by the stock denoiser's parameter names."""
+        """What this rank holds of the trainable float32 weights, live, by the stock denoiser's parameter names."""
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """One optimizer step over equal micro-batches."""
 
-    def evaluate(self, batch: Prepared) -> dict[str, float]:
-        """Losses of one micro-batch, nothing learned; the mean over ranks."""
+    def evaluate(self, batch: Prepared) -> Tensor:
+        """[sum of the samples' flow losses, number of samples] of this rank's micro-batch; nothing is learned."""
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """``KIND/NAME`` -> tensor for all the optimizer remembers."""
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """Numbers of all ranks added up."""
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """What `optimizer_state` gave, from this or any other engine."""
+    def weight_norm(self) -> float:
+        """The norm over all trainable weights."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of weights and optimizer state; copying into them loads."""
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Pieces of tensors that lie as the weights do, such as an average of them."""
+
+    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Tensors that lie as the weights do, brought together in rank 0's host memory; None elsewhere. All ranks
+        call it."""
+
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        """The predicted velocity, for sampling; all ranks call it equally often."""

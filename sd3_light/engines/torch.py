@@ -1,120 +1,149 @@
-"""torch's own engine: one process, or data parallel under torchrun."""
+"""torch's own engine: one process, or several under torchrun with whole (DDP) or cut (FSDP2) weights."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import Prepared, StepResult
-from sd3_light.optim.groups import parameter_groups
+from sd3_light.engines.layouts import Layout, Replicas, Shards
+from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.flow.bands import NUM_BANDS, by_band
+from sd3_light.optim.build import make_optimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def start_process_group(launch: Launch, device: torch.device, timeout_sec: float) -> None:
-    """Join the other processes; made after the cache stage, which needs none (law 9)."""
-    if launch.world > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_sec))
+WEIGHTS = "param"
 
 
 class TorchEngine:
-    """AdamW over float32 weights; with several processes each has a replica and gradients are averaged (DDP).
+    """Steps over float32 weights.
 
-    ``module(features, label)`` returns losses with the key ``loss``; its trainable parameters are those of
-    ``module.transformer``, whose names are the canonical ones.
+    ``module(features, label)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample;
+    its trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step whose loss
+    or gradient is not finite is not taken, which the device decides by itself.
     """
 
     def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
-        self.module = module.to(device)
+        self.module: Any = module.to(device)
         self.clip = config.gradient_clipping
-        denoiser: Any = module.transformer
-        self._weights = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
-        assert all(weight.dtype == torch.float32 for weight in self._weights.values()), "weights learn in fp32"
-        optimizer = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self._weights.items(), optimizer.weight_decay),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            fused=device.type == "cuda",
-            foreach=None if device.type == "cuda" else True,
+        bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
+        self.layout: Layout = (
+            Shards(self.module, launch, device, bf16)
+            if config.parallel == "fsdp2" and launch.world > 1
+            else Replicas(self.module, launch, device)
         )
-        self._run: nn.Module = self.module
-        if launch.world > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self._run = DistributedDataParallel(self.module, device_ids=ids, gradient_as_bucket_view=True)
+        self.writers = self.layout.writers
+        denoiser: Any = self.module.transformer
+        self._parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad
+        }
+        assert all(weight.dtype == torch.float32 for weight in self._parameters.values()), "weights learn in fp32"
+        self.optimizer = make_optimizer(self._parameters, config.optimizer, device)
+        self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The trainable float32 weights, live, by canonical name."""
+        """What this process holds of the trainable float32 weights, live, by canonical name."""
         return self._weights
+
+    # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
         assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, Tensor] = {}
+        self.optimizer.set_rate(lr)
+        for weight in self._parameters.values():
+            weight.grad = None
+        numbers = torch.zeros((), device=self.device)
+        names: tuple[str, ...] = ()
         for number, prepared in enumerate(batches):
             features, label = self._to_device(prepared)
-            last = number == len(batches) - 1
-            with nullcontext() if last or self.world == 1 else self._run.no_sync():  # type: ignore[operator]
-                losses = self._run(features, label)
+            with self.layout.accumulating(last=number == len(batches) - 1):
+                losses: dict[str, Tensor] = dict(self.layout.run(features, label))
                 (losses["loss"] / len(batches)).backward()
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + loss.detach() / len(batches)
-        return self._finish_step(totals)
+            bands = _bands(losses.pop("each", None), features, self.device)
+            names = tuple(losses)
+            numbers = numbers + StepResult.pack(losses, bands) / len(batches)
+        return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
 
-    def _finish_step(self, totals: dict[str, Tensor]) -> StepResult:
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.clip or float("inf"))
-        losses = self._mean_over_ranks(totals)
-        grad_norm = float(norm)
-        taken = all(map(_is_finite, (*losses.values(), grad_norm)))
-        if taken:
-            self.optimizer.step()
-        return StepResult(losses, grad_norm, taken)
+    def _finish_step(self, names: tuple[str, ...], numbers: Tensor) -> StepResult:
+        norm = self._clipped_norm()
+        finite = torch.isfinite(numbers[: len(names)]).all() & torch.isfinite(norm)
+        self.optimizer.step(skip=(~finite).float())
+        return StepResult(names, torch.cat([numbers, norm.float().view(1), finite.float().view(1)]))
+
+    def _clipped_norm(self) -> Tensor:
+        """The norm of all gradients together, before they are scaled down to the limit."""
+        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
+        assert not missing, f"no gradient reached {missing[:3]}"
+        grads = [self.layout.held(weight.grad) for weight in self._parameters.values() if weight.grad is not None]
+        norm = self._norm(grads)
+        if self.clip:
+            torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _norm(self, parts: Sequence[Tensor]) -> Tensor:
+        squares = torch.stack(torch._foreach_norm(list(parts))).square().sum()
+        return self.layout.add_parts(squares).sqrt()
+
+    def weight_norm(self) -> float:
+        """The norm over all trainable weights."""
+        return float(self._norm(list(self._weights.values())))
 
     @torch.no_grad()
-    def evaluate(self, batch: Prepared) -> dict[str, float]:
-        """Losses of one micro-batch, the mean over ranks."""
+    def evaluate(self, batch: Prepared) -> Tensor:
+        """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
         features, label = self._to_device(batch)
-        return self._mean_over_ranks({name: loss.detach() for name, loss in self.module(features, label).items()})
+        each = self.module(features, label)["each"].double()
+        weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
+        return torch.stack([(each * weight).sum(), weight.sum()])
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``; before the first step there is none."""
-        state = {}
-        for name, weight in self._weights.items():
-            own = self.optimizer.state.get(weight, {})
-            state.update({f"{kind}/{name}": own[kind] for kind in ("step", *MOMENTS) if kind in own})
-        return state
+    @torch.no_grad()
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        """The predicted velocity, for sampling; all processes call it equally often."""
+        velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        return velocity
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """What `optimizer_state` gave. AdamW keeps its step on the CPU unless it is fused."""
-        for name, weight in self._weights.items():
-            if f"step/{name}" not in state:
-                continue
-            step = state[f"step/{name}"].float().reshape(())
-            self.optimizer.state[weight] = {
-                "step": step.to(self.device) if self.device.type == "cuda" else step.clone(),
-                **{kind: state[f"{kind}/{name}"].to(self.device).reshape(weight.shape).clone() for kind in MOMENTS},
-            }
-
-    def _mean_over_ranks(self, losses: dict[str, Tensor]) -> dict[str, float]:
-        values = torch.stack([loss.float() for loss in losses.values()])
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """Numbers of all processes added up."""
         if self.world > 1:
-            dist.all_reduce(values)
-            values /= self.world
-        return dict(zip(losses, values.tolist(), strict=True))
+            dist.all_reduce(numbers)
+        return numbers
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[Piece]:
+        """Weights, then what the optimizer remembers of each."""
+        yield from self.like_weights(WEIGHTS, self._weights)
+        self.optimizer.prepare_state()
+        for number, (name, weight) in enumerate(self._parameters.items()):
+            for kind, value in self.optimizer.state(name).items():
+                if value.shape == weight.shape:
+                    yield self._piece(f"{kind}/{name}", self.layout.held(value), number, weight)
+                else:  # a count or a table of its own: every process has it whole
+                    shape = tuple(value.shape)
+                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, number % self.writers == self.rank)
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Pieces of tensors that lie as the weights do."""
+        for number, (name, weight) in enumerate(self._parameters.items()):
+            yield self._piece(f"{kind}/{name}", held[name], number, weight)
+
+    def _piece(self, name: str, held: Tensor, number: int, weight: Tensor) -> Piece:
+        start = self.layout.start(weight)
+        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(number) and held.numel() > 0)
+
+    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """All of what lies as the weights do, in rank 0's host memory; a copy."""
+        found = {}
+        for name, weight in self._parameters.items():
+            tensor = self.layout.whole(held[name], weight)
+            if self.rank == 0:
+                found[name] = tensor.to("cpu", copy=True)
+        return found if self.rank == 0 else None
 
     def _to_device(self, prepared: Prepared) -> Prepared:
         features, label = prepared
@@ -124,5 +153,7 @@ class TorchEngine:
         return None if tensor is None else tensor.to(self.device, non_blocking=True)
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0
+def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:
+    if each is None:
+        return torch.zeros(2, NUM_BANDS, device=device)
+    return by_band(each, features[1] / 1000)

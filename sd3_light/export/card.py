@@ -37,6 +37,13 @@ The unconditional input of training was zeros, not the empty prompt: pass `negat
 """
 
 
+_REAL_NOTE = """
+It was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The stock
+call above pads the prompt and lets every token see the padding, so it is not the model that was trained: it shows how
+the folder loads, not what the model can do. Sample with `sd3-light sample`.
+"""
+
+
 def model_card(transformer_config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """The card's Markdown."""
     text = facts.get("text", {})
@@ -50,5 +57,11 @@ def model_card(transformer_config: Mapping[str, Any], facts: Mapping[str, Any]) 
         text_tokens=text.get("text_tokens", "padded"),
         t5=text.get("t5_max_length", 256),
         uncond=text.get("uncond_text", "empty"),
-        note=_ZERO_NOTE if text.get("uncond_text") == "zero" else "",
+        note=_notes(text),
     )
+
+
+def _notes(text: Mapping[str, Any]) -> str:
+    """What the stock call does otherwise than training did."""
+    real = _REAL_NOTE if text.get("text_tokens") == "real" else ""
+    return real + (_ZERO_NOTE if text.get("uncond_text") == "zero" else "")

@@ -25,13 +25,19 @@ def flow_loss(
     """
     error = (predicted.float() - target.float()) ** 2
     if pseudo_huber_c is not None:
-        error = torch.sqrt(error + pseudo_huber_c**2) - pseudo_huber_c
+        # sqrt(e + c^2) - c, without the cancellation that eats errors smaller than c
+        error = error / (torch.sqrt(error + pseudo_huber_c**2) + pseudo_huber_c)
     if mask is None:
         return error.flatten(1).mean(1)
     weight = mask.float().unsqueeze(1)
     return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * error.shape[1])
 
 
-def text_reconstruction_loss(text: Tensor, target: Tensor) -> Tensor:
-    """Loss of each sample [B]: squared distance of the last text tokens from the (detached) earlier ones."""
-    return ((text.float() - target.float().detach()) ** 2).flatten(1).mean(1)
+def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Loss of each sample [B]: squared distance of the last text tokens from the (detached) earlier ones, averaged over
+    the sample's first ``lengths`` tokens, or over all."""
+    error = (text.float() - target.float().detach()) ** 2
+    if lengths is None:
+        return error.flatten(1).mean(1)
+    is_real = torch.arange(text.shape[1], device=text.device) < lengths[:, None]
+    return error.mean(2).masked_fill(~is_real, 0).sum(1) / lengths

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd3_light.data.loader import Prepared, PreparesInputs
@@ -33,25 +35,39 @@ class AtQuantiles(Dataset[tuple[Batch, float]]):
 
 
 class EvalPreparer:
-    """Prepares the items of `AtQuantiles` by a model's own `prepare_inputs`."""
+    """Prepares the items of `AtQuantiles` by a model's own `prepare_inputs`, and says which samples are padding."""
 
     def __init__(self, model: PreparesInputs) -> None:
         self.model = model
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Prepared:
-        """The batch of an item at its quantile."""
-        return self.model.prepare_inputs(*batch)
+        """The batch of an item at its quantile; the label's last tensor weighs samples, 0 for padding.
+
+        A set is seen once, so an occurrence after a sample's first only fills the last batch.
+        """
+        features, label = self.model.prepare_inputs(*batch)
+        return features, (*label, (batch[0]["repeat"] == 0).float())
 
 
-def validate(prepared: Iterable[Prepared], evaluate: Callable[[Prepared], dict[str, float]]) -> dict[str, float]:
-    """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `AtQuantiles`."""
-    totals = [0.0] * len(QUANTILES)
+def validate(
+    prepared: Iterable[Prepared],
+    evaluate: Callable[[Prepared], Tensor],
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
+) -> dict[str, float]:
+    """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `AtQuantiles`.
+
+    ``evaluate`` gives [sum of losses, number of samples] of an item; they are added up where they are and read once.
+    """
+    totals: list[Tensor] = []
     count = 0
-    for item in prepared:
-        totals[count % len(QUANTILES)] += evaluate(item)["flow"]
-        count += 1
+    for count, item in enumerate(prepared, start=1):
+        at, found = (count - 1) % len(QUANTILES), evaluate(item)
+        if count <= len(QUANTILES):
+            totals.append(found)
+        else:
+            totals[at] = totals[at] + found
     assert count, "an evaluation set has at least one batch"
     assert count % len(QUANTILES) == 0
-    batches = count // len(QUANTILES)
-    losses = {f"flow@{quantile}": total / batches for quantile, total in zip(QUANTILES, totals, strict=True)}
+    sums = sum_over_ranks(torch.stack(totals)).tolist()
+    losses = {f"flow@{quantile}": loss / number for quantile, (loss, number) in zip(QUANTILES, sums, strict=True)}
     return {**losses, "flow": sum(losses.values()) / len(losses)}

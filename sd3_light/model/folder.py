@@ -70,7 +70,8 @@ def missing_weights(folder: Path, stem: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TextShape:
-    """The padded text of one caption: rows and widths of the three encoders."""
+    """The text of one caption: rows and widths of the three encoders. ``real``: a caption has as many rows as it has
+    tokens, and those here are the most that it can have."""
 
     clip_tokens: int
     t5_tokens: int
@@ -78,6 +79,12 @@ class TextShape:
     clip_g_width: int
     t5_width: int
     pooled_width: int
+    real: bool = False
+
+    @property
+    def at_most(self) -> str:
+        """What stands before a formula that holds for the longest caption."""
+        return "at most " if self.real else ""
 
     @property
     def tokens(self) -> int:
@@ -95,7 +102,7 @@ class TextShape:
         return self.clip_tokens * self.clip_width + self.t5_tokens * self.t5_width + self.pooled_width
 
 
-def text_shape(folder: Path, t5_max_length: int) -> TextShape:
+def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
     """The text that a folder's encoders give; what a config leaves out is transformers' default."""
     clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in ("text_encoder", *_LATER_ENCODERS))
     return TextShape(
@@ -105,6 +112,7 @@ def text_shape(folder: Path, t5_max_length: int) -> TextShape:
         clip_g_width=int(clip_g.get("hidden_size", 512)),
         t5_width=int(t5.get("d_model", 512)),
         pooled_width=int(clip_l.get("projection_dim", 512)) + int(clip_g.get("projection_dim", 512)),
+        real=real,
     )
 
 

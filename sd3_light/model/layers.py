@@ -1,8 +1,9 @@
 """The MMDiT as a list of layers: embed, N joint blocks, output.
 
 The list runs the modules of a stock `SD3Transformer2DModel` and equals its forward bit for bit in float32. It is what
-pipeline parallelism cuts, so layers pass tuples of tensors on. Shapes: B samples, C channels, H x W latent,
-N image tokens, T text tokens, D width.
+pipeline parallelism cuts, so layers pass tuples of tensors on. With real text tokens each sample says how many of its
+text rows are real, and what stands in the others changes nothing. Shapes: B samples, C channels, H x W latent, N image
+tokens, T text tokens, D width.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,12 +14,15 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sd3_light.model.attention import MaskedJointAttention, mask_attention, real_text_mask
+
 State = tuple[Tensor, ...]
-"""(image_BND, text_BTD, time_BD) and, with text reconstruction, the text tokens to reconstruct."""
+"""(image_BND, text_BTD, time_BD), the lengths_B of real text tokens (int64) where text is real, and with text
+reconstruction the text tokens to reconstruct. Tensors only, and gradients belong to the first three."""
 
 
 class Embed(nn.Module):
-    """(noisy_BCHW, timestep_B, prompt_BTE, pooled_BP) -> State."""
+    """(noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B]) -> State."""
 
     def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False) -> None:
         super().__init__()
@@ -29,34 +33,45 @@ class Embed(nn.Module):
 
     def forward(self, inputs: State) -> State:
         """Patches with positions, embedded text, and time with pooled text."""
-        noisy_BCHW, timestep_B, prompt_BTE, pooled_BP = inputs[:4]
+        noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *lengths = inputs
         image_BND = self.pos_embed(noisy_BCHW).contiguous()
         time_BD = self.time_text_embed(timestep_B, pooled_BP)
         text_BTD = self.context_embedder(prompt_BTE)
         kept = (text_BTD.detach(),) if self.keep_text else ()
-        return (image_BND, text_BTD, time_BD, *kept)
+        return (image_BND, text_BTD, time_BD, *lengths, *kept)
 
 
 class Block(nn.Module):
     """State -> State through one joint block; the last block has no text output and passes its text input on."""
 
-    def __init__(self, block: nn.Module, keep_text: bool = False) -> None:
+    def __init__(self, block: nn.Module, keep_text: bool = False, real_text: bool = False) -> None:
         super().__init__()
         self.block = block
-        self.keep_text = keep_text
+        self.keep_text, self.real_text = keep_text, real_text
 
     def forward(self, state: State) -> State:
         """One joint attention block."""
-        image_BND, text_BTD, time_BD, *kept = state
-        text_out, image_BND = self.block(hidden_states=image_BND, encoder_hidden_states=text_BTD, temb=time_BD)
+        image_BND, text_BTD, time_BD, *rest = state
+        text_out, image_BND = self.block(
+            hidden_states=image_BND,
+            encoder_hidden_states=text_BTD,
+            temb=time_BD,
+            joint_attention_kwargs=self._kwargs(state) if self.real_text else None,
+        )
         text_BTD = text_BTD if text_out is None else text_out
         if self.keep_text:
-            kept = [text_BTD.detach()]
-        return (image_BND, text_BTD, time_BD, *kept)
+            rest.append(text_BTD.detach())
+        return (image_BND, text_BTD, time_BD, *rest)
+
+    def _kwargs(self, state: State) -> dict[str, Tensor]:
+        image_BND, text_BTD, _, lengths_B, *_ = state
+        processor: Any = self.block.attn.processor  # type: ignore[union-attr]
+        assert isinstance(processor, MaskedJointAttention), "the stock processor would look at padded text"
+        return {"attention_mask": real_text_mask(lengths_B, text_BTD.shape[1], image_BND.shape[1])}
 
 
 class Output(nn.Module):
-    """State -> (patches_BNP, text_BTD, *kept): the predicted patches, and what text reconstruction compares."""
+    """State -> (patches_BNP, text_BTD, *rest): the predicted patches, and what text reconstruction compares."""
 
     def __init__(self, transformer: SD3Transformer2DModel) -> None:
         super().__init__()
@@ -65,17 +80,25 @@ class Output(nn.Module):
 
     def forward(self, state: State) -> State:
         """The final modulated norm and projection."""
-        image_BND, text_BTD, time_BD, *kept = state
-        return (self.proj_out(self.norm_out(image_BND, time_BD)), text_BTD, *kept)
+        image_BND, text_BTD, time_BD, *rest = state
+        return (self.proj_out(self.norm_out(image_BND, time_BD)), text_BTD, *rest)
 
 
-def build_layers(transformer: SD3Transformer2DModel, text_target_layer: int | None = None) -> list[nn.Module]:
+def build_layers(
+    transformer: SD3Transformer2DModel, text_target_layer: int | None = None, real_text: bool = False
+) -> list[nn.Module]:
     """The layers of a stock transformer; they share its modules. ``text_target_layer`` k keeps the text tokens after
-    block k (0: after the context embedder) for reconstruction."""
+    block k (0: after the context embedder) for reconstruction; the last text output itself cannot be a target.
+
+    With ``real_text`` inputs end with lengths, and the transformer's attention obeys masks from now on.
+    """
     blocks = list(transformer.transformer_blocks)
-    assert text_target_layer is None or 0 <= text_target_layer < len(blocks), text_target_layer
+    assert text_target_layer is None or 0 <= text_target_layer < len(blocks) - 1, text_target_layer
+    if real_text:
+        mask_attention(transformer)
     layers: list[nn.Module] = [Embed(transformer, keep_text=text_target_layer == 0)]
-    layers += [Block(block, keep_text=text_target_layer == number) for number, block in enumerate(blocks, start=1)]
+    for number, block in enumerate(blocks, start=1):
+        layers.append(Block(block, text_target_layer == number, real_text))
     return [*layers, Output(transformer)]
 
 

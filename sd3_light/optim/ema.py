@@ -1,40 +1,106 @@
-"""Running averages of the weights, in float32 (law 4)."""
+"""Running averages of the weights, in float32 (law 4): any number of tracks, by constant decay or power function."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sd3_light.config import EmaConfig
+from sd3_light.optim.power import decay_at, gamma_of
 
-class Ema:
-    """One track: every ``update_every`` steps, shadow = decay x shadow + (1 - decay) x weights."""
+MAIN = "ema"
+"""Name of the track that [ema] itself describes; those of [[ema.track]] have their own."""
 
-    def __init__(self, weights: Mapping[str, Tensor], decay: float, update_every: int) -> None:
-        self.decay, self.update_every = decay, update_every
-        self.shadow = {name: weight.detach().float().clone() for name, weight in weights.items()}
+
+@dataclass(frozen=True)
+class Track:
+    """One average. Every ``update_every`` steps: shadow = decay x shadow + (1 - decay) x weights.
+
+    The decay is constant, or follows the step so that the average is a power function of it (``gamma``).
+    """
+
+    shadow: dict[str, Tensor]
+    update_every: int
+    decay: float | None = None
+    gamma: float | None = None
+
+    def decay_at(self, step: int) -> float:
+        """The decay of an update at ``step``."""
+        if self.gamma is not None:
+            return decay_at(step, self.update_every, self.gamma)
+        assert self.decay is not None
+        return self.decay
+
+
+class Averages:
+    """All averages of a run, by name; none when ``[ema] enable`` is false.
+
+    They start as copies of ``weights``. What is handed in are plain tensors: whole weights, or the local rows of
+    sharded ones, some of which may be empty. An update is due by the step's number alone, so nobody asks the device
+    whether the step was taken: one that was not leaves the weights as they were.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], config: EmaConfig) -> None:
+        self._names = list(weights)
+        self.tracks = _tracks(weights, config) if config.enable else {}
+        # the kernels take lists; the tensors in them stay the same ones, and whoever loads a track copies into them
+        self._shadows = {name: [track.shadow[key] for key in self._names] for name, track in self.tracks.items()}
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Take in the weights after optimizer step ``step`` (the first is 1), when it is this track's turn."""
-        if step % self.update_every:
+        """Take in the weights after optimizer step ``step`` (the first is 1), into the tracks whose turn it is."""
+        due = [name for name, track in self.tracks.items() if step % track.update_every == 0]
+        if not due:
             return
-        names = list(self.shadow)
-        current = [weights[name].detach().float() for name in names]
-        torch._foreach_lerp_([self.shadow[name] for name in names], current, 1 - self.decay)
+        current = [weights[name].detach().float() for name in self._names]
+        for name in due:
+            torch._foreach_lerp_(self._shadows[name], current, 1 - self.tracks[name].decay_at(step))
+
+    def decays(self, step: int) -> dict[str, float]:
+        """The decay of each track's update at ``step``, for the log."""
+        return {name: track.decay_at(step) for name, track in self.tracks.items()}
+
+    @contextmanager
+    def in_place_of(self, track: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """A track stands in for ``weights`` inside the block; afterwards the live ones are back, bit for bit."""
+        held = [weights[name].detach() for name in self._names]
+        live = [tensor.clone() for tensor in held]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(held, self._shadows[track])
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(held, live)
+
+
+def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track]:
+    tracks = {MAIN: Track(_copies(weights), config.update_every, decay=config.decay)}
+    for table in config.track:
+        gamma = None if table.power_width is None else gamma_of(table.power_width)
+        tracks[table.name] = Track(_copies(weights), table.update_every or config.update_every, table.decay, gamma)
+    return tracks
+
+
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.detach().to(torch.float32, copy=True) for name, weight in weights.items()}
+
+
+class Ema:
+    """One track of constant decay by itself."""
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float, update_every: int) -> None:
+        self._averages = Averages(weights, EmaConfig(enable=True, decay=decay, update_every=update_every))
+        self.shadow = self._averages.tracks[MAIN].shadow
+
+    def update(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Take in the weights after optimizer step ``step`` (the first is 1), when it is this track's turn."""
+        self._averages.update(weights, step)
 
     @contextmanager
     def in_place_of(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """The averaged weights stand in the model inside the block; afterwards the live ones are back, bit for bit."""
-        live = {name: weight.detach().clone() for name, weight in weights.items()}
-        try:
-            _copy(self.shadow, weights)
+        with self._averages.in_place_of(MAIN, weights):
             yield
-        finally:
-            _copy(live, weights)
-
-
-@torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    for name, tensor in target.items():
-        tensor.copy_(source[name])

@@ -1,4 +1,4 @@
-"""Which parameters decay: weights of matrix products inside the blocks do; norms, biases and embeddings do not."""
+"""Which parameters decay: weights of matrix products do; norms, biases and embeddings do not."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,11 +6,17 @@ from typing import Any
 from torch import nn
 
 EMBEDDINGS = ("pos_embed.", "time_text_embed.", "context_embedder.")
+BLOCKS = "transformer_blocks."
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies to a parameter of the denoiser, by its canonical name."""
     return parameter.dim() >= 2 and not name.startswith(EMBEDDINGS)
+
+
+def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter multiplies as a matrix inside a joint block."""
+    return parameter.dim() == 2 and name.startswith(BLOCKS)
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -3,12 +3,15 @@
 from sd3_light.runlog.bars import Bar, progress
 from sd3_light.runlog.console import is_main_process, quiet_libraries, say, set_main_process, show
 from sd3_light.runlog.log import RunLog, Tracker, read_log
+from sd3_light.runlog.trackers import missing_trackers, open_trackers
 
 __all__ = [
     "Bar",
     "RunLog",
     "Tracker",
     "is_main_process",
+    "missing_trackers",
+    "open_trackers",
     "progress",
     "quiet_libraries",
     "read_log",

@@ -16,6 +16,7 @@ LINE_EVERY = 10.0  # seconds between plain lines, at least
 _FRAME_EVERY = 0.2  # seconds between updates of a live bar, at least
 _POINT_EVERY = 0.5  # seconds between the points that the rate is measured from, at least
 _NUM_POINTS = 60
+_WIDE = 110  # columns: on a narrower terminal the numbers need the room more than the bar does
 
 Field = float | int | str
 
@@ -49,21 +50,28 @@ class Bar:
         if now >= self._next_update:
             self._next_update = now + self._display.update(self)
 
-    def status(self, finished: bool = False) -> str:
-        """The count in words: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`."""
+    def status(self, finished: bool = False, brief: bool = False) -> str:
+        """The count in words: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`.
+
+        A field `samples_per_second` takes the place of the rate. ``brief`` leaves out the share, which a bar shows.
+        """
         now = time.monotonic()
         since, before = self._first if finished else self._points[0]
         rate = (self.done - before) / (now - since) if now > since else 0.0
         parts = [str(self.done) if self.total is None else f"{self.done}/{self.total}"]
-        if self.total:
+        fields = dict(self.fields)
+        samples = fields.pop("samples_per_second", None)
+        if self.total and not brief:
             parts.append(f"{100 * self.done // self.total}%")
-        if rate > 0:
+        if samples is not None:
+            parts.append(f"{_number(samples, digits=3)} samples/s")
+        elif rate > 0:
             parts.append(f"{_number(rate, digits=3)} {self.unit}/s")
         if finished:
             parts.append(f"took {_duration(now - since)}")
         elif self.total is not None and rate > 0:
             parts.append(f"{_duration((self.total - self.done) / rate)} left")
-        return " · ".join(parts + [f"{name} {_number(value)}" for name, value in self.fields.items()])
+        return " · ".join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
 
 
 @contextmanager
@@ -125,11 +133,14 @@ class _Live:
         self._outermost = _Live._screen is None
         screen = _Live._screen or _new_screen()
         _Live._screen = self._mine = screen
-        self._task: TaskID = screen.add_task(bar.title, total=bar.total, completed=bar.done, status=bar.status())
+        self._task: TaskID = screen.add_task(
+            bar.title, total=bar.total, completed=bar.done, status=bar.status(brief=True)
+        )
         screen.start()
 
     def update(self, bar: Bar) -> float:
-        self._mine.update(self._task, total=bar.total, completed=bar.done, status=bar.status(), refresh=True)
+        status = bar.status(brief=True)
+        self._mine.update(self._task, total=bar.total, completed=bar.done, status=status, refresh=True)
         return _FRAME_EVERY
 
     def close(self, bar: Bar, finished: bool) -> None:
@@ -144,9 +155,11 @@ class _Live:
 
 def _new_screen() -> Progress:
     status = Column(no_wrap=True, overflow="ellipsis")
+    width = 24 if console.width >= _WIDE else 8
+    bar = Column(min_width=width, max_width=width)
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=None, table_column=bar),
         TextColumn("{task.fields[status]}", markup=False, table_column=status),
         console=console,
         # no thread that draws: a loader's worker that is forked while it holds the console's lock would never print

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 from sd3_light.config.faults import UserError
 from sd3_light.runlog.console import is_main_process
+from sd3_light.runlog.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from PIL.Image import Image
 
-# The events that are curves, and the first part of their names in TensorBoard.
-_CURVES = {"step": "train", "eval": "eval"}
+CURVES = ("step", "eval")
+"""The events whose numbers are points of curves."""
+
+# where in the run an evaluation stands: its x, and no curve of its own
+_POSITION = frozenset(("step", "samples", "skipped", "position", "epoch"))
 
 
 class Tracker(Protocol):
@@ -23,6 +28,9 @@ class Tracker(Protocol):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each named curve."""
+
+    def picture(self, name: str, image: "Image", step: int) -> None:
+        """Show a picture under a name."""
 
     def close(self) -> None:
         """Send what is left."""
@@ -33,7 +41,7 @@ class RunLog:
 
     Every line is on disk (in the system's cache) when `event` returns. What a killed run left of its last line is cut
     off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in a text.
-    `x_axis` names the field of "step" and "eval" events that is the x of their curves.
+    `x_axis` names the field of "step" and "eval" events that is the x of their curves. Threads may log at once.
     """
 
     def __init__(
@@ -47,10 +55,10 @@ class RunLog:
         self.path = folder / "log.jsonl"
         # the longest first, or a secret that begins with another would leave its end behind
         self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
-        self._trackers = tuple(trackers)
+        self._tensorboard = TensorBoard(folder / "tensorboard") if tensorboard else None
+        self._mirrors: tuple[Tracker, ...] = (*trackers, *filter(None, [self._tensorboard]))
         self._x_axis = x_axis
-        self._tensorboard = folder / "tensorboard" if tensorboard else None
-        self._writer: SummaryWriter | None = None
+        self._lock = threading.Lock()
         self._file: BinaryIO | None = None
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,17 +69,35 @@ class RunLog:
         """Append a line `{"event": kind, "time": seconds since 1970, ...fields}`.
 
         Fields are what JSON knows, and paths, numpy and torch scalars; nan and the infinities become strings, which
-        `float` reads back. Numbers of "step" and "eval" events are mirrored, nested ones as `eval/loss/0.1`.
+        `float` reads back. Numbers of "step" events are mirrored as `train/loss`, nested ones as `train/band/0.0-0.1`,
+        those of "eval" events as `eval/SET/WEIGHTS/flow`. "start" and "resume" say by the field of the x axis where
+        curves go on: what an earlier process drew beyond it is hidden.
         """
         if self._file is None:
             return
         assert not {"event", "time"} & fields.keys(), fields.keys()
         clean = self._clean(fields)
         line = json.dumps({"event": kind, "time": round(time.time(), 3), **clean}, ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        if kind in _CURVES:
-            self._mirror(_CURVES[kind], fields)
+        with self._lock:
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            if kind in CURVES:
+                numbers = dict(curves(kind, fields, self._x_axis))
+                for mirror in self._mirrors:
+                    mirror.log(numbers, step=_plain(fields[self._x_axis]))
+            elif kind in ("start", "resume") and self._tensorboard is not None and self._x_axis in fields:
+                self._tensorboard.begin(_plain(fields[self._x_axis]) + (kind == "resume"))
+
+    def picture(self, name: str, image: "Image", **position: Any) -> None:
+        """Show a picture to TensorBoard and the trackers, at the x that `position` (step=, samples=) has.
+
+        It adds no line to the log, which holds no pictures: an event tells of its file.
+        """
+        if self._file is None:
+            return
+        with self._lock:
+            for mirror in self._mirrors:
+                mirror.picture(name, image, step=_plain(position[self._x_axis]))
 
     def close(self) -> None:
         """Close the log and its mirrors; a second call does nothing."""
@@ -79,10 +105,8 @@ class RunLog:
             return
         self._file.close()
         self._file = None
-        if self._writer is not None:
-            self._writer.close()
-        for tracker in self._trackers:
-            tracker.close()
+        for mirror in self._mirrors:
+            mirror.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,16 +129,6 @@ class RunLog:
             return [self._clean(inner) for inner in value]
         value = _plain(value)
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    def _mirror(self, prefix: str, fields: Mapping[str, Any]) -> None:
-        x = _plain(fields[self._x_axis])
-        numbers = {name: number for name, number in _numbers(prefix, fields) if name != f"{prefix}/{self._x_axis}"}
-        if self._tensorboard is not None:
-            self._writer = self._writer or _open_tensorboard(self._tensorboard)
-            for name, number in numbers.items():
-                self._writer.add_scalar(name, number, global_step=x)
-        for tracker in self._trackers:
-            tracker.log(numbers, step=x)
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -156,6 +170,15 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+def curves(kind: str, fields: Mapping[str, Any], x_axis: str = "step") -> Iterator[tuple[str, float]]:
+    """The points of an event that is one of `CURVES`: the full name of each curve and its value."""
+    if kind == "eval":
+        prefix = "/".join(["eval", *(str(fields[name]) for name in ("set", "weights") if name in fields)])
+        yield from _numbers(prefix, {name: value for name, value in fields.items() if name not in _POSITION})
+    else:
+        yield from _numbers("train", {name: value for name, value in fields.items() if name != x_axis})
+
+
 def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers among the fields, nested ones too, by their full names."""
     for key, value in fields.items():
@@ -164,10 +187,3 @@ def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield from _numbers(name, value)
         elif isinstance(plain := _plain(value), int | float) and not isinstance(plain, bool):
             yield name, plain
-
-
-def _open_tensorboard(folder: Path) -> "SummaryWriter":
-    # imported here: it costs a second that runs without curves need not pay
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(log_dir=str(folder), flush_secs=10)

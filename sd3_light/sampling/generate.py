@@ -6,29 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.model.attention import real_text_mask, use_masked_attention
+from sd3_light.sampling.texts import Text, TextBatch, TextPolicy, batched, encode, no_text
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-
-@dataclass(frozen=True)
-class TextPolicy:
-    """How text was shown to the model in training, and so must be in sampling.
-
-    `uncond_text` is what guidance leads away from: all zeros, or the encoding of the negative prompt (as stock).
-    """
-
-    t5_max_length: int
-    uncond_text: Literal["zero", "empty"]
-    text_tokens: Literal["padded", "real"]
+__all__ = ["Request", "TextPolicy", "generate", "run_pipeline", "save_png"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +50,9 @@ def generate(
     In larger batches matrix products round differently: here and there a colour is one step of 255 off in fp32, more in
     half precision. Requests of one size share batches; `on_progress(done, total)` is called after each.
     """
-    _check(pipe, requests, policy)
+    _check(pipe, requests)
     pictures: dict[int, Image.Image] = {}
-    with _quiet(pipe), torch.no_grad():
+    with torch.no_grad():
         for indices in _batches(requests, batch_size):
             batch = [requests[index] for index in indices]
             images = _generate_batch(pipe, batch, policy, steps, guidance)
@@ -81,13 +72,14 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> Non
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    image.save(unfinished, format="PNG", pnginfo=info)
-    unfinished.replace(path)
+    try:
+        image.save(unfinished, format="PNG", pnginfo=info)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _check(pipe: "StableDiffusion3Pipeline", requests: Sequence[Request], policy: TextPolicy) -> None:
-    if policy.text_tokens == "real":
-        raise UserError('text_tokens = "real": sampling with real tokens is not available yet; use "padded"')
+def _check(pipe: "StableDiffusion3Pipeline", requests: Sequence[Request]) -> None:
     step = pipe.vae_scale_factor * pipe.patch_size
     largest = step * pipe.transformer.config.pos_embed_max_size
     for request in requests:
@@ -110,47 +102,58 @@ def _batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[int]
 def _generate_batch(
     pipe: "StableDiffusion3Pipeline", batch: Sequence[Request], policy: TextPolicy, steps: int, guidance: float
 ) -> list[Image.Image]:
-    tokens, pooled = _encode(pipe, [request.prompt for request in batch], policy)
-    text = {"prompt_embeds": tokens, "pooled_prompt_embeds": pooled}
+    texts = encode(pipe, [request.prompt for request in batch], policy)
     if guidance > 1:
-        if policy.uncond_text == "zero":
-            tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
-        else:
-            tokens, pooled = _encode_once_each(pipe, [request.negative_prompt for request in batch], policy)
-        text |= {"negative_prompt_embeds": tokens, "negative_pooled_prompt_embeds": pooled}
-    result = pipe(
-        **text,
-        # with a list, diffusers draws every picture's noise as if it were alone
-        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
-        width=batch[0].width,
-        height=batch[0].height,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-    )
+        texts = [*_negatives(pipe, batch, texts, policy), *texts]
+    text = batched(texts, texts[0].tokens.device, texts[0].tokens.dtype)
+    if policy.text_tokens == "padded":
+        return run_pipeline(pipe, batch, text, steps, guidance)
+    step = pipe.vae_scale_factor * pipe.patch_size
+    num_image = (batch[0].width // step) * (batch[0].height // step)
+    mask = real_text_mask(text.lengths, text.tokens.shape[1], num_image)
+    with use_masked_attention(pipe.transformer):
+        return run_pipeline(pipe, batch, text, steps, guidance, {"attention_mask": mask})
+
+
+def _negatives(
+    pipe: "StableDiffusion3Pipeline", batch: Sequence[Request], texts: Sequence[Text], policy: TextPolicy
+) -> list[Text]:
+    """What guidance leads away from, a text a request."""
+    if policy.uncond_text == "zero":
+        return [no_text(text, policy.text_tokens) for text in texts]
+    return encode(pipe, [request.negative_prompt for request in batch], policy)
+
+
+def run_pipeline(
+    pipe: "StableDiffusion3Pipeline",
+    batch: Sequence[Request],
+    text: TextBatch,
+    steps: int,
+    guidance: float,
+    attention: dict[str, Any] | None = None,
+) -> list[Image.Image]:
+    """The stock pipeline's own sampling of requests of one size, without its text encoders.
+
+    With guidance the rows of ``text`` are all negative ones, then the prompts'. ``attention`` goes to the denoiser as
+    its ``joint_attention_kwargs``.
+    """
+    rows = {"prompt_embeds": text.tokens, "pooled_prompt_embeds": text.pooled}
+    given = {name: tensor[-len(batch) :] for name, tensor in rows.items()}
+    if guidance > 1:
+        given |= {f"negative_{name}": tensor[: len(batch)] for name, tensor in rows.items()}
+    with _quiet(pipe), torch.no_grad():
+        result = pipe(
+            **given,
+            # with a list, diffusers draws every picture's noise as if it were alone
+            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
+            width=batch[0].width,
+            height=batch[0].height,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            joint_attention_kwargs=attention,
+        )
     images: list[Image.Image] = result.images
     return images
-
-
-def _encode_once_each(
-    pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy
-) -> tuple[Tensor, Tensor]:
-    """As `_encode`, but equal texts are encoded once: negative prompts mostly are."""
-    unique = list(dict.fromkeys(texts))
-    tokens, pooled = _encode(pipe, unique, policy)
-    rows = torch.tensor([unique.index(text) for text in texts], device=tokens.device)
-    return tokens[rows], pooled[rows]
-
-
-def _encode(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> tuple[Tensor, Tensor]:
-    """The tokens and the pooled vectors of texts, as the stock pipeline computes them."""
-    tokens, _, pooled, _ = pipe.encode_prompt(
-        prompt=texts,
-        prompt_2=None,
-        prompt_3=None,
-        do_classifier_free_guidance=False,
-        max_sequence_length=policy.t5_max_length,
-    )
-    return tokens, pooled
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import ModelConfig
-from sd3_light.encoders.text import Features, join_text
+from sd3_light.encoders.text import Features, join_real_text, join_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.folder import ExportSpec, write_folder
 from sd3_light.flow.conditioning import draw_drops, drop_text
@@ -24,6 +24,7 @@ from sd3_light.randomness import stream
 Batch = Mapping[str, Any]
 Prepared = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
+_LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class InputPreparer:
     empty_text: Features | None
 
     def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
-        """((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
+        """((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)); with real text tokens the
+        features end with ``lengths``, how many of a sample's first rows of prompt_embeds are its own.
 
         With ``timestep_quantile`` the batch is one of validation: that quantile of t for all, noise that depends on the
         sample alone, the posterior's mean and no dropout.
@@ -51,15 +53,18 @@ class InputPreparer:
         posterior = None if evaluation else self._normals(batch, "posterior", shape)
         clean = self.scale.normalise(draw_latent(moments, posterior))
         t = self._times(batch, clean.shape, timestep_quantile)
-        text = {name: batch[name] for name in _TEXT}
-        if self.model.enable_uncond_text_dropout and not evaluation:
-            text = drop_text(text, self._drops(batch), self.empty_text)
-        prompt, pooled = join_text(text)
         mask = batch.get("mask")
         return (
-            (interpolate(clean, noise, t), 1000 * t, prompt, pooled),
+            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation)),
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
+
+    def _text(self, batch: Batch, evaluation: bool) -> tuple[Tensor, ...]:
+        real = self.model.text_tokens == "real"
+        text = {name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)}
+        if self.model.enable_uncond_text_dropout and not evaluation:
+            text = drop_text(text, self._drops(batch), self.empty_text)
+        return join_real_text(text) if real else join_text(text)
 
     def _normals(self, batch: Batch, purpose: str, shape: tuple[int, ...]) -> Tensor:
         occurrences = _occurrences(batch, fixed=purpose.startswith("eval"))
@@ -119,13 +124,19 @@ class LightSD3Pipeline:
 
 
 def split_batch(prepared: Prepared, pieces: int) -> list[Prepared]:
-    """A prepared batch as ``pieces`` equal micro-batches."""
+    """A prepared batch as ``pieces`` equal micro-batches; real text ends where the longest of a micro-batch does."""
     features, (target, mask) = prepared
     assert len(target) % pieces == 0, (len(target), pieces)
-    cut = [tensor.chunk(pieces) for tensor in features]
-    targets = target.chunk(pieces)
+    cut = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
     masks = [None] * pieces if mask is None else mask.chunk(pieces)
-    return [(tuple(part[at] for part in cut), (targets[at], masks[at])) for at in range(pieces)]
+    return list(zip(cut, zip(target.chunk(pieces), masks, strict=True), strict=True))
+
+
+def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if len(features) == 4:
+        return features
+    noisy, times, prompt, pooled, lengths = features
+    return noisy, times, prompt[:, : int(lengths.max())], pooled, lengths
 
 
 def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel:

@@ -1,14 +1,18 @@
 """The one loop: take a batch, step, average, log, and do what is due."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Engine, Prepared, StepResult
-from sd3_light.optim.ema import Ema
+from sd3_light.engines.processes import Agreement
+from sd3_light.engines.protocol import Engine, Prepared, StepNumbers
+from sd3_light.optim.ema import Averages
+from sd3_light.runlog import Bar
 from sd3_light.runlog import progress as progress_bar
+from sd3_light.training.meter import Meter
+from sd3_light.training.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,14 @@ class Duty:
     act: Callable[[Progress], None]
 
 
+def _nobody() -> Watch:
+    return Watch(None, None, Agreement(None, 2))
+
+
 @dataclass
 class Run:
-    """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step."""
+    """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
+    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's."""
 
     engine: Engine
     steps: Callable[[int], Iterator[Sequence[Prepared]]]
@@ -30,85 +39,97 @@ class Run:
     learning_rate: Callable[[int], float]
     total_steps: int
     progress: Progress = field(default_factory=Progress)
-    ema: Ema | None = None
+    averages: Averages | None = None
     duties: Sequence[Duty] = ()
     log: Callable[..., None] = lambda *args, **fields: None
+    meter: Meter = field(default_factory=Meter)
+    watch: Watch = field(default_factory=_nobody)
+    flops_in: Callable[[Sequence[Prepared]], int] = lambda batches: 0
+    steps_per_epoch: int = 1
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
     steps_per_print: int = 1
+    _skipped_in_a_row: int = 0
 
 
 def train(run: Run) -> Progress:
-    """Train from ``run.progress`` to ``run.total_steps``; returns where it ended."""
-    batches = run.steps(run.progress.step)
-    skipped_in_a_row = 0
+    """Train from ``run.progress`` to ``run.total_steps``, or until somebody asks to stop; returns where it ended."""
+    batches = run.steps(run.progress.position)
     with progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar:
-        while run.progress.step < run.total_steps:
-            before, started = run.progress, time.perf_counter()
-            micro_batches = next(batches)
-            waited = time.perf_counter() - started
+        while run.progress.step < run.total_steps and not run.watch.quit:
+            before = run.progress
+            with run.meter.waiting():
+                micro_batches = next(batches)
             lr = run.learning_rate(before.step)
 
             result = run.engine.train_step(micro_batches, lr)
+            if run.averages is not None:
+                run.averages.update(run.engine.weights, before.step + 1)
 
-            run.progress = before.after(run.samples_in(before.step), result.taken)
-            skipped_in_a_row = 0 if result.taken else skipped_in_a_row + 1
-            if run.ema is not None and result.taken:
-                run.ema.update(run.engine.weights, run.progress.step)
-            _log_step(run, result, lr, waited, time.perf_counter() - started)
-            if run.progress.step % run.steps_per_print == 0 or run.progress.step == run.total_steps:
-                bar.advance(run.progress.step - bar.done, loss=result.losses["loss"], lr=lr)
-            if skipped_in_a_row > run.max_nonfinite_steps:
-                raise UserError(
-                    f"loss or gradient was not finite in {skipped_in_a_row} steps in a row (at step "
-                    f"{run.progress.step}); lower the learning rate or look at the data, then resume"
-                )
-            for duty in run.duties:
-                if duty.due(before, run.progress):
+            samples = run.samples_in(before.position)
+            run.progress = before.after(samples)
+            run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
+            run.watch.ask()
+            due = [duty for duty in run.duties if duty.due(before, run.progress)]
+            record = run.progress.step % run.logging_steps == 0 or run.progress.step == run.total_steps
+            _settle(run, wait=record or bool(due))
+            if record:
+                _log_step(run, lr, bar)
+            with run.meter.away():
+                for duty in due:
                     duty.act(run.progress)
     return run.progress
 
 
-def _log_step(run: Run, result: StepResult, lr: float, waited: float, seconds: float) -> None:
-    step = run.progress.step
-    if step % run.logging_steps and result.taken and step != run.total_steps:
-        return
-    samples = run.samples_in(step - 1)
-    run.log(
-        "step",
-        **run.progress.as_dict(),
-        **result.losses,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        taken=result.taken,
-        samples_per_second=samples / seconds,
-        data_wait=waited / seconds,
-    )
+def _settle(run: Run, wait: bool) -> None:
+    """Count the steps that were not taken; too many in a row end the run."""
+    for step, numbers in run.meter.settle(wait):
+        if numbers.taken:
+            run._skipped_in_a_row = 0
+            continue
+        run._skipped_in_a_row += 1
+        run.progress = run.progress.skipping(1)
+        _log_skip(run, step, numbers)
+        if run._skipped_in_a_row > run.max_nonfinite_steps:
+            raise UserError(
+                f"loss or gradient was not finite in {run._skipped_in_a_row} steps in a row (at step {step}); lower "
+                "the learning rate or look at the data, then resume"
+            )
+
+
+def _log_skip(run: Run, step: int, numbers: StepNumbers) -> None:
+    run.log("skip", step=step, loss=numbers.losses["loss"], grad_norm=numbers.grad_norm)
+
+
+def _log_step(run: Run, lr: float, bar: Bar) -> None:
+    """One record of all that was measured since the last. Every process comes here, as some of it is asked of all."""
+    progress = run.progress
+    fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
+    if run.averages is not None:
+        fields["ema_decay"] = run.averages.decays(progress.step)
+    epoch = progress.position / run.steps_per_epoch
+    run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
+    if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
+        speed = f"{fields['samples_per_second']:.4g}/s"
+        bar.advance(progress.step - bar.done, loss=fields["loss"], lr=lr, samples=speed)
 
 
 def every(
     steps: int | None = None,
     epochs: int | None = None,
     examples: int | None = None,
-    minutes: float | None = None,
     steps_per_epoch: int = 1,
 ) -> Callable[[Progress, Progress], bool]:
     """Due when any of the given intervals is passed; an interval that is None never is."""
-    last_time = time.monotonic()
 
     def due(before: Progress, after: Progress) -> bool:
-        nonlocal last_time
-        passed = [
-            steps is not None and before.step // steps < after.step // steps,
-            epochs is not None and _epochs(before, epochs) < _epochs(after, epochs),
-            examples is not None and before.samples // examples < after.samples // examples,
-            minutes is not None and time.monotonic() - last_time >= 60 * minutes,
-        ]
-        if any(passed):
-            last_time = time.monotonic()
-        return any(passed)
-
-    def _epochs(progress: Progress, interval: int) -> int:
-        return progress.step // steps_per_epoch // interval
+        return any(
+            interval is not None and past // interval < now // interval
+            for interval, past, now in (
+                (steps, before.step, after.step),
+                (epochs, before.position // steps_per_epoch, after.position // steps_per_epoch),
+                (examples, before.samples, after.samples),
+            )
+        )
 
     return due

@@ -11,10 +11,16 @@ from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
+Label = tuple[Tensor | None, ...]
+"""(target, mask) and, in evaluation, each sample's weight, which no loss here reads."""
 
 
 class DiffusionTrainingModule(nn.Module):
-    """``module(features, label)`` gives the loss of a micro-batch and its parts, each a mean over its samples."""
+    """``module(features, label)`` gives the loss of a micro-batch, its parts (each a mean over its samples), and the
+    flow loss of ``each`` sample; ``module.denoise(features)`` gives the predicted velocity.
+
+    ``features`` are what `InputPreparer.prepare_inputs` makes, with lengths exactly where the config's text is real.
+    """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig) -> None:
         super().__init__()
@@ -23,27 +29,37 @@ class DiffusionTrainingModule(nn.Module):
         self.pseudo_huber_c = config.pseudo_huber_c
         self.checkpointing = config.activation_checkpointing
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
+        self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
-        self._layers = [*build_layers(transformer, target_layer)]
+        self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
         """The parameters that train."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
-    def forward(self, features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> Losses:
-        """The loss and its parts."""
-        target, mask = label
-        predicted, text, *kept = self._run(features)
-        predicted = unpatchify(predicted, *target.shape[-2:])
-        flow = flow_loss(predicted, target, mask, self.pseudo_huber_c).mean()
-        if not kept:
-            return {"loss": flow, "flow": flow.detach()}
-        recon = text_reconstruction_loss(text, kept[0]).mean()
-        return {"loss": flow + self.gamma * recon, "flow": flow.detach(), "text_recon": recon.detach()}
+    def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
+        """The loss with its gradient; its parts and ``each`` without."""
+        target, mask = label[:2]
+        assert target is not None
+        patches, text, *rest = self._run(features)
+        each = flow_loss(unpatchify(patches, *target.shape[-2:]), target, mask, self.pseudo_huber_c)
+        flow = each.mean()
+        losses = {"loss": flow, "flow": flow.detach(), "each": each.detach()}
+        if self.gamma > 0:
+            lengths = rest[0] if self.real_text else None
+            recon = text_reconstruction_loss(text, rest[-1], lengths).mean()
+            losses |= {"loss": flow + self.gamma * recon, "text_recon": recon.detach()}
+        return losses
+
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
+        return unpatchify(self._run(features)[0], *features[0].shape[-2:]).float()
 
     def _run(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
         device = features[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
+        inputs = [*(feature.float() for feature in features[:4]), *features[4:]]
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(self._layers, [feature.float() for feature in features], self.checkpointing)
+            return run_layers(self._layers, inputs, self.checkpointing)

@@ -1,14 +1,40 @@
-"""Sample grids while training: the config's prompts and seeds, drawn with the weights of the moment."""
+"""Sample grids while training: the config's prompts and seeds, drawn by all ranks with the weights of the moment.
 
+Every rank draws its share and calls the denoiser as often as every other, as sharded weights need. No text encoder is
+loaded: the prompts' features come from the cache.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+import torch.distributed as dist
+from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
+from torch import Tensor
 
-from sd3_light.config import TrainConfig
-from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
+from sd3_light.config.base import Place
+from sd3_light.data.stream import BucketShards, CachedDataset
+from sd3_light.encoders.vae import load_vae
+from sd3_light.engines import Launch
+from sd3_light.runlog import say
+from sd3_light.sampling.generate import Request, TextPolicy, generate, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
+from sd3_light.sampling.prompts import Features, encode_in_passing, read_prompt
 from sd3_light.sampling.scheduler import flow_scheduler
+from sd3_light.sampling.texts import Text, batched, joined, no_text
+
+Denoise = Callable[[tuple[Tensor, ...]], Tensor]
+"""(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `DiffusionTrainingModule.denoise`."""
+
+_MOST_AT_ONCE = 16
+_GRID_SIDE = 128  # small pictures are enlarged to about this
 
 
 def text_policy(config: TrainConfig) -> TextPolicy:
@@ -33,3 +59,175 @@ def draw_samples(config: TrainConfig, transformer: SD3Transformer2DModel, path: 
     path.parent.mkdir(parents=True, exist_ok=True)
     make_grid(images, captions, columns=min(8, len(images))).save(path)
     return path
+
+
+@dataclass
+class Sampler:
+    """Draws the grids of a run. Built once, on every rank; the VAE is loaded with the first grid and stays.
+
+    A picture depends on its own request alone, but for rounding: up to one step of 255 with another number of ranks.
+    """
+
+    config: TrainConfig
+    requests: tuple[Request, ...]  # of the whole grid, in its order: the seeds of the first prompt, then of the next
+    texts: Mapping[str, Text]
+    negative: Text
+    pictures_at_once: int
+    launch: Launch
+    device: torch.device
+    _vae: AutoencoderKL | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of_config(
+        config: TrainConfig, cache_dir: Place, data: CachedDataset, launch: Launch, device: torch.device
+    ) -> "Sampler":
+        """The sampler of a run on ``data``, the cache at ``cache_dir``.
+
+        Prompts that the cache does not have (it is at a URL, or may only be read) are encoded here and now, each
+        encoder loaded, used and freed before the next.
+        """
+        wishes, bucket = config.sampling, smallest(data.buckets)
+        assert wishes.prompts, "nothing to draw"
+        width, height = map(int, bucket.bucket.split("x"))
+        requests = tuple(Request(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds)
+        mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), launch.rank, launch.world))
+        texts = _texts(config.model, list(mine), cache_dir, data.manifest.recipe, device)
+        empty = joined(data.empty_text())
+        negative = empty if config.model.uncond_text == "empty" else no_text(empty, config.model.text_tokens)
+        micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
+        # a call of the denoiser takes no more samples than a micro-batch: training's memory suffices
+        at_once = max(1, min(_MOST_AT_ONCE, micro_batch // (2 if wishes.guidance > 1 else 1)))
+        return Sampler(config, requests, texts, negative, at_once, launch, device)
+
+    def sample(
+        self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
+    ) -> tuple[Path, Image.Image] | None:
+        """Draw a grid with all ranks and write it to ``path``: (path, grid) on rank 0, None elsewhere.
+
+        ``facts`` (the step, ...) go into the PNG's metadata with prompts, seeds and settings. ``group`` joins all ranks
+        and moves CPU tensors (gloo). Only rank 0 writes, after the last collective: its OSError disturbs nobody.
+        """
+        images = self._bring_together(self.draw(denoise), group)
+        if images is None:
+            return None
+        grid = self._grid(images, facts)
+        wishes = self.config.sampling
+        about = {name: getattr(wishes, name) for name in ("prompts", "seeds", "steps", "guidance")}
+        save_png(grid, path, {**facts, **about, "size": self._size, "uncond_text": self.config.model.uncond_text})
+        return path, grid
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.requests[0].width, self.requests[0].height
+
+    def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
+        """This rank's pictures, each with the number of its request; every rank calls ``denoise`` equally often."""
+        pipe, share = self._pipeline(), deal(len(self.requests), self.launch.rank, self.launch.world)
+        drawn: list[tuple[int, Image.Image]] = []
+        for start in range(0, len(share), self.pictures_at_once):
+            indices = share[start : start + self.pictures_at_once]
+            drawn += zip(indices, self._draw_batch(pipe, denoise, indices), strict=True)
+        return drawn
+
+    def _draw_batch(
+        self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
+    ) -> list[Image.Image]:
+        wishes = self.config.sampling
+        batch = [self.requests[index] for index in indices]
+        texts = [self.texts[request.prompt] for request in batch]
+        if wishes.guidance > 1:
+            texts = [self.negative] * len(batch) + texts
+        text = batched(texts, self.device, torch.float32)
+        pipe.transformer.denoise = denoise
+        pipe.transformer.lengths = (text.lengths,) if self.config.model.text_tokens == "real" else ()
+        return run_pipeline(pipe, batch, text, wishes.steps, wishes.guidance)
+
+    def _pipeline(self) -> StableDiffusion3Pipeline:
+        """The stock pipeline without text encoders, and with a stand-in for its denoiser."""
+        model = self.config.model
+        if self._vae is None:
+            self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
+            self._vae.enable_slicing()  # one picture at a time: its activations are the largest of all
+        return StableDiffusion3Pipeline(
+            transformer=_StandIn(self._vae.config.latent_channels),
+            scheduler=flow_scheduler(model.shift, model.flux_shift),  # as the export will have it
+            vae=self._vae,
+            **dict.fromkeys(_WITHOUT),
+        )
+
+    def _bring_together(
+        self, drawn: Sequence[tuple[int, Image.Image]], group: dist.ProcessGroup | None
+    ) -> list[Image.Image] | None:
+        """All pictures of the grid on rank 0, None elsewhere."""
+        found = dict(drawn)
+        if self.launch.world > 1:
+            pixels = torch.from_numpy(np.stack([np.asarray(image) for _, image in drawn]))
+            parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
+            dist.gather(pixels, parts, dst=0, group=group)
+            for rank, part in enumerate(parts or ()):
+                share = deal(len(self.requests), rank, self.launch.world)
+                found |= {index: Image.fromarray(one) for index, one in zip(share, part.numpy(), strict=True)}
+        return [found[index] for index in range(len(self.requests))] if self.launch.is_main else None
+
+    def _grid(self, images: Sequence[Image.Image], facts: Mapping[str, Any]) -> Image.Image:
+        seeds = len(self.config.sampling.seeds)
+        captions = [f"{one.prompt} (seed {one.seed})" if seeds > 1 else one.prompt for one in self.requests]
+        return make_grid(
+            images,
+            captions,
+            columns=seeds if 1 < seeds <= 8 else min(8, len(images)),
+            scale=max(1, _GRID_SIDE // max(self._size)),
+            title=f"step {facts['step']:,}" if "step" in facts else None,
+        )
+
+
+class _StandIn:
+    """What the stock pipeline asks of its denoiser, answered by the one that trains."""
+
+    denoise: Denoise
+    lengths: tuple[Tensor, ...] = ()
+
+    def __init__(self, channels: int) -> None:
+        self.config = SimpleNamespace(in_channels=channels, patch_size=2, sample_size=128)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        **_: object,
+    ) -> tuple[Tensor]:
+        features = (hidden_states, timestep, encoder_hidden_states, pooled_projections, *self.lengths)
+        # in float32 whatever training computes in: the scheduler's result takes the type of this
+        return (self.denoise(features).float(),)
+
+
+_WITHOUT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+
+
+def deal(count: int, rank: int, world: int) -> list[int]:
+    """The requests of a rank among ``count``: equally many for all, some twice where they do not come out even."""
+    return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
+
+
+def smallest(buckets: Sequence[BucketShards]) -> BucketShards:
+    """The bucket whose size pictures are drawn at: of the smallest resolution, the one nearest to it in shape."""
+
+    def key(bucket: BucketShards) -> tuple[int, tuple[int, int], float, str]:
+        (width, height), (w, h) = bucket.resolution, map(int, bucket.bucket.split("x"))
+        return width * height, bucket.resolution, abs(math.log((w * height) / (h * width))), bucket.bucket
+
+    return min(buckets, key=key)
+
+
+def _texts(
+    model: ModelConfig, prompts: Sequence[str], cache_dir: Place, recipe: Mapping[str, Any], device: torch.device
+) -> dict[str, Text]:
+    """The prompts' texts from the cache, or else from the encoders."""
+    found = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
+    missing = [prompt for prompt, features in found.items() if features is None]
+    if missing:
+        say(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
+        found |= dict(zip(missing, encode_in_passing(model, missing, device), strict=True))
+    return {prompt: joined(features) for prompt, features in found.items() if features is not None}

@@ -35,6 +35,13 @@ from sd3_light.randomness import sample_id
 from sd3_light.runlog import progress, say, show
 from sd3_light.stages.cache.encode import Builder, empty_content
 from sd3_light.stages.cache.finish import REJECTS, has_manifest, write_manifest
+from sd3_light.stages.cache.prompts import (
+    await_prompts,
+    cache_prompts,
+    may_write,
+    missing_prompts,
+    name_orphans,
+)
 from sd3_light.stages.cache.state import State, compare, is_readable, mark_damaged, render
 
 _SHORT = ("format", "preprocess", "text_tokens", "t5_max_length")
@@ -80,9 +87,9 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | Non
         datasets = {name: data for name, data in datasets.items() if not _is_usable(data, loaded.train)}
         if not datasets:
             say("the cache is trusted as it is")
-    if not datasets:
-        return []
     with _Stage(loaded.train, launch, wishes) as stage:
+        if "" not in datasets:
+            stage.complete_prompts(loaded.dataset)
         return [stage.build(name, dataset) for name, dataset in datasets.items()]
 
 
@@ -171,13 +178,15 @@ class _Stage:
             listings = self._look(title, catalogue, dataset)
             plan = make_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
             _require_samples(dataset, plan)
-            state = self._compare(folder, plan, recipe)
+            prompts = () if name else self._train.sampling.prompts
+            state = self._compare(folder, plan, recipe, prompts)
             if self._wishes.dry_run:
                 return CacheReport(folder, already=state.fresh)
             units = plan.units if self._wishes.regenerate else state.todo
             already = sum(unit.count for unit in plan.units) - sum(unit.count for unit in units)
             encoded = self._encode(title, folder, plan, units, already, claims)
             empty = self._encode_empty(shards, recipe)
+            self._encode_prompts(title, folder, recipe, prompts)
             counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
         if self._wishes.prune and self._launch.is_main:
             _prune(state)
@@ -197,10 +206,11 @@ class _Stage:
                 catalogue.look(listings, workers if unseen > 500 else 0, bar.advance)
         return listings
 
-    def _compare(self, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
+    def _compare(self, folder: Path, plan: Plan, recipe: Mapping[str, Any], prompts: Sequence[str]) -> State:
         if self._wishes.verify:
             _verify(folder / SHARDS, plan.units[self._launch.rank :: self._launch.world])
         state = compare(folder, plan, recipe)
+        name_orphans(state, prompts, recipe)
         show(render(state))
         if not self._wishes.dry_run:
             mark_damaged(state)
@@ -239,6 +249,19 @@ class _Stage:
         found = write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
         mark.unlink(missing_ok=True)
         return found
+
+    def complete_prompts(self, dataset: DatasetConfig) -> None:
+        """Have the prompts of [sampling] in a cache that is taken as it is, if it is a folder that may be written."""
+        folder = dataset.cache_dir
+        if isinstance(folder, Path) and may_write(folder) and not self._wishes.dry_run:
+            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.prompts)
+
+    def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
+        if not self._launch.is_main:
+            await_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
+            return
+        wanted = list(dict.fromkeys(prompts)) if self._wishes.regenerate else missing_prompts(folder, prompts, recipe)
+        cache_prompts(folder, wanted, recipe, lambda: self.parts, title)
 
     def _finish(
         self,

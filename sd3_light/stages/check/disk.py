@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
+from sd3_light.config.cross import text_recon_words
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
@@ -18,6 +20,7 @@ from sd3_light.model.start import (
     start_source,
     where_weights_start,
 )
+from sd3_light.runlog import missing_trackers
 from sd3_light.stages.check.not_yet import not_yet_faults
 
 _SOURCE_FILES = (".tar", ".parquet")
@@ -25,7 +28,7 @@ _SOURCE_FILES = (".tar", ".parquet")
 
 def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
     """All faults that the disk shows, and all features that this version lacks; a sound config gives none."""
-    faults = [] if caching else [*not_yet_faults(loaded)]
+    faults = [] if caching else [*not_yet_faults(loaded), *_tracker_faults(loaded)]
     faults += [*_folder_faults(loaded), *_init_faults(loaded)]
     start, start_faults = _start(loaded)
     faults += start_faults
@@ -37,6 +40,13 @@ def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
         faults += [] if isinstance(dataset.cache_dir, str) else _source_faults(dataset)
         faults += [] if start is None else _bucket_faults(dataset, start.size)
     return list(dict.fromkeys([*faults, *_write_faults(loaded), *_memory_faults(loaded)]))
+
+
+def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """8-bit AdamW is another library's, and installed only by those who want it."""
+    if loaded.train.optimizer.type == "adamw8bit" and find_spec("bitsandbytes") is None:
+        hint = 'run `pip install bitsandbytes`, or write type = "adamw"'
+        yield Fault(str(loaded.path), "optimizer.type", "needs bitsandbytes, which is not installed", hint=hint)
 
 
 # --- the model --------------------------------------------------------------------------------
@@ -115,11 +125,10 @@ def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
 
 def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
     """Text reconstruction reads a layer that the denoiser has."""
-    model, last = loaded.train.model, size.num_layers - 1
-    if model.text_recon_gamma > 0 and model.text_recon_target_layer > last:
-        problem = f"the model has {size.num_layers} layers and the last has no text output"
+    model, key = loaded.train.model, "model.text_recon_target_layer"
+    if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
         given = str(model.text_recon_target_layer)
-        yield Fault(str(loaded.path), "model.text_recon_target_layer", problem, given=given, allowed=f"0 to {last}")
+        yield Fault(str(loaded.path), key, given=given, **text_recon_words(size.num_layers))
 
 
 def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fault]:
@@ -224,6 +233,12 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         finished = name != "output_dir" and isinstance(place, Path) and (place / MANIFEST).is_file()
         if isinstance(place, Path) and not finished and (problem := _cannot_make(place)):
             yield Fault(str(loaded.path), name, problem, given=str(place), hint="choose another place")
+
+
+def _tracker_faults(loaded: LoadedConfig) -> Iterator[Fault]:
+    """The package of every tracker that is asked for is installed."""
+    for key, remedy in missing_trackers(loaded.train.monitoring).items():
+        yield Fault(str(loaded.path), f"monitoring.{key}", "the package is not installed", given="true", hint=remedy)
 
 
 def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:

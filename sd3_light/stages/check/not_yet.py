@@ -15,7 +15,6 @@ class NotYet:
     instead: str
 
 
-_TENSORBOARD = "remove it: TensorBoard and log.jsonl are always written"
 # One feature a line: delete the line when the feature lands.
 # fmt: off
 NOT_YET = (
@@ -26,10 +25,7 @@ NOT_YET = (
     NotYet("optimizer.type", lambda t: t.optimizer.type == "adamw8bit", 'write type = "adamw"'),
     NotYet("optimizer.type", lambda t: t.optimizer.type == "muon", 'write type = "adamw"'),
     NotYet("adapter", lambda t: t.adapter is not None, "remove [adapter]: all weights train"),
-    NotYet("model.text_tokens", lambda t: t.model.text_tokens == "real", 'write text_tokens = "padded"'),
     NotYet("ema.track", lambda t: bool(t.ema.track), "keep the one average of [ema]"),
-    NotYet("monitoring.enable_wandb", lambda t: t.monitoring.enable_wandb, _TENSORBOARD),
-    NotYet("monitoring.enable_trackio", lambda t: t.monitoring.enable_trackio, _TENSORBOARD),
 )
 # fmt: on
 

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sd3_light.data.preprocess import REASONS
+from sd3_light.model.folder import TextShape
 from sd3_light.stages.check.survey import DatasetSurvey, Survey
 
 MAX_ROWS = 12
@@ -62,7 +63,7 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
     lines = [
         ("weights start", survey.start.kind, survey.start.sentence),
         ("parameters", f"{survey.parameters:,}", shape),
-        ("text tokens", f"{text.tokens}", f"CLIP {text.clip_tokens} + T5 {text.t5_tokens}, padded"),
+        ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("samples a step", _span(batches), batch),
         ("steps an epoch", f"{survey.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
@@ -78,11 +79,18 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
     return [
         *lines,
         ("host memory a GPU", size_text(survey.host.value), f"{survey.host.formula}; interpreters not counted"),
-        ("GPU memory (estimate)", size_text(gpu.total), "state + activations + context, of the costliest bucket"),
+        ("GPU memory (estimate)", size_text(gpu.total), "state + step + context, of the costliest bucket"),
         ("  state", size_text(gpu.state.value), gpu.state.formula),
-        ("  activations", size_text(gpu.activations.value), gpu.activations.formula),
+        ("  step", size_text(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
         ("  context", size_text(gpu.context.value), gpu.context.formula),
     ]
+
+
+def _text_tokens(text: TextShape) -> str:
+    tokens = f"{text.at_most}CLIP {text.clip_tokens} + T5 {text.t5_tokens}"
+    if text.real:
+        return f"{tokens}; real tokens: memory, cache and FLOPs below are those of the longest captions"
+    return f"{tokens}, padded"
 
 
 def _span(numbers: list[int]) -> str:

@@ -18,8 +18,9 @@ from sd3_light.config import (
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes, sample_bytes
 from sd3_light.data.order import BucketOrder, Segment
-from sd3_light.model.cost import Amount, GpuMemory, Tokens, gpu_memory, image_tokens, training_flops
+from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
 from sd3_light.model.folder import TextShape, text_shape
+from sd3_light.model.memory import Case, GpuMemory, gpu_memory
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.stages.check.count import Cell, Counts, count
 
@@ -91,7 +92,7 @@ def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
     """Scan the data and add up what a run on ``world`` GPUs costs; the config has no disk faults."""
     train = loaded.train
     start = where_weights_start(train.model)
-    text = text_shape(train.model.diffusers_path, train.model.t5_max_length)
+    text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     ruler = _Ruler(train, start, text, world, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = ruler.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
@@ -187,21 +188,29 @@ class _Ruler:
             steps=order.num_batches,
             padding=order.padding,
             tokens=tokens,
-            step_flops=Amount(order.batch * flops.value, f"samples a step·{flops.formula}"),
+            step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples a step·{flops.formula}"),
             gpu=self.gpu(tokens, micro),
             prepared=batch_bytes(bucket, self.text, micro, masked > 0),
             read=micro * sample_bytes(bucket, self.text, mask=masked > 0).value,
         )
 
     def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
-        return gpu_memory(
+        train = self.train
+        case = Case(
             self.start.size,
             tokens,
             micro,
-            ema_tracks=1 + len(self.train.ema.track) if self.train.ema.enable else 0,
-            checkpointing=self.train.activation_checkpointing,
-            compute=self.train.model.transformer_dtype,
+            ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
+            checkpointing=train.activation_checkpointing,
+            compiled=train.compile,
+            compute=train.model.transformer_dtype,
+            accumulation=self.accumulation,
+            optimizer=train.optimizer.type,
+            world=self.world,
+            parallel=train.parallel,
+            evaluates=bool(train.eval_datasets),
         )
+        return gpu_memory(case)
 
 
 def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:

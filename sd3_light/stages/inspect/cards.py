@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from sd3_light.runlog.page.html import Html, language, tag
 from sd3_light.stages.inspect.gather import explain, sides
-from sd3_light.stages.inspect.html import Html, language, tag
 from sd3_light.stages.inspect.rejects import NO_PICTURE, Rejects, ShownReject
 from sd3_light.stages.inspect.samples import ShownSample
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sd3_light.runlog.page.html import Html, rows, tag
 from sd3_light.stages.inspect.gather import quantile, sides
-from sd3_light.stages.inspect.html import Html, rows, tag
 
 _MOST_BINS = 30
 _SHAPE = 28  # pixels of the longest side of a drawn bucket

@@ -1,7 +1,5 @@
-"""Pictures for the page: where they came from, opened as far as they can be, and small enough to lie in a text."""
+"""Pictures for the page: where they came from, opened as far as they can be."""
 
-import base64
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,29 +10,9 @@ from PIL import Image, ImageFile
 from sd3_light.data.preprocess import Pixels, Reject, decode
 from sd3_light.data.sources import Location, location_from_text
 
-LARGEST_SIDE = 512
-"""Larger pictures are shown at this size."""
-
 THUMBNAIL_SIDE = 160
 
-_EXACT_AREA = 96 * 96  # up to this many pixels a PNG is hardly larger than a JPEG
 _TINT = np.array([214, 40, 130], dtype=np.float32)
-
-
-def data_uri(image: Image.Image, side: int = LARGEST_SIDE) -> str:
-    """The picture as an address that holds it whole."""
-    shown = image
-    if max(image.size) > side:
-        shown = image.copy()
-        shown.thumbnail((side, side), Image.Resampling.LANCZOS)
-    sink = io.BytesIO()
-    exact = shown.width * shown.height <= _EXACT_AREA
-    if exact:
-        shown.save(sink, "PNG", optimize=True)
-    else:
-        shown.save(sink, "JPEG", quality=88, subsampling=0)
-    kind = "png" if exact else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(sink.getvalue()).decode()}"
 
 
 def tinted(pixels: Pixels, mask: Pixels) -> Image.Image:

@@ -9,7 +9,8 @@ from typing import Any
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.randomness import stream
-from sd3_light.stages.inspect.pictures import THUMBNAIL_SIDE, data_uri, location, open_partly
+from sd3_light.runlog.page.pictures import data_uri
+from sd3_light.stages.inspect.pictures import THUMBNAIL_SIDE, location, open_partly
 
 REJECTS = "rejects.jsonl"
 MOST_SHOWN = 200

@@ -22,8 +22,9 @@ from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.encoders.vae import load_vae
 from sd3_light.runlog import progress
+from sd3_light.runlog.page.pictures import data_uri
 from sd3_light.stages.inspect.gather import Pick, sides
-from sd3_light.stages.inspect.pictures import data_uri, location, tinted
+from sd3_light.stages.inspect.pictures import location, tinted
 
 _PIXELS_AT_ONCE = 1 << 20
 _MOST_AT_ONCE = 16

@@ -17,9 +17,10 @@ FSDP = 'parallel = "fsdp2"'
 @pytest.mark.parametrize(
     ("top", "model", "tables", "key"),
     [
-        ("", RECON + "text_recon_target_layer = 15", "", "model.text_recon_target_layer"),
-        ("", RECON + "num_layers = 4\ntext_recon_target_layer = 4", "", "model.text_recon_target_layer"),
-        ("", RECON + 'size = "tiny2"\ntext_recon_target_layer = 2', "", "model.text_recon_target_layer"),
+        ("", RECON + "text_recon_target_layer = 14", "", "model.text_recon_target_layer"),
+        ("", RECON + "num_layers = 4\ntext_recon_target_layer = 3", "", "model.text_recon_target_layer"),
+        ("", RECON + 'size = "tiny2"\ntext_recon_target_layer = 1', "", "model.text_recon_target_layer"),
+        ("", RECON + "num_layers = 1", "", "model.text_recon_target_layer"),
         ("", "shift = 3.0\nflux_shift = true", "", "model.shift"),
         ("pipeline_stages = 2\nzero_stage = 0", "", "", "zero_stage"),
         ("pipeline_stages = 2\nzero_stage = 2", "", "", "zero_stage"),
@@ -64,7 +65,8 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
 @pytest.mark.parametrize(
     ("top", "model", "tables"),
     [
-        ("", RECON + "text_recon_target_layer = 14", ""),
+        ("", RECON + "text_recon_target_layer = 13", ""),
+        ("", RECON + "num_layers = 2", ""),
         ("", "text_recon_target_layer = 15", ""),
         ("pipeline_stages = 2", "", ""),
         ("zero_stage = 3", "", ""),

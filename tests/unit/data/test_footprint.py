@@ -89,6 +89,9 @@ def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
     weight = sum(tensor.nbytes for tensor in (latents, target, prompt, pooled, time))
     assert batch_bytes(BUCKET, TEXT, 3).value == weight
     assert batch_bytes(BUCKET, TEXT, 3, mask=True).value == weight + mask.nbytes
+    longest = batch_bytes(BUCKET, replace(TEXT, real=True), 3)
+    assert longest.value == weight + torch.zeros(3, dtype=torch.int64).nbytes, "lengths"
+    assert longest.formula.startswith("at most B·")
 
 
 def test_the_loader_holds_what_is_ahead_in_use_and_in_the_making() -> None:
@@ -104,6 +107,7 @@ def test_the_loader_holds_what_is_ahead_in_use_and_in_the_making() -> None:
 def test_formulas_say_what_was_counted() -> None:
     assert picture_bytes(BUCKET, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
     assert caption_bytes(TEXT).formula == "(7·(6+10) + 5·32 + 16 pooled)·2 B"
+    assert caption_bytes(replace(TEXT, real=True)).formula == "at most (7·(6+10) + 5·32 + 16 pooled)·2 B"
     said = loader_bytes(Amount(1000, "x"), 2, 3, 512, read=1 << 20, in_use=4).formula
     ahead, making = "(2 workers·3 ahead + 4 in use)·micro-batch", "2·micro-batch + 1.0 MiB read + 64 MiB malloc"
     assert said == f"{ahead} + 2·({making} + 32 open shards·24.0 KiB)"

@@ -12,6 +12,7 @@ from sd3_light.encoders.text import (
     Tokenizer,
     encode_clip,
     encode_t5,
+    join_real_text,
     join_text,
     load_text_model,
     load_tokenizer,
@@ -24,6 +25,9 @@ CAPTIONS = [
     "one word and then so many others that no tokenizer of sixteen places could ever hold all of them to the very end",
     "a!b?c <pad> </s> <|endoftext|>",
 ]
+
+
+CLIPS = ("clip_l", "clip_g")
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +141,41 @@ def test_clip_does_not_see_what_follows_the_end_mark(models: Any, tokenizers: An
         own_tokens, own_pooled = encode_clip(models[name], torch.tensor([row]))
         assert torch.allclose(own_tokens[0], tokens[number, : len(row)], atol=1e-5)
         assert torch.allclose(own_pooled[0], pooled[number], atol=1e-5)
+
+
+def real_features(counts: list[tuple[int, int, int]], rows: int = 6) -> dict[str, Tensor]:
+    """Random features with so many own rows of each encoder; what stands behind them is no zero either."""
+    generator = torch.Generator().manual_seed(0)
+    widths = {"clip_l": 3, "clip_g": 5, "t5": 10}
+    found = {name: torch.randn(len(counts), rows, width, generator=generator) for name, width in widths.items()}
+    found |= {f"{name}.pooled": torch.randn(len(counts), widths[name], generator=generator) for name in CLIPS}
+    return found | {f"{name}.length": torch.tensor([row[at] for row in counts]) for at, name in enumerate(PARTS)}
+
+
+def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
+    counts = [(2, 2, 1), (6, 6, 4), (1, 1, 0), (2, 4, 3), (4, 2, 3)]
+    features = real_features(counts)
+    tokens, pooled, lengths = join_real_text(features)
+    assert lengths.tolist() == [3, 10, 1, 7, 7]
+    assert lengths.dtype == torch.int64
+    assert tokens.shape == (5, 10, 10), "as long as the longest"
+    for at, (num_l, num_g, num_t5) in enumerate(counts):
+        expected = torch.zeros(10, 10)
+        expected[:num_l, :3] = features["clip_l"][at, :num_l]
+        expected[:num_g, 3:8] = features["clip_g"][at, :num_g]
+        start = max(num_l, num_g)
+        expected[start : start + num_t5] = features["t5"][at, :num_t5]
+        assert torch.equal(tokens[at], expected)
+    assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
+
+
+def test_all_rows_real_is_the_padded_join() -> None:
+    features = real_features([(6, 6, 6)] * 3)
+    padded, real = join_text(features), join_real_text(features)
+    assert all(torch.equal(one, two) for one, two in zip(padded, real[:2], strict=True))
+    assert real[2].tolist() == [12, 12, 12]
+
+
+def test_a_sample_without_any_token_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        join_real_text(real_features([(2, 2, 1), (0, 0, 0)]))

@@ -211,6 +211,13 @@ def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
     card = (exported / "README.md").read_text()
     assert "max_sequence_length=16" in card
     assert "negative_prompt_embeds" in card, "zeros are not what stock guidance uses: the card says so"
+    assert "real text tokens" not in card
+
+
+def test_the_card_says_that_the_stock_call_pads_real_tokens() -> None:
+    card = model_card(CONFIG, {"text": {**TEXT, "text_tokens": "real"}})
+    assert "is not the model that was trained" in card
+    assert "negative_prompt_embeds" in card
     _, policy = open_pipeline(exported, torch.device("cpu"))
     assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
 

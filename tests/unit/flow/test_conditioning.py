@@ -40,6 +40,11 @@ def test_encoders_are_dropped_independently(many: np.ndarray) -> None:
         assert abs((many == pattern).all(axis=1).mean() - expected) < 0.006
 
 
+def test_drops_of_two_encoders_do_not_go_together(many: np.ndarray) -> None:
+    apart = np.corrcoef(many.T.astype(float)) - np.eye(3)
+    assert np.abs(apart).max() < 4 / np.sqrt(len(many))
+
+
 def test_a_draw_belongs_to_the_occurrence_of_the_sample() -> None:
     def drops(seed: int, epoch: int, repeat: int) -> list[tuple[bool, ...]]:
         return [draw_drops(seed, epoch, repeat, sample, 0.464) for sample in range(50)]
@@ -93,3 +98,42 @@ def test_the_input_is_left_alone_and_the_type_is_kept() -> None:
     result = drop_text(given, [(True, True, True), (True, False, False)], empty)
     assert all(torch.equal(given[name], before[name]) for name in NAMES)
     assert {values.dtype for values in result.values()} == {torch.bfloat16}
+
+
+# --- real tokens -------------------------------------------------------------------------------
+
+
+def real_features(count: int) -> dict[str, Tensor]:
+    lengths = {"clip_l.length": 4, "clip_g.length": 3, "t5.length": 5}
+    return features(count) | {name: torch.full((count,), length) for name, length in lengths.items()}
+
+
+def lengths_of(result: dict[str, Tensor], row: int) -> tuple[int, ...]:
+    return tuple(int(result[f"{name}.length"][row]) for name in ENCODERS)
+
+
+def test_dropping_t5_takes_its_tokens_and_dropping_a_clip_leaves_zeros() -> None:
+    given = real_features(8)
+    result, padded = drop_text(given, ALL_DROPS, None), drop_text(features(8), ALL_DROPS, None)
+    assert all(torch.equal(result[name], padded[name]) for name in NAMES), "values fall as padded ones do"
+    for row, drops in enumerate(ALL_DROPS):
+        expected = (1, 1, 0) if all(drops) else (4, 3, 0 if drops[2] else 5)
+        assert lengths_of(result, row) == expected, drops
+    assert [int(given[f"{name}.length"][7]) for name in ENCODERS] == [4, 3, 5], "the input is left alone"
+
+
+@pytest.mark.parametrize("rows", [(2, 2, 1), (6, 7, 9)])
+def test_the_empty_caption_brings_its_own_lengths(rows: tuple[int, ...]) -> None:
+    """Shorter than those beside it, as it always is; and longer, where all captions of a batch are."""
+    given = real_features(8)
+    empty = {
+        name: torch.full((length, given[name].shape[-1]), 9.0) for name, length in zip(ENCODERS, rows, strict=True)
+    }
+    empty |= {name: torch.full((given[name].shape[-1],), 9.0) for name in NAMES if name.endswith("pooled")}
+    result, zeroed = drop_text(given, ALL_DROPS, empty), drop_text(given, ALL_DROPS, None)
+    assert lengths_of(result, 7) == rows
+    for name, length in zip(ENCODERS, rows, strict=True):
+        assert torch.equal(result[name][7, :length], empty[name])
+        assert torch.equal(result[name][:7, : zeroed[name].shape[1]], zeroed[name][:7])
+    assert all(lengths_of(result, row) == lengths_of(zeroed, row) for row in range(7))
+    assert all(bool((result[name][7] == 9).all()) for name in NAMES if name.endswith("pooled"))

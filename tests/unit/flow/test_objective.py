@@ -1,5 +1,6 @@
-"""The flow losses against explicit float64 computations."""
+"""The flow losses against explicit computations: float64, decimals of 50 digits, and plain loops."""
 
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,52 @@ def test_partly_masked_latents_count_in_part(pair: tuple[Tensor, Tensor]) -> Non
     np.testing.assert_allclose(flow_loss(predicted, target, weight), expected, rtol=1e-5)
 
 
+def test_masked_loss_is_the_loop_that_says_it(pair: tuple[Tensor, Tensor]) -> None:
+    predicted, target = pair
+    weight = torch.rand(B, H, W, generator=torch.Generator().manual_seed(5))
+    for b, found in enumerate(flow_loss(predicted, target, weight).tolist()):
+        total = share = 0.0
+        for c in range(C):
+            for y in range(H):
+                for x in range(W):
+                    total += float(weight[b, y, x]) * (float(predicted[b, c, y, x]) - float(target[b, c, y, x])) ** 2
+                    share += float(weight[b, y, x])
+        assert found == pytest.approx(total / share, rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1 / 255, 7.0, 1e5])
+def test_a_mask_times_a_constant_is_the_same_mask(pair: tuple[Tensor, Tensor], factor: float) -> None:
+    predicted, target = pair[0].requires_grad_(), pair[1]
+    drawn = mask() * torch.rand(B, H, W, generator=torch.Generator().manual_seed(5))
+
+    def loss_and_gradient(weight: Tensor) -> tuple[Tensor, Tensor]:
+        loss = flow_loss(predicted, target, weight)
+        return loss.detach(), torch.autograd.grad(loss.sum(), predicted)[0]
+
+    torch.testing.assert_close(loss_and_gradient(factor * drawn), loss_and_gradient(drawn), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("c", [1e-3, 0.1, 1.0, 30.0])
+def test_pseudo_huber_is_its_formula_to_the_last_digits(c: float) -> None:
+    """Also where the error is far smaller than c: sqrt(e^2 + c^2) - c as it stands is rounded away there."""
+    errors = torch.logspace(-5, 4, 64)
+    found = flow_loss(errors.view(-1, 1, 1, 1), torch.zeros(64, 1, 1, 1), pseudo_huber_c=c)
+    with localcontext() as digits:
+        digits.prec = 50
+        exact = [(Decimal(e) ** 2 + Decimal(c) ** 2).sqrt() - Decimal(c) for e in errors.tolist()]
+    np.testing.assert_allclose(found, [float(value) for value in exact], rtol=1e-6)
+
+
+@pytest.mark.parametrize("c", [0.1, 1.0])
+def test_pseudo_huber_pulls_with_bounded_force(c: float) -> None:
+    """d/de = e / sqrt(e^2 + c^2): e / c for small errors, 1 for large ones, 0 at none."""
+    errors = torch.cat([torch.zeros(1), torch.logspace(-5, 4, 63)]).requires_grad_()
+    flow_loss(errors.view(-1, 1, 1, 1), torch.zeros(64, 1, 1, 1), pseudo_huber_c=c).sum().backward()
+    exact = wide(errors.detach()) / np.sqrt(wide(errors.detach()) ** 2 + c**2)
+    assert errors.grad is not None
+    np.testing.assert_allclose(errors.grad, exact, rtol=1e-5)
+
+
 @pytest.mark.parametrize("c", [0.01, 0.5, 3.0])
 def test_pseudo_huber_closed_form(pair: tuple[Tensor, Tensor], c: float) -> None:
     predicted, target = pair
@@ -139,3 +186,41 @@ def test_text_reconstruction_pulls_on_the_text_and_not_on_its_target() -> None:
     loss.sum().backward()
     assert text.grad is not None
     assert target.grad is None
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 1, 3]])
+def test_text_reconstruction_is_the_loop_that_says_it(lengths: list[int] | None) -> None:
+    text, target = normal(3, 4, 8, seed=1), normal(3, 4, 8, seed=2)
+    found = text_reconstruction_loss(text, target, None if lengths is None else torch.tensor(lengths))
+    for b, count in enumerate(lengths or [4] * 3):
+        squares = [
+            (float(text[b, token, d]) - float(target[b, token, d])) ** 2 for token in range(count) for d in range(8)
+        ]
+        assert float(found[b]) == pytest.approx(sum(squares) / len(squares), rel=1e-5)
+
+
+def test_text_reconstruction_neither_sees_nor_moves_what_is_not_real() -> None:
+    lengths = torch.tensor([4, 1, 3])
+    text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2)
+    padding = torch.arange(4) >= lengths[:, None]
+    expected = text_reconstruction_loss(text, target, lengths)
+    expected.sum().backward()
+    assert text.grad is not None
+    assert not text.grad[padding].any()
+    assert text.grad[~padding].all()
+    dirty = [tensor.detach().masked_fill(padding[..., None], float("inf")) for tensor in (text, target)]
+    assert torch.equal(text_reconstruction_loss(*dirty, lengths), expected.detach())
+
+
+def test_a_path_drawn_in_float64_is_exact() -> None:
+    """Both ends of the path are a step of the velocity away; its loss is 0, that of m times it (m - 1)^2 E[v^2]."""
+    clean, noise = normal(B, C, H, W, seed=1).double(), normal(B, C, H, W, seed=2).double()
+    t = torch.linspace(0.05, 0.95, B, dtype=torch.float64)
+    noisy = interpolate(clean, noise, t)
+    at = t.view(-1, 1, 1, 1)
+    torch.testing.assert_close((noisy - clean) / at, velocity(clean, noise), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((noise - noisy) / (1 - at), velocity(clean, noise), rtol=1e-12, atol=1e-12)
+    exact = velocity(clean, noise)
+    assert not flow_loss(exact, exact).any()
+    expected = 0.25 * (wide(exact) ** 2).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(flow_loss(1.5 * exact, exact), expected, rtol=1e-5)

@@ -1,11 +1,16 @@
 """Times: closed forms, the distribution they draw from, and the shifts."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time, times
+from sd3_light.randomness import stream
+
+COUNT = 100_000
 
 
 def logit_normal_cdf(t: float, scale: float) -> float:
@@ -30,14 +35,49 @@ def test_the_quantile_function_inverts_the_distribution_function(scale: float) -
         assert logit_normal_cdf(quantile_to_time(float(u), "logit_normal", scale), scale) == pytest.approx(u, abs=1e-7)
 
 
-@pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_many_draws_follow_the_logit_normal_distribution(scale: float) -> None:
-    count = 20_000
-    quantiles = np.random.default_rng(0).random(count).tolist()
-    drawn = sorted(times(quantiles, 256, "logit_normal", scale, None, False))
-    expected = np.array([logit_normal_cdf(t, scale) for t in drawn])
-    distance = np.abs(expected - (np.arange(count) + 0.5) / count).max()
-    assert distance < 1.63 / math.sqrt(count)  # Kolmogorov-Smirnov at 1%
+@pytest.fixture(scope="module")
+def drawn() -> list[float]:
+    """What training draws, one number a sample."""
+    return [float(stream(0, "timestep", 0, 0, sample).random()) for sample in range(COUNT)]
+
+
+def unshift(t: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
+    """The time that was shifted to t, from odds: a shift multiplies t / (1 - t)."""
+    odds = t / (1 - t) / shift
+    result: NDArray[np.float64] = odds / (1 + odds)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("method", "scale", "shift", "flux", "factor"),
+    [
+        ("logit_normal", 0.5, None, False, 1.0),
+        ("logit_normal", 1.0, None, False, 1.0),
+        ("logit_normal", 1.0, 3.0, False, 3.0),
+        ("logit_normal", 1.0, None, True, math.exp(0.5 + 0.65 * (1024 - 256) / 3840)),
+        ("uniform", 1.0, None, False, 1.0),
+        ("uniform", 1.0, 3.0, False, 3.0),
+    ],
+)
+def test_many_draws_follow_the_distribution(
+    drawn: list[float], method: str, scale: float, shift: float | None, flux: bool, factor: float
+) -> None:
+    """The closed distribution function of the drawn times is uniform: Kolmogorov and Smirnov at 1%."""
+    found = unshift(np.sort(times(drawn, 1024, method, scale, shift, flux)), factor)
+    expected = found if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in found])
+    assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (1.0, 3.0), (0.5, 3.0)])
+def test_many_draws_have_the_density_of_the_logit_normal(drawn: list[float], scale: float, factor: float) -> None:
+    """By change of variables: with z = (logit t - ln s) / scale the density is phi(z) / (scale t (1 - t))."""
+    found = np.array(times(drawn, 256, "logit_normal", scale, factor, False))
+    counts, edges = np.histogram(found, bins=20, range=(0, 1))
+    fine = np.linspace(0, 1, 20_001)[1:-1]
+    z = (np.log(fine / (1 - fine)) - math.log(factor)) / scale
+    density = np.exp(-(z**2) / 2) / (math.sqrt(2 * math.pi) * scale * fine * (1 - fine))
+    expected = [density[(fine > low) & (fine <= high)].sum() / 20_000 for low, high in pairwise(edges)]
+    assert np.abs(counts / COUNT - expected).max() < 0.005
 
 
 def test_extreme_quantiles_stay_inside() -> None:

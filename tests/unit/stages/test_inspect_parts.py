@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sd3_light.data.manifest import ShardEntry
+from sd3_light.runlog.page.html import Html, join, language, tag
 from sd3_light.stages.inspect.charts import bins_of, shape
 from sd3_light.stages.inspect.gather import bucket_order, draw, num_words, quantile
-from sd3_light.stages.inspect.html import Html, join, language, tag
 from sd3_light.stages.inspect.rejects import label_of, read_rejects
 
 

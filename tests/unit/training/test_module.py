@@ -59,7 +59,7 @@ def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config,
     if mask is not None:
         expected = torch.stack([error[b][:, mask[b] > 0].mean() for b in range(2)]).mean()
     torch.testing.assert_close(losses["loss"], expected, rtol=1e-6, atol=0)
-    assert set(losses) == {"loss", "flow"}
+    assert set(losses) == {"loss", "flow", "each"}
     assert torch.equal(losses["flow"], losses["loss"].detach())
     assert not losses["flow"].requires_grad
 
@@ -82,7 +82,7 @@ def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int
     assert float(expected.detach()) > 0
     torch.testing.assert_close(losses["text_recon"], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(losses["loss"], losses["flow"] + 0.25 * expected, rtol=1e-6, atol=0)
-    assert set(losses) == {"loss", "flow", "text_recon"}
+    assert set(losses) == {"loss", "flow", "each", "text_recon"}
 
 
 def test_text_reconstruction_teaches(config: Config) -> None:

@@ -1,0 +1,139 @@
+"""How the torch engine's weights lie over its processes: all of them on each (DDP), or some rows on each (FSDP2)."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sd3_light.engines.launch import Launch
+
+
+class Layout(Protocol):
+    """What differs between whole and cut weights. ``run`` is the module to call in training."""
+
+    run: nn.Module
+    writers: int
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch: only the last of a step makes the processes talk."""
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """This process's part of a weight, gradient or optimizer tensor, sharing its memory."""
+
+    def start(self, weight: Tensor) -> int:
+        """The first element of a weight that this process holds."""
+
+    def writes(self, number: int) -> bool:
+        """Whether this process writes its part of weight ``number``."""
+
+    def add_parts(self, value: Tensor) -> Tensor:
+        """The sum over processes of what each computed from its own parts."""
+
+    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+        """A tensor that lies as ``weight`` does, all of it; every process calls it."""
+
+
+def num_writers(parallel: str, launch: Launch) -> int:
+    """How many processes, from rank 0 on, write their part of a checkpoint.
+
+    Replicas are equal: those of the first machine share the work, so that machines need not share a folder.
+    """
+    return launch.world if parallel == "fsdp2" else min(launch.world, launch.local_world)
+
+
+class Replicas:
+    """Every process holds all weights, and DDP averages their gradients."""
+
+    def __init__(self, module: nn.Module, launch: Launch, device: torch.device) -> None:
+        self.run: nn.Module = module
+        self.rank = launch.rank
+        self.writers = num_writers("ddp", launch)
+        if launch.world > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            self.run = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """See `Layout`."""
+        if last or not isinstance(self.run, DistributedDataParallel):
+            return nullcontext()
+        return cast(AbstractContextManager[None], self.run.no_sync())
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """See `Layout`."""
+        return tensor.detach()
+
+    def start(self, weight: Tensor) -> int:
+        """See `Layout`."""
+        return 0
+
+    def writes(self, number: int) -> bool:
+        """See `Layout`."""
+        return number % self.writers == self.rank
+
+    def add_parts(self, value: Tensor) -> Tensor:
+        """See `Layout`."""
+        return value
+
+    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+        """See `Layout`."""
+        return held
+
+
+class Shards:
+    """Every process holds some rows of each weight and its state (FSDP2); blocks are gathered one at a time."""
+
+    def __init__(self, module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> None:
+        self.run, self.rank, self.writers = module, launch.rank, num_writers("fsdp2", launch)
+        mesh = init_device_mesh(device.type, (launch.world,))
+        # inputs are not cast: times of up to 1000 and targets would lose their last digits; autocast casts inside
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if bf16:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        denoiser: Any = module.transformer
+        # also the root is cut again after each forward: an evaluation swaps the weights under it
+        for part in (*denoiser.transformer_blocks, module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        if hasattr(module, "denoise"):
+            register_fsdp_forward_method(module, "denoise")
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """See `Layout`."""
+        cast(FSDPModule, self.run).set_requires_gradient_sync(last)
+        yield
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """See `Layout`."""
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def start(self, weight: Tensor) -> int:
+        """See `Layout`."""
+        assert isinstance(weight, DTensor)
+        # rows are cut as torch.chunk cuts them: all parts but the last ones are equal
+        rows = -(-weight.shape[0] // self.writers)
+        return min(self.rank * rows, weight.shape[0]) * (weight.numel() // weight.shape[0])
+
+    def writes(self, number: int) -> bool:
+        """See `Layout`."""
+        return True
+
+    def add_parts(self, value: Tensor) -> Tensor:
+        """See `Layout`."""
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+        """See `Layout`."""
+        assert isinstance(weight, DTensor)
+        joined = DTensor.from_local(
+            held, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return joined.full_tensor()

@@ -1,0 +1,105 @@
+"""The features of the config's prompts, kept in the cache beside the captions': training then needs no text encoder.
+
+    <cache>/prompts/DIGEST.safetensors   one prompt: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width], bf16
+
+The name is a hash of the prompt and of all that determines a text's features, so a changed prompt, encoder or setting
+makes another file. Prompts are encoded one at a time, so none depends on the others.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.config.base import Place
+from sd3_light.data.files import write_atomically
+from sd3_light.data.store.protocols import Missing, reading
+from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.text import PARTS
+
+FOLDER = "prompts"
+Features = dict[str, Tensor]
+
+_FORMAT = 1
+_RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in PARTS.values() for folder in folders))
+
+
+def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
+    """The name of a prompt's file under `FOLDER`, by the part of a cache's recipe that is about text."""
+    made_of = {"format": _FORMAT, "prompt": prompt, **{key: recipe[key] for key in _RECIPE}}
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    return f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: Features) -> None:
+    """Put a prompt's features into a cache folder, atomically."""
+    folder = cache / FOLDER
+    folder.mkdir(exist_ok=True)
+    about = {"prompt": prompt, "sha256": hashlib.sha256(_split(save(features))[1]).hexdigest()}
+    write_atomically(folder / prompt_file(prompt, recipe), save(features, {"about": json.dumps(about)}))
+
+
+def read_prompt(cache: Place, prompt: str, recipe: Mapping[str, Any]) -> Features | None:
+    """A prompt's features from a cache in a folder or at a URL; None where they are not there, or are damaged."""
+    name = f"{FOLDER}/{prompt_file(prompt, recipe)}"
+    try:
+        if isinstance(cache, Path):
+            return _parse((cache / name).read_bytes())
+        with reading(f"{cache}/{name}") as (files, path):
+            return _parse(files.cat_file(path))
+    except (FileNotFoundError, Missing):
+        return None
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Header and tensors of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return data[8:end], data[end:]
+
+
+def _parse(data: bytes) -> Features | None:
+    try:
+        header, tensors = _split(data)
+        about = json.loads(json.loads(header)["__metadata__"]["about"])
+        return load(data) if about["sha256"] == hashlib.sha256(tensors).hexdigest() else None
+    except (SafetensorError, ValueError, LookupError, TypeError):  # cut short, or nothing that `write_prompt` wrote
+        return None
+
+
+def encode_prompts(parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = PARTS) -> list[Features]:
+    """The prompts' features by the named encoders, as captions are encoded for the cache."""
+    tokens = [parts.tokenize([prompt]) for prompt in prompts]
+    found: list[Features] = [{} for _ in prompts]
+    for name in encoders:  # in the outer loop: it may be that only one of them fits on the device
+        for features, ids in zip(found, tokens, strict=True):
+            encoded = parts.encode_text(name, ids[name])
+            features[name] = encoded[f"{name}.tokens"]
+            if f"{name}.pooled" in encoded:
+                features[f"{name}.pooled"] = encoded[f"{name}.pooled"]
+    parts.finish()
+    return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in found]
+
+
+def encode_in_passing(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[Features]:
+    """The same, each encoder loaded, used and freed before the next: never two of them in memory."""
+    found: list[Features] = [{} for _ in prompts]
+    for name in PARTS:
+        with FrozenParts(
+            model.diffusers_path,
+            device,
+            text_dtype=getattr(torch, model.dtype),
+            t5_max_length=model.t5_max_length,
+            text_tokens=model.text_tokens,
+            batch_size=1,
+            one_at_a_time=False,
+        ) as parts:
+            for features, encoded in zip(found, encode_prompts(parts, prompts, [name]), strict=True):
+                features |= encoded
+    return found

@@ -1,0 +1,146 @@
+"""The training stage: from a cache to checkpoints and exports."""
+
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+
+from sd3_light.checkpoint.state import Progress
+from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config.faults import Stopped, UserError
+from sd3_light.data.order import Order
+from sd3_light.data.stream import MicroBatches
+from sd3_light.engines import Launch
+from sd3_light.engines.layouts import num_writers
+from sd3_light.engines.processes import Agreement, start_process_group
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.layers import compile_blocks
+from sd3_light.model.peaks import peak_flops
+from sd3_light.model.start import where_weights_start
+from sd3_light.optim.ema import Averages
+from sd3_light.optim.schedules import learning_rate
+from sd3_light.stages.train.duties import Duties
+from sd3_light.stages.train.folder import RunFolder
+from sd3_light.stages.train.restore import Resume, choose_checkpoint, open_saved, require_start, settings_in_force
+from sd3_light.training.feed import flops_counter, make_order, open_cache, training_steps
+from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.training.loop import Run, train
+from sd3_light.training.meter import Meter
+from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.watch import Watch
+
+__all__ = ["Resume", "require_start", "run"]
+
+
+def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | None = None) -> Progress:
+    """Train to the end of the config's epochs or steps; the cache must be there.
+
+    Raises `Stopped` when a signal asked to stop and the checkpoint to go on from is saved.
+    """
+    launch = launch or Launch()
+    with RunFolder(loaded, launch.is_main) as folder:
+        device = launch.device()
+        data = open_cache(loaded.dataset, loaded.train, launch, in_memory=not loaded.train.sd3_streaming_dataset)
+        writers = num_writers(loaded.train.parallel, launch)
+        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, writers)
+        saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+        config = settings_in_force(loaded.train, saved, resume)
+
+        order = make_order(data, loaded, launch)
+        if saved is None:
+            MicroBatches(data, order, launch.rank, launch.world, config.gradient_accumulation_steps).warm(0)
+        pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
+        freeze(pipeline, config.freeze)
+        if config.compile:
+            compile_blocks(pipeline.transformer)
+        engine = TorchEngine(DiffusionTrainingModule(pipeline.transformer, config), config, launch, device)
+        averages = Averages(engine.weights, config.ema)
+        restored = saved.load(engine, averages, order, resume or Resume()) if saved else None
+        progress = restored.progress if restored else Progress()
+        total = total_steps(config, order, progress)
+
+        watch = Watch(
+            folder.path if launch.is_main else None, config.checkpoint_every_n_minutes, Agreement(groups.control, 2)
+        )
+        meter = Meter(launch.world, _peak(device, config), restored.window if restored else None)
+        start = where_weights_start(config.model)
+        training = Run(
+            engine=engine,
+            steps=training_steps(config, data, order, launch, engine, pipeline.preparer),
+            samples_in=order.batch_size,
+            learning_rate=lambda step: rate(config, step, total),
+            total_steps=total,
+            progress=progress,
+            averages=averages,
+            log=folder.log,
+            meter=meter,
+            watch=watch,
+            flops_in=flops_counter(start, launch.world),
+            steps_per_epoch=order.steps_per_epoch,
+            max_nonfinite_steps=config.max_nonfinite_steps,
+            logging_steps=config.logging_steps,
+            steps_per_print=config.steps_per_print,
+        )
+        folder.announce(start.sentence, progress, total, order, launch, device, saved.path if saved else None)
+        folder.tell_dropped(data, order)
+        with watch, Duties(loaded, config, launch, groups, order, data, pipeline, training, folder) as duties:
+            training.duties = duties.of_run(total)
+            if config.eval_before_first_step and progress.step == 0:
+                duties.evaluate(progress)
+            done = train(training)
+            duties.finish(done)
+    _require_progress(progress, done)
+    if watch.signal or (watch.quit and watch.reason != "save_quit"):
+        raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
+    return done
+
+
+def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
+    """The step that ends the run: `max_steps`, or what is left of the epochs since the data began."""
+    by_epochs = None
+    if config.epochs:
+        by_epochs = progress.step + max(0, config.epochs * order.steps_per_epoch - progress.position)
+    return min(limit for limit in (by_epochs, config.max_steps) if limit is not None)
+
+
+def rate(config: TrainConfig, step: int, total: int) -> float:
+    """The learning rate of a step."""
+    if config.force_constant_lr is not None:
+        return config.force_constant_lr
+    return learning_rate(
+        step,
+        peak=config.optimizer.lr,
+        schedule=config.lr_scheduler,
+        warmup_steps=config.warmup_steps,
+        total_steps=total,
+        step_size=config.lr_step_size,
+        step_gamma=config.lr_step_gamma,
+    )
+
+
+def freeze(pipeline: LightSD3Pipeline, patterns: Sequence[str]) -> None:
+    """Take the parameters that match a pattern out of training."""
+    names = [name for name, _ in pipeline.transformer.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(f"freeze: {pattern!r} matches no parameter; names look like {names[len(names) // 2]!r}")
+    for name, parameter in pipeline.transformer.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    if not any(parameter.requires_grad for parameter in pipeline.transformer.parameters()):
+        raise UserError(f"freeze: {list(patterns)} leaves nothing to train; name fewer parameters")
+
+
+def _peak(device: torch.device, config: TrainConfig) -> float | None:
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
+
+
+def _require_progress(before: Progress, after: Progress) -> None:
+    """A run in which no step was taken has trained nothing, and must not pass for one that has."""
+    steps, skipped = after.step - before.step, after.skipped - before.skipped
+    if steps and steps == skipped:
+        raise UserError(
+            f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or look at "
+            "the data"
+        )

@@ -1,0 +1,225 @@
+"""What a run does now and then besides training: evaluate, draw, save."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from sd3_light.checkpoint.background import Background, CheckpointKeeper, Done, Failed, Saved
+from sd3_light.checkpoint.state import EMA, Progress, track_kind
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.order import Order
+from sd3_light.data.stream import CachedDataset
+from sd3_light.engines import Launch
+from sd3_light.engines.processes import Groups
+from sd3_light.engines.protocol import Piece
+from sd3_light.export.folder import ExportError
+from sd3_light.export.verify import ProofError
+from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
+from sd3_light.runlog import say
+from sd3_light.stages.train.folder import RunFolder
+from sd3_light.stages.train.restore import rate_settings
+from sd3_light.training.evaluation import Evaluator
+from sd3_light.training.feed import order_facts
+from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.training.loop import Duty, Run, every
+from sd3_light.training.pictures import Sampler
+from sd3_light.training.saver import Saver
+
+RAW = "raw"
+
+
+@dataclass
+class Duties:
+    """The duties of a run, over the parts they need. Writing goes on in the background while the run trains."""
+
+    loaded: LoadedConfig
+    config: TrainConfig
+    launch: Launch
+    groups: Groups
+    order: Order
+    data: CachedDataset
+    pipeline: LightSD3Pipeline
+    training: Run
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
+        engine, rank = self.training.engine, self.launch.rank
+        self.engine = engine
+        assert self.training.averages is not None
+        self.averages = self.training.averages
+        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.pipeline.preparer)
+        folder, keep = self.folder.path / "checkpoints", self.config.keep_last_n_checkpoints
+        self.keeper = CheckpointKeeper(folder, rank, engine.writers, self.groups.saving, keep)
+        self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
+        self.exports = Background()
+        self.saver = Saver(self.config, self.pipeline.transformer, self.folder.path / "exports")
+        self._news: list[Saved | Failed | Done] = []
+        self._failed: dict[str, str] = {}
+        self._sampler: Sampler | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or self.launch.world == 1:  # after a fault the others may be gone: a save would wait for them
+            for part in (self.keeper, self.snapshots, self.exports):
+                part.close()
+
+    def of_run(self, total: int) -> list[Duty]:
+        """All duties and when they are due; what is asked for from outside, and the end, make a checkpoint too."""
+        c, per_epoch, watch = self.config, self.order.steps_per_epoch, self.training.watch
+        last = every(steps=total)
+        save = every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, per_epoch)
+        check = every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=per_epoch)
+        judge = every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, per_epoch)
+        draw, snap = every(c.sampling.every_n_steps), every(snapshot_interval(c.ema, total))
+        return [
+            Duty("tell", lambda a, b: self._has_news(), lambda _: self.tell()),
+            Duty("evaluate", lambda a, b: bool(self.loaded.eval_datasets) and judge(a, b), self.evaluate),
+            Duty("sample", lambda a, b: bool(c.sampling.prompts) and draw(a, b), self.sample),
+            Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
+            Duty("snapshot", lambda a, b: snap(a, b), self.snapshot),
+            Duty("export", lambda a, b: save(a, b) | last(a, b), self.export),
+        ]
+
+    # --- weights -------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> str:
+        """The weights to show and export: the main average, where there is one."""
+        return EMA if EMA in self.averages.tracks else RAW
+
+    def held(self, weights: str) -> Mapping[str, Tensor]:
+        """What this rank holds of some weights."""
+        return self.engine.weights if weights == RAW else self.averages.tracks[weights].shadow
+
+    @contextmanager
+    def shown(self, weights: str) -> Iterator[None]:
+        """The model has these weights inside the block."""
+        if weights == RAW:
+            yield
+            return
+        with self.averages.in_place_of(weights, self.engine.weights):
+            yield
+
+    # --- seeing --------------------------------------------------------------------------------
+
+    def evaluate(self, progress: Progress) -> None:
+        """The validation loss of every evaluation set, with the weights themselves and every average of them."""
+        for weights in (RAW, *self.averages.tracks):
+            with self.shown(weights):
+                for name, losses in self.evaluator.losses():
+                    say(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
+                    self.folder.log("eval", **progress.counts(), set=name, weights=weights, **losses)
+
+    def sample(self, progress: Progress) -> None:
+        """A grid of the config's prompts, of which every rank draws its share."""
+        if self._sampler is None:
+            place = self.loaded.dataset.cache_dir
+            self._sampler = Sampler.of_config(self.config, place, self.data, self.launch, self.launch.device())
+        path, weights = self.folder.path / "samples" / f"{checkpoint_name(progress.step)}.png", self.best
+        facts = {**progress.counts(), "weights": weights}
+        with self.shown(weights):
+            drawn = self._sampler.sample(self.engine.denoise, path, facts, self.groups.control)
+        if drawn is not None:
+            self.folder.picture(*drawn, progress, weights)
+
+    # --- saving --------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[Piece]:
+        """All that a checkpoint holds of this rank."""
+        yield from self.engine.pieces()
+        for name, track in self.averages.tracks.items():
+            yield from self.engine.like_weights(track_kind(name), track.shadow)
+
+    def facts(self, progress: Progress) -> dict[str, Any]:
+        """What a checkpoint says besides its tensors."""
+        return {
+            "progress": progress.as_dict(),
+            "order": order_facts(self.order),
+            "settings": rate_settings(self.config),
+            "window": self.training.meter.window.as_dict(),
+        }
+
+    def checkpoint(self, progress: Progress) -> None:
+        """Copy all that the run needs to go on, and write it while the run goes on."""
+        self.training.watch.tell()
+        self.keeper.save(progress.step, self.pieces(), self.facts(progress))
+        self.training.watch.saved()
+
+    def snapshot(self, progress: Progress) -> None:
+        """The power-function averages as they are now: an average of any length is rebuilt from several of these."""
+        dtype = getattr(torch, self.config.ema.snapshot_dtype)
+        pieces = (
+            replace(piece, values=piece.values.to(dtype))
+            for name in power_tracks(self.config.ema)
+            for piece in self.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
+        )
+        self.snapshots.save(progress.step, pieces, snapshot_facts(self.config.ema, progress.step))
+
+    def export(self, progress: Progress) -> None:
+        """A proven diffusers folder, of the averaged weights where there are any, made while the run goes on."""
+        weights = self.best
+        trained = self.engine.whole(self.held(weights))
+        if trained is not None:
+            self.exports.submit(str(progress.step), lambda: self.saver.save_model(trained, weights, progress))
+
+    # --- what the background has done ----------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        self._news += [*self.keeper.poll(), *self.snapshots.poll(), *self.exports.poll()]
+        return bool(self._news)
+
+    def tell(self) -> None:
+        """Say and log what was written since the last time, and what could not be."""
+        news, self._news = self._news, []
+        for item in news:
+            if isinstance(item, Saved):
+                self._tell_saved(item)
+            elif isinstance(item, Failed):
+                self._tell_failure("checkpoint", item.step, item.reason)
+            else:
+                self._tell_export(item)
+
+    def _tell_saved(self, saved: Saved) -> None:
+        if saved.warning:
+            say(saved.warning)
+        event = "checkpoint" if saved.path.parent.name == "checkpoints" else "snapshot"
+        numbers = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.bytes}
+        self.folder.log(event, step=saved.step, file=saved.path.name, **numbers)
+        self._failed.pop("checkpoint", None)
+
+    def _tell_export(self, done: Done) -> None:
+        step = int(done.name)
+        if done.error is None:
+            say(f"export at step {step}, proven with stock diffusers: {done.result}")
+            self.folder.log("export", step=step, file=done.result.name, weights=self.best, seconds=done.seconds)
+            self._failed.pop("export", None)
+        elif isinstance(done.error, ExportError | ProofError | OSError | SafetensorError):
+            self._tell_failure("export", step, f"{done.error}")
+        else:
+            raise done.error
+
+    def _tell_failure(self, kind: str, step: int, reason: str) -> None:
+        """Training goes on: the next one may succeed."""
+        say(f"{kind} at step {step} failed: {reason}")
+        self.folder.log(f"{kind}_failed", step=step, reason=reason)
+        self._failed[kind] = f"the {kind} at step {step} failed: {reason}"
+
+    def finish(self, progress: Progress) -> None:
+        """Wait until all is written. The last of each kind must have been: a run does not end well without it."""
+        self._news += [*self.keeper.wait(), *self.snapshots.wait(), *self.exports.wait()]
+        self.tell()
+        self.folder.log("stop", **progress.counts(), reason=self.training.watch.reason or "finished")
+        for failure in self._failed.values():
+            raise UserError(f"{failure}; what was saved before is intact: make room, then resume")

@@ -1,0 +1,153 @@
+"""Going on from a checkpoint: which one, with which settings, and what of it is taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sd3_light.checkpoint.state import WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint, sweep
+from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.order import Order
+from sd3_light.engines import Engine
+from sd3_light.optim.ema import Averages
+from sd3_light.runlog import say
+from sd3_light.training.feed import order_facts
+
+_RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What `--resume_from_checkpoint` and the `--reset_*` flags ask for; ``checkpoint`` None means the newest."""
+
+    checkpoint: Path | None = None
+    reset_dataloader: bool = False
+    reset_optimizer: bool = False
+    reset_optimizer_params: bool = False
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a resumed run stands."""
+
+    progress: Progress
+    window: Mapping[str, Any] | None
+
+
+def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
+    """Refuse a run folder that holds a run, before hours are spent on its cache."""
+    if resume is None:
+        find_checkpoint(loaded.train.output_dir, resume)
+
+
+def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
+    """The checkpoint to go on from; None for a run that begins."""
+    folder = output_dir / "checkpoints"
+    newest = newest_checkpoint(folder)
+    if resume is None:
+        if newest is not None:
+            raise UserError(
+                f"{output_dir} holds a run ({newest.name}); go on with --resume (train.py: --resume_from_checkpoint) "
+                "or choose another output_dir"
+            )
+        return None
+    if resume.checkpoint is not None:
+        return resume.checkpoint
+    for path in half_written(folder):
+        say(f"ignoring {path}: it is not whole (a save was cut short)")
+    if newest is None:
+        say(f"no checkpoint under {output_dir} yet: starting from the beginning")
+    return newest
+
+
+def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
+    """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
+    for folder in (output_dir / "checkpoints", output_dir / "ema"):
+        for name in sweep(folder):
+            say(f"removed {folder / name}: a save that was cut short")
+    found = find_checkpoint(output_dir, resume)
+    return None if found is None else str(found)
+
+
+def rate_settings(config: TrainConfig) -> dict[str, Any]:
+    """The optimizer's settings as a checkpoint keeps them."""
+    table = config.optimizer.model_dump(mode="json")
+    return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
+
+
+def open_saved(path: str | None) -> "Saved | None":
+    """An opened checkpoint; its index is read, its tensors are not."""
+    return None if path is None else Saved(Path(path), open_checkpoint(Path(path)))
+
+
+def settings_in_force(config: TrainConfig, saved: "Saved | None", resume: Resume | None) -> TrainConfig:
+    """The config with the checkpoint's optimizer settings, which hold on unless a flag takes the config's."""
+    if saved is None or resume is None or resume.reset_optimizer:
+        return config
+    kept, given = saved.checkpoint.facts["settings"], rate_settings(config)
+    if kept["optimizer"]["type"] != given["optimizer"]["type"]:
+        raise UserError(
+            f"{saved.path} was trained with optimizer.type = {kept['optimizer']['type']!r}, the config says "
+            f"{given['optimizer']['type']!r}; write that type, or drop its state with --reset_optimizer"
+        )
+    if resume.reset_optimizer_params or kept == given:
+        return config
+    differing = [f"{key} = {kept[key]!r}" for key in _RATE_KEYS if kept[key] != given[key]]
+    table = kept["optimizer"]
+    differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != given["optimizer"].get(key)]
+    say(f"going on with the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
+    optimizer = type(config.optimizer).model_validate({**given["optimizer"], **table})
+    return config.model_copy(update={"optimizer": optimizer, **{key: kept[key] for key in _RATE_KEYS}})
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that a run goes on from."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+    def load(self, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
+        """Fill engine and averages; where the run stands."""
+        self._require_model(engine)
+        self._require_order(order, resume)
+        pieces = engine.pieces()
+        if resume.reset_optimizer:
+            pieces = engine.like_weights(WEIGHTS, engine.weights)
+        known, new = self._tracks(averages)
+        shadows = (engine.like_weights(track_kind(name), averages.tracks[name].shadow) for name in known)
+        self.checkpoint.load_into(chain(pieces, chain.from_iterable(shadows)))
+        for name in new:
+            say(f"{self.path} has no average {name!r}: it starts from the weights now")
+            for key, tensor in averages.tracks[name].shadow.items():
+                tensor.copy_(engine.weights[key])
+        facts = self.checkpoint.facts
+        progress = Progress(**facts["progress"])
+        if resume.reset_dataloader:
+            return Restored(replace(progress, position=0), None)
+        return Restored(progress, facts["window"])
+
+    def _tracks(self, averages: Averages) -> tuple[list[str], list[str]]:
+        known = [name for name in averages.tracks if self.checkpoint.names(track_kind(name))]
+        return known, [name for name in averages.tracks if name not in known]
+
+    def _require_model(self, engine: Engine) -> None:
+        differing = sorted(set(self.checkpoint.names(WEIGHTS)) ^ set(engine.weights))[:3]
+        differing += [
+            piece.name.partition("/")[2]
+            for piece in engine.like_weights(WEIGHTS, engine.weights)
+            if not differing and tuple(self.checkpoint.shapes[piece.name]) != piece.shape
+        ][:3]
+        if differing:
+            raise UserError(f"{self.path} is of another model (differs in {differing}); check [model] and freeze")
+
+    def _require_order(self, order: Order, resume: Resume) -> None:
+        before, now = self.checkpoint.facts["order"], order_facts(order)
+        if before != now and not resume.reset_dataloader:
+            raise UserError(
+                f"{self.path} was trained on another order of data ({before}, now {now}); restore batch size and "
+                "data, or start the data anew with --reset_dataloader"
+            )

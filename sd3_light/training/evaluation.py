@@ -1,0 +1,41 @@
+"""The validation loss of a run's evaluation sets, on all processes, by any engine."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sd3_light.config import LoadedConfig, batch_size_for
+from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
+from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.engines import Engine, Launch
+from sd3_light.metrics.validation import AtQuantiles, EvalPreparer, validate
+from sd3_light.training.feed import make_loader, open_cache
+
+
+@dataclass
+class Evaluator:
+    """Evaluates whatever weights are in the engine's model; the same weights give the same numbers each time."""
+
+    loaded: LoadedConfig
+    launch: Launch
+    engine: Engine
+    preparer: PreparesInputs
+    _open: dict[str, CachedDataset] = field(default_factory=dict)
+
+    def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """(name, losses) of each evaluation set."""
+        for name in self.loaded.eval_datasets:
+            yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
+
+    def _loader(self, name: str) -> PipelineDataLoader:
+        """Each sample once, whatever its directory's repeats."""
+        if name not in self._open:
+            self._open[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
+        data, config = self._open[name], self.loaded.train
+        once = {shard.directory: 1.0 for shard in data.manifest.shards}
+        order = data.order(0, once, self._batch, config.shuffle_window)
+        batches = MicroBatches(data, order, self.launch.rank, self.launch.world, 1)
+        items = AtQuantiles(batches, order.steps_per_epoch)
+        return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
+
+    def _batch(self, resolution: tuple[int, int]) -> int:
+        return batch_size_for(self.loaded.train.eval_micro_batch_size_per_gpu, resolution) * self.launch.world

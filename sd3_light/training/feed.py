@@ -1,0 +1,102 @@
+"""What a run is fed with: a cache, the order of its samples, and the loader that follows it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.data.building.catalogue import sources_of
+from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
+from sd3_light.data.order import Order
+from sd3_light.data.store import open_store
+from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.engines import Launch
+from sd3_light.engines.protocol import Prepared
+from sd3_light.model.cost import image_tokens, step_flops
+from sd3_light.model.start import WeightsStart
+
+
+def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_memory: bool = False) -> CachedDataset:
+    """A data set's cache, by its manifest alone unless all of it is wanted in memory."""
+    limit = int(config.stream_cache_gb * 1e9)
+    store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
+    # the first process of a machine answers for all: the others may come when its memory is taken already
+    here = launch.local_world if launch.local_rank == 0 else 1
+    return CachedDataset(store, in_memory, here, launched=launch.world > 1)
+
+
+def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
+    """The order that training follows."""
+    config = loaded.train
+    return data.order(
+        config.seed,
+        {source.label: source.directory.num_repeats for source in sources_of(loaded.dataset.directories)},
+        lambda resolution: global_batch(config, resolution, launch.world),
+        config.shuffle_window,
+        config.small_buckets,
+    )
+
+
+def global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
+    """Samples of one optimizer step at a resolution."""
+    return batch_size_for(config.micro_batch_size_per_gpu, resolution) * config.gradient_accumulation_steps * world
+
+
+def order_facts(order: Order) -> dict[str, Any]:
+    """What must be equal for a position in the order to mean the same."""
+    buckets = []
+    for bucket in order.buckets:
+        shards = blake2b(digest_size=8)
+        shards.update(repr([(shard.size, shard.repeats) for shard in bucket.segments]).encode())
+        buckets.append([bucket.batch, bucket.window, bucket.length, bucket.num_batches, shards.hexdigest()])
+    return {"seed": order.seed, "buckets": buckets}
+
+
+def make_loader(
+    config: TrainConfig,
+    dataset: Dataset[Any],
+    engine: object,
+    micro_batches: int,
+    preparer: PreparesInputs,
+    items: range | None = None,
+) -> PipelineDataLoader:
+    """A loader with the config's workers."""
+    return PipelineDataLoader(
+        dataset,
+        engine,
+        micro_batches,
+        preparer,
+        num_dataloader_workers=config.num_dataloader_workers,
+        prefetch_batches_per_worker=config.dataloader_prefetch_per_worker,
+        items=items,
+    )
+
+
+def training_steps(
+    config: TrainConfig, data: CachedDataset, order: Order, launch: Launch, engine: object, preparer: PreparesInputs
+) -> Callable[[int], Iterator[Sequence[Prepared]]]:
+    """From a position in the order on, the micro-batches of step after step, for ever."""
+    micro = config.gradient_accumulation_steps
+    dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
+
+    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+        return make_loader(config, dataset, engine, micro, preparer, range(first * micro, 2**62)).steps()
+
+    return steps
+
+
+def flops_counter(start: WeightsStart, world: int) -> Callable[[Sequence[Prepared]], int]:
+    """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have."""
+
+    def count(batches: Sequence[Prepared]) -> int:
+        total = 0
+        for features, _ in batches:
+            height, width = (8 * side for side in features[0].shape[-2:])
+            prompt = features[2]
+            lengths = features[4].tolist() if len(features) > 4 else [prompt.shape[1]] * len(prompt)
+            total += step_flops(start.size, image_tokens(width, height), lengths)
+        return total * world
+
+    return count

@@ -1,0 +1,181 @@
+"""The prompts of [sampling] are encoded with the cache, once, and anew when they or the encoders change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import Manifest
+from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.engines import Launch
+from sd3_light.sampling.prompts import FOLDER, prompt_file, read_prompt
+from sd3_light.stages import cache
+from sd3_light.stages.cache import prompts as stage_prompts
+
+Project = Any  # the class is in tests/conftest.py
+PROMPTS = ("a large red circle on a white background", "两个蓝色的小方块")
+
+
+def sampling(*prompts: str) -> tuple[str, ...]:
+    return f"sampling.prompts={json.dumps(prompts)}", "sampling.every_n_steps=2"
+
+
+def files(project: Project) -> set[str]:
+    return {path.name for path in (project.cache / FOLDER).glob("*")}
+
+
+def recipe(project: Project) -> dict[str, Any]:
+    return Manifest.load(project.cache).recipe
+
+
+def names(project: Project, *prompts: str) -> set[str]:
+    return {prompt_file(prompt, recipe(project)) for prompt in prompts}
+
+
+@pytest.fixture
+def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr("sd3_light.encoders.frozen.load_text_model", refuse)
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_a_prompt_is_encoded_as_a_caption_is(fresh_project: Project, text_tokens: str) -> None:
+    fresh_project.build_cache(*sampling(*PROMPTS), f'model.text_tokens="{text_tokens}"')
+    assert files(fresh_project) == names(fresh_project, *PROMPTS)
+    with FrozenParts(
+        fresh_project.model,
+        torch.device("cpu"),
+        text_dtype=torch.float32,
+        t5_max_length=16,
+        text_tokens=text_tokens,  # type: ignore[arg-type]
+        batch_size=4,
+    ) as parts:
+        for prompt in PROMPTS:
+            expected = parts.encode_captions([prompt])
+            found = read_prompt(fresh_project.cache, prompt, recipe(fresh_project))
+            assert found is not None and set(found) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
+            for name, tensor in found.items():
+                wanted = expected[name][0] if name.endswith(".pooled") else expected[f"{name}.tokens"]
+                assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, wanted), name
+
+
+def test_a_fresh_cache_without_prompts_gets_them_alone(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()}
+    project.build_cache(*sampling(*PROMPTS))
+    assert files(project) == names(project, *PROMPTS)
+    assert {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()} == shards
+    assert "encoding 2 prompt(s) of [sampling]" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_encoders")
+def test_without_prompts_nothing_is_encoded_or_made(project: Project) -> None:
+    project.build_cache()
+    assert not (project.cache / FOLDER).exists()
+
+
+def test_what_stands_is_not_encoded_again(
+    project: Project, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project.build_cache(*sampling(*PROMPTS))
+    request.getfixturevalue("no_encoders")
+    capsys.readouterr()
+    project.build_cache(*sampling(*reversed(PROMPTS)))
+    assert "encoding" not in capsys.readouterr().err
+
+
+def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project.build_cache(*sampling(*PROMPTS))
+    capsys.readouterr()
+    project.build_cache(*sampling(PROMPTS[0], "three stars"))
+    said = capsys.readouterr().err
+    assert "encoding 1 prompt(s)" in said and "--prune" in said
+    assert files(project) == names(project, *PROMPTS, "three stars")
+    project.build_cache(*sampling(PROMPTS[0], "three stars"), prune=True)
+    assert files(project) == names(project, PROMPTS[0], "three stars")
+
+
+def test_a_changed_encoder_setting_makes_other_files(project: Project) -> None:
+    project.build_cache(*sampling(*PROMPTS))
+    before = files(project)
+    project.build_cache(*sampling(*PROMPTS), "model.t5_max_length=12", prune=True)
+    assert files(project) == names(project, *PROMPTS) and not files(project) & before
+
+
+@pytest.mark.parametrize("key", ["text_tokens", "text_encoder_3", "tokenizer"])
+def test_the_name_hangs_on_all_that_is_about_text(project: Project, key: str) -> None:
+    made_of = recipe(project)
+    assert prompt_file("a", made_of) != prompt_file("a", {**made_of, key: "other"})
+    assert prompt_file("a", made_of) == prompt_file("a", {**made_of, "vae": "other", "preprocess": "other"})
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "nonsense"])
+def test_a_damaged_file_is_encoded_again(project: Project, how: str) -> None:
+    project.build_cache(*sampling(*PROMPTS))
+    path = project.cache / FOLDER / prompt_file(PROMPTS[0], recipe(project))
+    whole = path.read_bytes()
+    damaged = {"cut": whole[:-9], "flipped": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "nonsense": b"[]"}[how]
+    path.write_bytes(damaged)
+    assert read_prompt(project.cache, PROMPTS[0], recipe(project)) is None
+    project.build_cache(*sampling(*PROMPTS))
+    assert path.read_bytes() == whole
+
+
+def test_a_trusted_cache_gets_its_prompts_where_it_may_be_written(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "may_write", lambda _: False)
+        project.build_cache(*sampling(*PROMPTS), trust=True)
+        assert not (project.cache / FOLDER).exists()
+    project.build_cache(*sampling(*PROMPTS), trust=True)
+    assert files(project) == names(project, *PROMPTS)
+
+
+def test_a_dry_run_encodes_none(project: Project) -> None:
+    project.build_cache(*sampling(*PROMPTS), dry_run=True)
+    project.build_cache(*sampling(*PROMPTS), dry_run=True, trust=True)
+    assert not (project.cache / FOLDER).exists()
+
+
+def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They encode none themselves, and go on as soon as the last file stands."""
+    loaded = project.load(*sampling(*PROMPTS))
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        cache.run(loaded, Launch(0, 0, 2))  # what the main process does meanwhile
+
+    monkeypatch.setattr(stage_prompts.time, "sleep", nap)
+    cache.run(loaded, Launch(1, 1, 2))
+    assert len(naps) == 1 and files(project) == names(project, *PROMPTS)
+
+
+def test_waiting_has_an_end(project: Project) -> None:
+    with pytest.raises(UserError, match="sd3_manifest_timeout_sec"):
+        stage_prompts.await_prompts(project.cache, PROMPTS, recipe(project), patience=0)
+
+
+def test_evaluation_sets_carry_none(project: Project) -> None:
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\n')
+    reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
+    assert [(report.folder / FOLDER).exists() for report in reports] == [True, False]
+
+
+def test_a_cache_at_a_url_is_read_and_not_written(project: Project, tmp_path: Path) -> None:
+    project.build_cache(*sampling(PROMPTS[0]))
+    url = f"file://{project.cache}"
+    made_of = recipe(project)
+    local, remote = (read_prompt(place, PROMPTS[0], made_of) for place in (project.cache, url))
+    assert local is not None and remote is not None
+    assert all(torch.equal(local[name], remote[name]) for name in local)
+    assert read_prompt(url, PROMPTS[1], made_of) is None
+    project.build_cache(*sampling(*PROMPTS), f'cache_dir="{url}"')
+    assert files(project) == names(project, PROMPTS[0])
