@@ -19,8 +19,8 @@ DEFAULT_SNAPSHOTS = 32
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative rounding error of a snapshot's numbers, by its type."""
 
-# What `Fit.is_good` accepts. A profile that is wrong by a tenth is nearer to the wanted one than the profile of a
-# length 15% away; and rounding may hurt as much as saving the result in bfloat16 does.
+# What `Fit.is_good` accepts: a profile about as far from the wanted one as that of a length 10% away, and as much
+# noise as saving the result in bfloat16 makes.
 MOST_MISMATCH = 0.1
 MOST_NOISE = 2.0**-8
 
@@ -96,7 +96,7 @@ def solve(snapshots: Sequence[Snapshot], time: int, sigma_rel: float) -> Fit:
 
 def reachable(snapshots: Sequence[Snapshot], time: int) -> tuple[float, float] | None:
     """The shortest and the longest sigma_rel that can be rebuilt; None where none can."""
-    lengths = np.geomspace(1e-3, LONGEST, 400)
+    lengths = np.geomspace(2e-3, LONGEST, 200)
     good = [
         float(length)
         for length, fit in zip(lengths, _fits(snapshots, time, lengths.tolist()), strict=True)
@@ -108,8 +108,8 @@ def reachable(snapshots: Sequence[Snapshot], time: int) -> tuple[float, float] |
 def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) -> list[Fit]:
     """Least squares under the condition that coefficients sum to 1, so that what does not move is kept exactly.
 
-    Minimised is mismatch^2 + (rounding x |coefficients|)^2: a rounding error counts like an equal one of the profile.
-    That keeps two snapshots of almost one time from cancelling each other with huge coefficients.
+    Minimised is (mismatch / most allowed)^2 + (noise / most allowed)^2. Without the second term short lengths, and two
+    snapshots of almost one time, have huge coefficients that cancel each other and leave the rounding errors.
     """
     assert snapshots, "nothing to add up"
     assert time > 0, time
@@ -118,11 +118,11 @@ def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) ->
     ones = np.ones_like(wanted)
     products, sides = inner_products(times, gammas, times, gammas), inner_products(times, gammas, ones, wanted)
     rounding = max(ROUNDING[s.dtype] for s in snapshots)
+    ridge = (rounding * MOST_MISMATCH / MOST_NOISE) ** 2 * np.eye(len(times))
     fits = []
     for side, gamma in zip(sides.T, wanted, strict=True):
         norm2 = (gamma + 1) ** 2 / (2 * gamma + 1)
-        matrix = products / norm2 + rounding**2 * np.eye(len(times))
-        free, drift = np.linalg.solve(matrix, np.stack([side / norm2, np.ones_like(side)], axis=1)).T
+        free, drift = np.linalg.solve(products / norm2 + ridge, np.stack([side / norm2, np.ones_like(side)], axis=1)).T
         x = free + drift * (1 - free.sum()) / drift.sum()
         mismatch2 = 1 + (x @ products @ x - 2 * x @ side) / norm2
         noise = rounding * float(np.linalg.norm(x))
@@ -130,9 +130,7 @@ def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) ->
     return fits
 
 
-def combine(
-    fit: Fit, readers: Sequence[Callable[[str], Tensor]], names: Iterable[str]
-) -> Iterator[tuple[str, Tensor]]:
+def combine(fit: Fit, readers: Sequence[Callable[[str], Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """(NAME, float32 tensor) of the sum, one tensor after the other; ``readers`` read NAME in each snapshot.
 
     In memory at a time: one tensor in float64, and one of one snapshot.

@@ -124,7 +124,7 @@ class Worker:
         return self.save(6)
 
 
-STORIES = "while_training full_disk commit_fails leftovers one_writer not_shared a_rank_dies".split()
+STORIES = ["while_training", "full_disk", "commit_fails", "leftovers", "one_writer", "not_shared", "a_rank_dies"]
 
 
 def main(rank: int, folder: Path) -> None:

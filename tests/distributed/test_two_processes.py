@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 
@@ -80,33 +80,40 @@ def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, ca
     assert shards(fresh_project) == shards(cached_project)
 
 
-def test_two_processes_train_as_one(alone: Project) -> None:
-    torchrun(alone, output_dir='"two"', micro_batch_size_per_gpu=2)
-    assert [event["world"] for event in alone.events("start", "two")] == [2]
-    assert curve(alone, "two") == pytest.approx(curve(alone, "alone"), rel=1e-5)
-    (ours,), (theirs,) = alone.events("eval", "two"), alone.events("eval", "alone")
-    for name in ("flow", "flow@0.1", "flow@0.9"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
-    (one, facts), (two, other_facts) = (read_checkpoint(checkpoint(alone, STEPS, run)) for run in ("alone", "two"))
-    assert facts == other_facts
-    for name in one:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(alone: Project, parallel: str) -> None:
+    """Loss curve, evaluation and checkpoint; the padding of the last evaluation batch weighs nothing anywhere."""
+    torchrun(alone, output_dir=f'"{parallel}"', micro_batch_size_per_gpu=2, parallel=f'"{parallel}"')
+    (start,) = alone.events("start", parallel)
+    assert (start["world"], start["engine"]) == (2, f"torch {parallel}")
+    assert curve(alone, parallel) == pytest.approx(curve(alone, "alone"), rel=1e-5)
+    ours, theirs = alone.events("eval", parallel), alone.events("eval", "alone")
+    assert [event["weights"] for event in ours] == [event["weights"] for event in theirs] == ["raw", "ema"]
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("flow", "flow@0.1", "flow@0.9"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), name
+    mine, alones = (open_checkpoint(checkpoint(alone, STEPS, run)) for run in (parallel, "alone"))
+    assert len(list(mine.path.glob("rank-*.safetensors"))) == 2, "both processes wrote their part"
+    assert mine.facts["progress"] == alones.facts["progress"]
+    assert mine.shapes == alones.shapes
+    for name in mine.shapes:
         if name.startswith(("param/", "ema/")):
-            assert torch.allclose(one[name], two[name], atol=2e-5), name
-    assert [path.name for path in (alone.folder / "two" / "exports").iterdir()] == [f"step-{STEPS:08d}"]
+            assert torch.allclose(mine.tensor(name), alones.tensor(name), atol=2e-5), name
+    assert [path.name for path in (alone.folder / parallel / "exports").iterdir()] == [f"step-{STEPS:08d}"]
 
 
 def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     alone: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process's checkpoint goes on with two that accumulate, and theirs with one again."""
-    saved = checkpoint(alone, 5, "alone")
+    """One process's checkpoint goes on with two that hold halves and accumulate, and theirs with one again."""
     torchrun(
         alone,
         "--resume_from_checkpoint",
-        str(saved),
+        str(checkpoint(alone, 5, "alone")),
         output_dir='"halves"',
         micro_batch_size_per_gpu=1,
         gradient_accumulation_steps=2,
+        parallel='"fsdp2"',
     )
     (event,) = alone.events("resume", "halves")
     assert (event["world"], event["step"]) == (2, 5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint, read_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.stages.train import Resume
@@ -148,15 +148,22 @@ def test_another_model_is_refused(whole: Project, project: Project) -> None:
 
 
 def test_the_dataloader_can_be_reset(whole: Project, project: Project) -> None:
-    """With the data anew a run may change its batch size; weights and moments go on."""
+    """With the data anew a run may change its batch size; weights, moments and the count of steps go on."""
     wish = Resume(checkpoint(whole, 4), reset_dataloader=True)
-    done = project.train(*settings(max_steps=2, micro_batch_size_per_gpu=2), resume=wish)
-    assert (done.step, done.samples) == (2, 4)
-    moments = {
-        step: read_checkpoint(path)[0]["step/proj_out.bias"].item()
-        for step, path in ((4, checkpoint(whole, 4)), (2, checkpoint(project, 2, "resumed")))
-    }
-    assert moments == {4: 4.0, 2: 6.0}, "AdamW counts on"
+    done = project.train(*settings(max_steps=6, micro_batch_size_per_gpu=2), resume=wish)
+    assert (done.step, done.samples, done.position) == (6, 16 + 4, 2)
+    saved = open_checkpoint(checkpoint(project, 6, "resumed"))
+    assert saved.tensor("step/proj_out.bias").item() == 6.0, "AdamW counts on"
+    project.train(*settings("same", max_steps=6), resume=wish)
+    assert numbers(project, "same", 0)[0][2] != numbers(whole, "run", 4)[0][2], "other samples than the fifth step's"
+
+
+def test_epochs_count_from_where_the_data_began(whole: Project, project: Project) -> None:
+    wishes = ("epochs=1", *settings(max_steps=100))
+    assert project.train(*wishes, resume=Resume(checkpoint(whole, 4))).step == EPOCH
+    wish = Resume(checkpoint(whole, 4), reset_dataloader=True)
+    done = project.train("epochs=1", *settings("anew", max_steps=100), resume=wish)
+    assert (done.step, done.position) == (4 + EPOCH, EPOCH)
 
 
 def test_the_optimizer_can_be_reset(whole: Project, project: Project) -> None:
@@ -164,20 +171,37 @@ def test_the_optimizer_can_be_reset(whole: Project, project: Project) -> None:
     resumed, unbroken = numbers(project, "resumed", 0), numbers(whole, "run", 4)
     assert resumed[0] == unbroken[0], "the first loss is of the same weights and data"
     assert resumed[1] != unbroken[1], "then AdamW without its past goes elsewhere"
-    assert read_checkpoint(checkpoint(project, 7, "resumed"))[0]["step/proj_out.bias"].item() == 3.0
+    assert open_checkpoint(checkpoint(project, 7, "resumed")).tensor("step/proj_out.bias").item() == 3.0
 
 
-def test_another_rate_holds_from_the_resume_on(whole: Project, project: Project) -> None:
+def test_the_checkpoints_rate_holds_unless_the_configs_is_asked_for(
+    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wish = Resume(checkpoint(whole, 4))
+    project.train(*settings("kept", max_steps=6), "optimizer.lr=5e-4", "warmup_steps=9", resume=wish)
+    assert [event["lr"] for event in project.events("step", "kept")] == [1e-3, 1e-3]
+    assert "checkpoint's warmup_steps = 0, optimizer.lr = 0.001; --reset_optimizer_params" in capfd.readouterr().err
+
     wish = Resume(checkpoint(whole, 4), reset_optimizer_params=True)
     project.train(*settings(max_steps=6), "optimizer.lr=5e-4", resume=wish)
     assert [event["lr"] for event in project.events("step", "resumed")] == [5e-4, 5e-4]
     assert numbers(project, "resumed", 0)[0][2] == numbers(whole, "run", 4)[0][2]
+    assert open_checkpoint(checkpoint(project, 6, "resumed")).tensor("step/proj_out.bias").item() == 6.0, "moments stay"
+
+
+def test_another_optimizer_needs_its_state_dropped(whole: Project, project: Project) -> None:
+    with pytest.raises(UserError, match=r"trained with optimizer.type = 'adamw', .* --reset_optimizer"):
+        project.train(*settings(), 'optimizer.type="muon"', resume=Resume(checkpoint(whole, 4)))
+    wish = Resume(checkpoint(whole, 4), reset_optimizer=True)
+    project.train(*settings(max_steps=6), 'optimizer.type="muon"', resume=wish)
+    saved = open_checkpoint(checkpoint(project, 6, "resumed"))
+    assert saved.names("momentum_buffer")
 
 
 # --- the same training by other means ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, 4])
 def test_any_number_of_workers_trains_the_same(whole: Project, project: Project, workers: int) -> None:
     project.train(*settings("run", max_steps=5, num_dataloader_workers=workers, dataloader_prefetch_per_worker=2))
     assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:5]

@@ -21,11 +21,7 @@ NOT_YET = (
     NotYet("pipeline_stages", lambda t: t.pipeline_stages > 1, "write pipeline_stages = 1"),
     NotYet("eval_gradient_accumulation_steps", lambda t: t.eval_gradient_accumulation_steps > 1, "remove it"),
     NotYet("partition_method", lambda t: t.partition_method != "parameters", "remove it: for pipelines"),
-    NotYet("parallel", lambda t: t.parallel == "fsdp2", 'write parallel = "ddp"'),
-    NotYet("optimizer.type", lambda t: t.optimizer.type == "adamw8bit", 'write type = "adamw"'),
-    NotYet("optimizer.type", lambda t: t.optimizer.type == "muon", 'write type = "adamw"'),
     NotYet("adapter", lambda t: t.adapter is not None, "remove [adapter]: all weights train"),
-    NotYet("ema.track", lambda t: bool(t.ema.track), "keep the one average of [ema]"),
 )
 # fmt: on
 

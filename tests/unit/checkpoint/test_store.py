@@ -1,241 +1,191 @@
-"""Checkpoints on disk: whole or not there, checked when read, from any layout's ranges."""
+"""Checkpoints on disk: whole or not there, whenever the writer is stopped and whatever it writes."""
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from sd3_light.checkpoint import store
+from sd3_light.checkpoint import host, index, ranges, reading, store
 from sd3_light.checkpoint.store import (
     INDEX,
     checkpoint_name,
+    commit,
+    half_written,
     keep_newest,
     newest_checkpoint,
     read_checkpoint,
+    start_fresh,
+    sweep,
+    temporary_folder,
     write_checkpoint,
+    write_part,
 )
 from sd3_light.config.faults import UserError
+from sd3_light.engines.protocol import Piece
 
-FACTS = {"progress": {"step": 3, "samples": 24, "skipped": 0}, "words": "größer"}
-
-
-def tensors(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    awkward = torch.tensor([0.0, -0.0, 1e-45, 3.4e38, float("inf"), float("-inf"), 1 / 3])
-    return {
-        "param/block.weight": torch.randn(5, 7, generator=generator),
-        "exp_avg_sq/block.weight": torch.rand(5, 7, generator=generator) * 1e-20,
-        "step/block.weight": torch.tensor(17.0),
-        "ema/a@b": awkward,  # a name may hold the sign that ends it
-        "param/transposed": torch.randn(4, 6, generator=generator).t(),
-    }
+Writer = Callable[..., Path]
+WHOLE = torch.arange(16.0)
 
 
-def bits(tensor: Tensor) -> list[int]:
-    found: list[int] = tensor.contiguous().reshape(-1).view(torch.int32).tolist()
-    return found
+def tensors(value: float = 0) -> dict[str, Tensor]:
+    return {"param/w": torch.full((5, 7), value), "step/w": torch.tensor(value)}
 
 
-def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
-    return set(one) == set(two) and all(one[k].shape == two[k].shape and bits(one[k]) == bits(two[k]) for k in one)
-
-
-def index_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    return found
-
-
-def write_pieces(folder: Path, files: list[dict[str, Tensor]], shapes: dict[str, list[int]]) -> Path:
-    """A checkpoint as several ranks of some layout would write it."""
-    folder.mkdir(parents=True)
-    hashes = {}
-    for rank, ranges in enumerate(files):
-        path = folder / f"rank-{rank:05d}.safetensors"
-        save_file(ranges, path)
-        hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    index = {"format": 1, "facts": FACTS, "shapes": shapes, "files": hashes}
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    return folder
-
-
-# --- there and back ----------------------------------------------------------------------------
-
-
-def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
-    given = tensors()
-    folder = write_checkpoint(tmp_path / "checkpoints", 42, given, FACTS)
-    assert folder == tmp_path / "checkpoints" / "step-00000042"
+def value_of(folder: Path) -> float:
+    """Of a checkpoint of `tensors`; every element is looked at."""
     found, facts = read_checkpoint(folder)
-    assert same(found, given)
-    assert facts == FACTS
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    value = found["step/w"].item()
+    assert facts == {"value": value}
+    assert torch.equal(found["param/w"], torch.full((5, 7), value))
+    return value
 
 
-def test_live_weights_are_only_read(tmp_path: Path) -> None:
-    given = {"param/a": torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float32))}
-    before = given["param/a"].detach().clone()
-    write_checkpoint(tmp_path, 1, given, {})
-    assert torch.equal(given["param/a"].detach(), before)
-    assert given["param/a"].requires_grad
+def save(folder: Path, step: int, value: float) -> Path:
+    return write_checkpoint(folder, step, tensors(value), {"value": value})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+def test_a_checkpoint_and_its_files(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run" / "checkpoints", 42, 3)
+    assert folder == tmp_path / "run" / "checkpoints" / "step-00000042"
+    assert value_of(folder) == 3
+    assert names(folder) == [INDEX, "rank-00000.safetensors"]
+    assert names(folder.parent) == [folder.name]
+
+
+def test_the_index_says_where_everything_is(tmp_path: Path, write_ranks: Writer) -> None:
+    parts = [[Piece("param/w", WHOLE[:4], 0, (2, 8))], [Piece("param/w", WHOLE[4:], 4, (2, 8))]]
+    found = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
+    assert set(found) == {"format", "facts", "files", "tensors", "sha256"}
+    assert (found["format"], found["facts"]) == (2, {"given": "größer"})
+    assert set(found["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    (entry,) = found["tensors"].values()
+    assert (entry["shape"], entry["dtype"]) == ([2, 8], "F32")
+    assert [one[:3] for one in entry["ranges"]] == [[0, 4, "rank-00000.safetensors"], [4, 12, "rank-00001.safetensors"]]
+    assert {len(one[3]) for one in entry["ranges"]} == {64}
 
 
 def test_nothing_on_disk_is_code(tmp_path: Path) -> None:
-    """Law 8: safetensors and JSON, no pickle."""
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    assert sorted(path.name for path in folder.iterdir()) == [INDEX, "rank-00000.safetensors"]
-    for path in folder.iterdir():
-        start = path.read_bytes()[:4]
-        assert not start.startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip of pickles"
-    length = int.from_bytes((folder / "rank-00000.safetensors").read_bytes()[:8], "little")
-    json.loads((folder / "rank-00000.safetensors").read_bytes()[8 : 8 + length])
+    """Law 8: safetensors and JSON, no pickle, and no code that would read one."""
+    for path in save(tmp_path, 1, 0).iterdir():
+        assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip of pickles"
+    for module in (store, reading, ranges, index, host):
+        text = Path(str(module.__file__)).read_text(encoding="utf-8")
+        assert "pickle" not in text
+        assert "torch.load" not in text
 
 
-def test_the_module_knows_no_pickle() -> None:
-    text = Path(store.__file__).read_text(encoding="utf-8")
-    assert "pickle" not in text
-    assert "torch.load" not in text
+def test_live_weights_are_only_read(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    before = weight.detach().clone()
+    write_checkpoint(tmp_path, 1, {"param/a": weight}, {})
+    assert torch.equal(weight.detach(), before)
+    assert weight.requires_grad
+
+
+def test_replicas_are_written_by_one(tmp_path: Path) -> None:
+    pieces = [Piece("param/w", WHOLE, 0, (16,), writes=False), Piece("param/v", WHOLE, 0, (16,))]
+    write_part(tmp_path, 3, pieces)
+    note = json.loads((tmp_path / "rank-00003.json").read_text())
+    assert list(note["tensors"]) == ["param/v"]
+    assert note["bytes"] == (tmp_path / "rank-00003.safetensors").stat().st_size < 200
 
 
 def test_names_sort_by_step() -> None:
-    names = [checkpoint_name(step) for step in (1, 9, 10, 99, 100, 12_345, 10_000_000)]
-    assert names == sorted(names)
+    sorted_names = [checkpoint_name(step) for step in (1, 9, 10, 99, 100, 12_345, 10_000_000)]
+    assert sorted_names == sorted(sorted_names)
 
 
-# --- damage ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [0, 9, -1])
-def test_a_damaged_byte_is_found_and_the_file_named(tmp_path: Path, at: int) -> None:
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    path = folder / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=r"step-00000001 is damaged \(rank-00000\.safetensors\).*earlier"):
-        read_checkpoint(folder)
-
-
-def test_a_cut_file_is_found(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    path = folder / "rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match="is damaged"):
-        read_checkpoint(folder)
-
-
-def test_a_missing_file_is_found_and_named(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    (folder / "rank-00000.safetensors").unlink()
-    with pytest.raises(UserError, match=r"rank-00000\.safetensors"):
-        read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1, "facts": "\xff"}'], ids=["empty", "cut", "not-utf8"])
-def test_a_damaged_index_is_a_users_fault(tmp_path: Path, content: bytes) -> None:
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    (folder / INDEX).write_bytes(content)
-    with pytest.raises(UserError, match="not a whole checkpoint"):
-        read_checkpoint(folder)
-
-
-def test_a_folder_that_is_none_and_another_format_are_users_faults(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a whole checkpoint"):
-        read_checkpoint(tmp_path / "nowhere")
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    (folder / INDEX).write_text(json.dumps({**index_of(folder), "format": 99}))
-    with pytest.raises(UserError, match="format 99"):
-        read_checkpoint(folder)
-
-
-def test_a_tensor_that_only_one_side_knows_is_named(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 1, tensors(), FACTS)
-    index = index_of(folder)
-    index["shapes"]["param/lost"] = [3]
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match="param/lost"):
-        read_checkpoint(folder)
-
-
-# --- ranges ------------------------------------------------------------------------------------
-
-
-def test_ranges_of_several_files_are_joined(tmp_path: Path) -> None:
-    """Cut inside a row, as ZeRO does, and not in the order of the files."""
-    whole = torch.arange(15.0)
-    files = [{"param/w@9": whole[9:].clone(), "param/v@0": whole[:4].clone()}, {"param/w@0": whole[:4].clone()}]
-    files.append({"param/w@4": whole[4:9].clone()})
-    folder = write_pieces(tmp_path / "step-00000001", files, {"param/w": [3, 5], "param/v": [4]})
-    found, facts = read_checkpoint(folder)
-    assert torch.equal(found["param/w"], whole.view(3, 5))
-    assert torch.equal(found["param/v"], whole[:4])
-    assert facts == FACTS
+# --- exactly once ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("pieces", "why"),
+    ("cuts", "said"),
     [
-        ([(0, 4), (5, 15)], "a gap"),
-        ([(0, 6), (4, 15)], "an overlap"),
-        ([(1, 15)], "no beginning"),
-        ([(0, 14)], "no end"),
-        ([(0, 8), (8, 16)], "too much"),
-        ([(0, 4), (5, 16)], "a gap that the length hides"),
-        ([(1, 16)], "shifted as a whole"),
-        ([(0, 15), (0, 15)], "everything twice"),
-        ([(0, 8), (0, 8), (8, 15)], "a part twice"),
+        ([(0, 4), (5, 15)], "elements 4 to 4 are missing"),
+        ([(0, 6), (4, 15)], "element 4 is there twice"),
+        ([(1, 15)], "elements 0 to 0 are missing"),
+        ([(0, 12)], "elements 12 to 14 are missing"),
+        ([(0, 8), (8, 16)], "it has 15 elements and 16 are there"),
+        ([(0, 4), (5, 16)], "elements 4 to 4 are missing"),
+        ([(0, 15), (0, 15)], "element 0 is there twice"),
+        ([(0, 8), (0, 8), (8, 15)], "element 0 is there twice"),
     ],
 )
-def test_gaps_and_overlaps_are_refused_by_name(tmp_path: Path, pieces: list[tuple[int, int]], why: str) -> None:
-    whole = torch.arange(16.0)
-    files = [{f"param/w@{start}": whole[start:stop].clone()} for start, stop in pieces]
-    folder = write_pieces(tmp_path / "step-00000001", files, {"param/w": [3, 5]})
-    with pytest.raises(UserError, match="param/w"):
-        read_checkpoint(folder)
+def test_gaps_and_overlaps_of_the_ranks_are_named(
+    tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], said: str
+) -> None:
+    parts = [[Piece("param/w", WHOLE[start:stop], start, (3, 5))] for start, stop in cuts]
+    with pytest.raises(UserError, match=f"do not cover param/w exactly once: {said}"):
+        write_ranks(tmp_path, 1, parts)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_an_empty_tensor_is_covered_and_an_empty_piece_is_nothing(tmp_path: Path, write_ranks: Writer) -> None:
+    nothing = Piece("param/nothing", WHOLE[:0], 0, (0, 3))
+    first = [nothing, Piece("param/w", WHOLE, 0, (16,))]
+    found, _ = read_checkpoint(write_ranks(tmp_path, 1, [first, [Piece("param/w", WHOLE[:0], 16, (16,))]]))
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {"param/nothing": [0, 3], "param/w": [16]}
+
+
+@pytest.mark.parametrize(
+    "other", [Piece("param/w", WHOLE[8:], 8, (16,)), Piece("param/w", WHOLE[8:].half(), 8, (4, 4))]
+)
+def test_ranks_that_do_not_agree_are_named(tmp_path: Path, write_ranks: Writer, other: Piece) -> None:
+    with pytest.raises(UserError, match=r"the ranks do not agree on param/w: F32 \[4, 4\] and F"):
+        write_ranks(tmp_path, 1, [[Piece("param/w", WHOLE[:8], 0, (4, 4))], [other]])
+
+
+def test_a_part_that_is_not_there_or_short_is_named(tmp_path: Path) -> None:
+    temporary = temporary_folder(tmp_path, 1)
+    start_fresh(temporary)
+    write_part(temporary, 0, [Piece("param/w", WHOLE, 0, (16,))])
+    with pytest.raises(UserError, match="rank 1's part is not in .* all machines share"):
+        commit(tmp_path, 1, range(2), {})
+    with open(temporary / "rank-00000.safetensors", "ab") as file:
+        file.truncate(80)
+    with pytest.raises(UserError, match=r"rank-00000\.safetensors has 80 bytes of"):
+        commit(tmp_path, 1, [0], {})
+    assert newest_checkpoint(tmp_path) is None
 
 
 # --- whole or not there ------------------------------------------------------------------------
 
 
-def failing_save(*_: Any, **__: Any) -> None:
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-
-def failing_replace(*_: Any, **__: Any) -> None:
+def no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
-@pytest.mark.parametrize(
-    ("where", "what", "failure"),
-    [(store, "save_file", failing_save), (os, "replace", failing_replace), (json, "dumps", failing_replace)],
-    ids=["full-disk", "rename", "index"],
-)
+@pytest.mark.parametrize("what", ["fsync", "replace"])
 def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, what: str, failure: Any, step: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int
 ) -> None:
-    earlier = write_checkpoint(tmp_path, 1, tensors(0), FACTS)
+    earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
-        broken.setattr(where, what, failure)
-        with pytest.raises(UserError, match=r"No space left.*earlier checkpoints"):
-            write_checkpoint(tmp_path, step, tensors(1), FACTS)
-    assert [path.name for path in tmp_path.iterdir()] == [earlier.name]
-    assert newest_checkpoint(tmp_path) == earlier
-    assert same(read_checkpoint(earlier)[0], tensors(0))
+        broken.setattr(os, what, no_space)
+        with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
+            save(tmp_path, step, 2)
+    assert names(tmp_path) == [earlier.name]
+    assert value_of(earlier) == 1
 
 
 def test_the_same_step_again_comes_back_if_the_last_rename_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = write_checkpoint(tmp_path, 1, tensors(0), FACTS)
+    earlier = save(tmp_path, 1, 1)
     rename = os.replace
 
     def fail_for_new(source: Path, target: Path) -> None:
@@ -246,45 +196,113 @@ def test_the_same_step_again_comes_back_if_the_last_rename_fails(
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", fail_for_new)
         with pytest.raises(UserError, match="Input/output error"):
-            write_checkpoint(tmp_path, 1, tensors(1), FACTS)
-    assert [path.name for path in tmp_path.iterdir()] == [earlier.name]
-    assert same(read_checkpoint(earlier)[0], tensors(0))
+            save(tmp_path, 1, 2)
+    assert names(tmp_path) == [earlier.name]
+    assert value_of(earlier) == 1
 
 
-def test_a_kill_at_any_moment_of_replacing_leaves_no_half_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old folder must not be taken apart under its own name: killed in between, it would pass for a whole one."""
-    write_checkpoint(tmp_path, 1, tensors(0), FACTS)
-    seen: list[str] = []
-    remove = shutil.rmtree
-
-    def watched(path: Path, *args: Any, **kwargs: Any) -> None:
-        seen.append(Path(path).name)
-        remove(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", watched)
-    folder = write_checkpoint(tmp_path, 1, tensors(1), FACTS)
-    assert all(name.startswith(".") for name in seen), seen
-    assert same(read_checkpoint(folder)[0], tensors(1))
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+class Killed(BaseException):
+    """Nothing of the process runs on."""
 
 
-def test_a_half_written_folder_is_ignored(tmp_path: Path) -> None:
-    whole = write_checkpoint(tmp_path, 5, tensors(), FACTS)
-    hidden = tmp_path / ".step-00000009.77.tmp"
-    shutil.copytree(whole, hidden)
-    without_index = tmp_path / "step-00000008"
-    shutil.copytree(whole, without_index)
+def kills(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> Iterator[int]:
+    """Do the work again and again, killed before its 1st, 2nd, ... change of the disk, until it comes to its end."""
+    real = {"replace": os.replace, "fsync": os.fsync, "unlink": os.unlink, "rmdir": os.rmdir}
+    number, count = 0, 0
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > number:
+                raise Killed
+            return real[name](*args, **kwargs)
+
+        return call
+
+    while True:
+        count = 0
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, watched(name))
+            try:
+                work()
+            except Killed:
+                killed = True
+            else:
+                killed = False
+        yield number
+        if not killed:
+            return
+        number += 1
+
+
+def test_killed_at_any_moment_there_is_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it replaces one of the same step; and sweeping leaves checkpoints only."""
+    moments = []
+    for number in kills(monkeypatch, lambda: save(tmp_path, 2, 9)):
+        swept = sweep(tmp_path)
+        newest = newest_checkpoint(tmp_path)
+        found = None if newest is None else (newest.name, value_of(newest))
+        moments.append((number, found, bool(swept)))
+        assert all(name.startswith("step-") for name in names(tmp_path))
+        assert half_written(tmp_path) == []
+        shutil.rmtree(tmp_path)
+        save(tmp_path, 2, 1)
+    # the first time nothing was there before; a killed one is either as before or new
+    assert moments[0][1] is None
+    assert {found for _, found, _ in moments[1:]} == {("step-00000002", 1.0), ("step-00000002", 9.0)}
+    assert moments[-1][1:] == (("step-00000002", 9.0), False)
+    assert len(moments) > 8
+
+
+def test_killed_while_old_ones_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No half-deleted one has a name that counts, before and after sweeping."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, step)
+    for _ in kills(monkeypatch, lambda: keep_newest(tmp_path, 1)):
+        assert half_written(tmp_path) == []
+        for name in names(tmp_path):
+            assert name.startswith(".") or value_of(tmp_path / name) == int(name[-1])
+    sweep(tmp_path)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+# --- the folder --------------------------------------------------------------------------------
+
+
+def test_half_written_ones_are_ignored_and_named(tmp_path: Path) -> None:
+    whole = save(tmp_path, 5, 5)
+    without_index, without_file, short, torn = (
+        Path(shutil.copytree(whole, tmp_path / checkpoint_name(step))) for step in (6, 7, 8, 9)
+    )
     (without_index / INDEX).unlink()
+    (without_file / "rank-00000.safetensors").unlink()
+    with open(short / "rank-00000.safetensors", "ab") as file:
+        file.truncate(100)
+    (torn / INDEX).write_bytes((torn / INDEX).read_bytes()[:-9])
+    shutil.copytree(whole, tmp_path / ".step-00000010.tmp")
+    (tmp_path / "step-by-step").mkdir()
+    (tmp_path / "step-00000011").write_text("a file")
     assert newest_checkpoint(tmp_path) == whole
+    assert half_written(tmp_path) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
+
+
+def test_one_of_another_format_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    """Starting from the beginning, or from an earlier one, would be a surprise: opening it tells."""
+    save(tmp_path, 1, 1)
+    old = tmp_path / checkpoint_name(2)
+    old.mkdir()
+    (old / INDEX).write_text(json.dumps({"format": 1, "files": {"rank-00000.safetensors": "0" * 64}}))
+    assert newest_checkpoint(tmp_path) == old
 
 
 def test_the_newest_is_by_step_and_none_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nothing") is None
-    for step in (9, 100, 20):
-        write_checkpoint(tmp_path, step, {"param/a": torch.zeros(1)}, {})
-    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000100"
+    assert half_written(tmp_path / "nothing") == sweep(tmp_path / "nothing") == []
+    for step in (9, 100_000_000, 20, 99_999_999):
+        save(tmp_path, step, 0)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-100000000"
 
 
 @pytest.mark.parametrize(
@@ -292,14 +310,43 @@ def test_the_newest_is_by_step_and_none_is_none(tmp_path: Path) -> None:
 )
 def test_keep_newest(tmp_path: Path, count: int, left: list[int]) -> None:
     for step in (10, 20, 30):
-        write_checkpoint(tmp_path, step, {"param/a": torch.zeros(1)}, {})
-    keep_newest(tmp_path, count)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(step) for step in left]
+        save(tmp_path, step, 0)
+    gone = keep_newest(tmp_path, count)
+    assert names(tmp_path) == [checkpoint_name(step) for step in left]
+    assert [path.name for path in gone] == [checkpoint_name(step) for step in (10, 20, 30) if step not in left]
 
 
 def test_keep_newest_counts_only_whole_ones(tmp_path: Path) -> None:
     """A folder without its index must not push the last good checkpoint out."""
-    whole = write_checkpoint(tmp_path, 5, tensors(), FACTS)
+    whole = save(tmp_path, 5, 5)
     (tmp_path / "step-00000008").mkdir()
     keep_newest(tmp_path, 1)
     assert newest_checkpoint(tmp_path) == whole
+
+
+def test_keep_newest_never_deletes_what_was_just_written(tmp_path: Path) -> None:
+    """A run that goes on from an earlier step writes beside later ones."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, step)
+    written = save(tmp_path, 11, 11)
+    keep_newest(tmp_path, 2, written)
+    assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30)]
+
+
+def test_sweep_takes_leftovers_and_brings_back_what_stepped_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1)
+    os.replace(save(tmp_path, 2, 2), tmp_path / ".step-00000002.old")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
+    for leftover in (".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone", ".step-00000001.old.gone"):
+        (tmp_path / leftover).mkdir()
+    (tmp_path / ".other").mkdir()
+    assert sorted(sweep(tmp_path)) == [
+        ".step-00000001.old",
+        ".step-00000001.old.gone",
+        ".step-00000002.old",
+        ".step-00000002.tmp",
+        ".step-00000003.123.tmp",
+        ".step-00000004.gone",
+    ]
+    assert names(tmp_path) == [".other", "step-00000001", "step-00000002"]
+    assert value_of(tmp_path / "step-00000002") == 2

@@ -15,6 +15,7 @@ from torch import Tensor
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export import folder as folder_module
+from sd3_light.export.card import model_card
 from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
 from sd3_light.export.open import open_pipeline
 from sd3_light.export.verify import ProofError, _compare, prove, weights_digest
@@ -212,14 +213,14 @@ def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
     assert "max_sequence_length=16" in card
     assert "negative_prompt_embeds" in card, "zeros are not what stock guidance uses: the card says so"
     assert "real text tokens" not in card
+    _, policy = open_pipeline(exported, torch.device("cpu"))
+    assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
 
 
 def test_the_card_says_that_the_stock_call_pads_real_tokens() -> None:
     card = model_card(CONFIG, {"text": {**TEXT, "text_tokens": "real"}})
     assert "is not the model that was trained" in card
     assert "negative_prompt_embeds" in card
-    _, policy = open_pipeline(exported, torch.device("cpu"))
-    assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
 
 
 def test_a_large_denoiser_is_cut_into_files(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:

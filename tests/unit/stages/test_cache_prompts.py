@@ -1,7 +1,8 @@
 """The prompts of [sampling] are encoded with the cache, once, and anew when they or the encoders change."""
 
 import json
-from pathlib import Path
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,10 +59,12 @@ def test_a_prompt_is_encoded_as_a_caption_is(fresh_project: Project, text_tokens
         for prompt in PROMPTS:
             expected = parts.encode_captions([prompt])
             found = read_prompt(fresh_project.cache, prompt, recipe(fresh_project))
-            assert found is not None and set(found) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
+            assert found is not None
+            assert set(found) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
             for name, tensor in found.items():
                 wanted = expected[name][0] if name.endswith(".pooled") else expected[f"{name}.tokens"]
-                assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, wanted), name
+                assert wanted.dtype == torch.bfloat16, name
+                assert torch.equal(tensor, wanted), name
 
 
 def test_a_fresh_cache_without_prompts_gets_them_alone(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +98,8 @@ def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
     capsys.readouterr()
     project.build_cache(*sampling(PROMPTS[0], "three stars"))
     said = capsys.readouterr().err
-    assert "encoding 1 prompt(s)" in said and "--prune" in said
+    assert "encoding 1 prompt(s)" in said
+    assert "--prune" in said
     assert files(project) == names(project, *PROMPTS, "three stars")
     project.build_cache(*sampling(PROMPTS[0], "three stars"), prune=True)
     assert files(project) == names(project, PROMPTS[0], "three stars")
@@ -105,7 +109,8 @@ def test_a_changed_encoder_setting_makes_other_files(project: Project) -> None:
     project.build_cache(*sampling(*PROMPTS))
     before = files(project)
     project.build_cache(*sampling(*PROMPTS), "model.t5_max_length=12", prune=True)
-    assert files(project) == names(project, *PROMPTS) and not files(project) & before
+    assert files(project) == names(project, *PROMPTS)
+    assert not files(project) & before
 
 
 @pytest.mark.parametrize("key", ["text_tokens", "text_encoder_3", "tokenizer"])
@@ -153,9 +158,10 @@ def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: py
         naps.append(seconds)
         cache.run(loaded, Launch(0, 0, 2))  # what the main process does meanwhile
 
-    monkeypatch.setattr(stage_prompts.time, "sleep", nap)
+    monkeypatch.setattr(stage_prompts, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
     cache.run(loaded, Launch(1, 1, 2))
-    assert len(naps) == 1 and files(project) == names(project, *PROMPTS)
+    assert len(naps) == 1
+    assert files(project) == names(project, *PROMPTS)
 
 
 def test_waiting_has_an_end(project: Project) -> None:
@@ -169,12 +175,13 @@ def test_evaluation_sets_carry_none(project: Project) -> None:
     assert [(report.folder / FOLDER).exists() for report in reports] == [True, False]
 
 
-def test_a_cache_at_a_url_is_read_and_not_written(project: Project, tmp_path: Path) -> None:
+def test_a_cache_at_a_url_is_read_and_not_written(project: Project) -> None:
     project.build_cache(*sampling(PROMPTS[0]))
     url = f"file://{project.cache}"
     made_of = recipe(project)
     local, remote = (read_prompt(place, PROMPTS[0], made_of) for place in (project.cache, url))
-    assert local is not None and remote is not None
+    assert local is not None
+    assert remote is not None
     assert all(torch.equal(local[name], remote[name]) for name in local)
     assert read_prompt(url, PROMPTS[1], made_of) is None
     project.build_cache(*sampling(*PROMPTS), f'cache_dir="{url}"')

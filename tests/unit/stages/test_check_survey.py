@@ -15,6 +15,7 @@ from sd3_light.stages.check import count as count_module
 from sd3_light.stages.check import render, survey
 from sd3_light.stages.check.render import flops_text, size_text
 
+PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "pictures"\n'
 
 
@@ -107,6 +108,17 @@ def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
     assert "estimate" in text
     for line in ("host memory", "cache train", "FLOPs a step", "steps an epoch"):
         assert line in text
+
+
+def test_real_tokens_are_counted_as_the_longest_captions(place: Any) -> None:
+    place.picture("a.png", 64, 64)
+    padded, real = (survey(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real"))
+    assert real.gpu == padded.gpu
+    assert (real.data.cache.value, real.run_flops) == (padded.data.cache.value, padded.run_flops)
+    lines = [line for line in shown(real).splitlines() if "at most" in line]
+    for name in ("text tokens", "FLOPs a step", "cache train", "host memory", "activations"):
+        assert any(name in line for line in lines), name
+    assert "at most" not in shown(padded)
 
 
 def test_numbers_are_shown_in_readable_units() -> None:

@@ -67,3 +67,19 @@ def batch() -> Callable[..., dict[str, Any]]:
         }
 
     return make
+
+
+@pytest.fixture
+def real_batch(batch: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same of a cache of real tokens: each sample has its own lengths, and zeros stand behind its rows."""
+
+    def make(ids: Sequence[int], **keys: Any) -> dict[str, Any]:
+        made = batch(ids, **keys)
+        for name, (most, _) in list(SHAPES.items())[:3]:
+            lengths = torch.tensor([1 + (7 * i + (name == "t5")) % most for i in ids])
+            made[f"{name}.length"] = lengths
+            made[name] = made[name] * (torch.arange(most) < lengths[:, None])[..., None]
+            made[name] = made[name][:, : int(lengths.max())]  # as long as the longest, as caches are read
+        return made
+
+    return make

@@ -20,7 +20,10 @@ Model = Callable[..., ModelConfig]
 MakeBatch = Callable[..., dict[str, Any]]
 SCALE = LatentScale(1.5, 0.06)
 EMPTY_SHAPES = {"clip_l": (7, 96), "clip_g": (7, 128), "t5": (5, 256), "clip_l.pooled": (96,), "clip_g.pooled": (128,)}
+ENCODERS, POOLED = ("clip_l", "clip_g", "t5"), ("clip_l.pooled", "clip_g.pooled")
 NEVER_ZERO = {name: torch.full(shape, 9.0) for name, shape in EMPTY_SHAPES.items()}
+
+SHORT_EMPTY = {name: tokens[:2] if name in ENCODERS else tokens for name, tokens in NEVER_ZERO.items()}
 
 
 def preparer(model: Model, seed: int = 0, empty: dict[str, Tensor] | None = None, **keys: Any) -> InputPreparer:
@@ -191,6 +194,115 @@ def test_no_dropout_unless_it_is_enabled(model: Model, batch: MakeBatch) -> None
     given = batch(range(30))
     prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(given)[0][2]
     assert torch.equal(prompt[:, 7:], given["t5"])
+
+
+def test_over_many_samples_ten_percent_have_no_text_and_none_has_half_an_encoder(model: Model) -> None:
+    """Through the very code that batches pass: 0.464^3 = 10%, tokens and pooled always together."""
+    count = 100_000
+    ids = torch.arange(count)
+    given = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
+    given |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
+    given["t5"] = torch.ones(count, 1, 2)
+    prompt, pooled = preparer(model, enable_uncond_text_dropout=True)._text(given, evaluation=False)
+    tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
+    assert torch.equal(tokens[:, :2], pooled.bool())
+    assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 0.003
+    assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
+    kept = preparer(model, enable_uncond_text_dropout=True)._text(given, evaluation=True)
+    assert all(bool(part[..., 0].all()) for part in kept)
+
+
+# --- real tokens -------------------------------------------------------------------------------
+
+
+def real_row(prepared: Prepared, at: int) -> list[Tensor]:
+    """A sample's inputs without what stands behind its text, which must be zeros."""
+    noisy, time, prompt, pooled, length, target = row(prepared, at)
+    assert not prompt[int(length) :].any()
+    return [noisy, time, prompt[: int(length)], pooled, length, target]
+
+
+@pytest.mark.parametrize("quantile", [None, 0.3])
+@pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
+def test_a_real_sample_is_the_same_alone_and_in_any_batch(
+    model: Model, real_batch: MakeBatch, quantile: float | None, uncond: dict[str, Tensor] | None
+) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}
+    prepare = preparer(model, empty=uncond, **keys).prepare_inputs
+    ids = list(range(40))
+    whole = prepare(real_batch(ids, epoch=2), quantile)
+    features = whole[0]
+    assert features[2].shape[1] == int(features[4].max()), "as long as the longest"
+    assert features[4].dtype == torch.int64
+    for at, sample in enumerate(ids):
+        alone = prepare(real_batch([sample], epoch=2), quantile)
+        assert alone[0][2].shape[1] == int(alone[0][4])
+        assert same(real_row(alone, 0), real_row(whole, at))
+
+
+@pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
+def test_real_tokens_fall_with_each_samples_draw(
+    model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None
+) -> None:
+    ids = list(range(60))
+    drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
+    assert len(set(drops)) == 8, "all patterns occur"
+    given = real_batch(ids, epoch=1)
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}
+    prepared = preparer(model, seed=3, empty=uncond, **keys).prepare_inputs(given)
+    for at, drop in enumerate(drops):
+        own = {name: given[name][at, : int(given[f"{name}.length"][at])] for name in ENCODERS}
+        own |= {name: given[name][at] for name in POOLED}
+        expected = joined_by_hand(own, drop, uncond)
+        found = real_row(prepared, at)
+        assert torch.equal(found[2], expected[0]), drop
+        assert torch.equal(found[3], expected[1]), drop
+
+
+def joined_by_hand(
+    own: dict[str, Tensor], drop: tuple[bool, ...], uncond: dict[str, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """(prompt, pooled) of one sample as the design says it."""
+    if all(drop) and uncond is None:
+        return torch.zeros(1, 256).bfloat16(), torch.zeros(224).bfloat16()
+    if all(drop) and uncond is not None:
+        own, drop = {name: values.bfloat16() for name, values in uncond.items()}, (False,) * 3
+    num_clip = max(len(own["clip_l"]), len(own["clip_g"]))
+    prompt = torch.zeros(num_clip + (0 if drop[2] else len(own["t5"])), 256).bfloat16()
+    pooled = torch.zeros(224).bfloat16()
+    for name, lost, place in (("clip_l", drop[0], slice(0, 96)), ("clip_g", drop[1], slice(96, 224))):
+        if not lost:
+            prompt[: len(own[name]), place] = own[name]
+            pooled[place] = own[f"{name}.pooled"]
+    if not drop[2]:
+        prompt[num_clip:] = own["t5"]
+    return prompt, pooled
+
+
+def test_a_fully_dropped_real_sample_is_one_zero_token(model: Model, real_batch: MakeBatch) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    _, _, prompt, pooled, lengths = preparer(model, **keys).prepare_inputs(real_batch(range(5)))[0]
+    assert prompt.shape == (5, 1, 256)
+    assert lengths.tolist() == [1] * 5
+    assert not prompt.any()
+    assert not pooled.any()
+
+
+def test_evaluation_drops_no_real_token(model: Model, real_batch: MakeBatch) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    given = real_batch(range(9))
+    lengths = preparer(model, **keys).prepare_inputs(given, 0.5)[0][4]
+    clip = torch.maximum(given["clip_l.length"], given["clip_g.length"])
+    assert torch.equal(lengths, clip + given["t5.length"])
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_pieces_of_real_text_end_where_their_longest_does(model: Model, real_batch: MakeBatch, pieces: int) -> None:
+    prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
+    size = 6 // pieces
+    for number, part in enumerate(split_batch(prepared, pieces)):
+        assert part[0][2].shape[1] == int(part[0][4].max())
+        assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
 
 
 # --- evaluation --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from sd3_light.model.layers import build_layers, new_transformer, run_layers
 from sd3_light.training.module import DiffusionTrainingModule
 
 Config = Callable[..., TrainConfig]
+KINDS = ("real", "padded")
 
 
 def transformer() -> SD3Transformer2DModel:
@@ -140,3 +141,119 @@ def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -
     assert losses["loss"].dtype == torch.float32
     losses["loss"].backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+# --- each sample, sampling, evaluation -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_samples_flow_loss_is_told(config: Config, masked: bool) -> None:
+    model, given = transformer(), prepared(masked)
+    module = DiffusionTrainingModule(model, config(model={"text_recon_gamma": 0.5}))
+    losses = module(*given)
+    assert losses["each"].shape == (2,)
+    assert not losses["each"].requires_grad
+    torch.testing.assert_close(losses["each"].mean(), losses["flow"])
+    for at in range(2):
+        alone = module(tuple(part[at : at + 1] for part in given[0]), tuple(_row(part, at) for part in given[1]))
+        torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
+
+
+def _row(part: Tensor | None, at: int) -> Tensor | None:
+    return None if part is None else part[at : at + 1]
+
+
+def test_weights_of_evaluation_change_no_loss(config: Config) -> None:
+    features, (target, mask) = prepared()
+    module = DiffusionTrainingModule(transformer(), config())
+    plain, weighted = module(features, (target, mask)), module(features, (target, mask, torch.tensor([1.0, 0.0])))
+    assert all(torch.equal(plain[name], weighted[name]) for name in plain)
+
+
+def test_denoise_is_the_stock_models_output(config: Config) -> None:
+    model, given = transformer(), prepared()
+    module = DiffusionTrainingModule(model, config())
+    with torch.no_grad():
+        found, loss = module.denoise(given[0]), module(*given)["loss"]
+        assert torch.equal(found, stock(model, given))
+    torch.testing.assert_close(((found - given[1][0]) ** 2).mean(), loss)
+    assert found.dtype == torch.float32
+
+
+# --- real text tokens ----------------------------------------------------------------------------
+
+REAL: dict[str, Any] = {"text_tokens": "real", "text_recon_gamma": 0.25, "text_recon_target_layer": 1}
+
+
+def real_prepared(lengths: list[int], behind: float = 0.0) -> Prepared:
+    """Samples whose text ends at ``lengths``; ``behind`` it stands that many times a random number."""
+    (noisy, times, prompt, pooled), (target, _) = prepared()
+    counts = torch.tensor(lengths)
+    padding = (torch.arange(9) >= counts[:, None])[..., None]
+    prompt = torch.where(padding, behind * prompt.flip(1), prompt)[:, : max(lengths)]
+    return (noisy, times, prompt, pooled, counts), (target, None)
+
+
+def one_of(given: Prepared, at: int) -> Prepared:
+    noisy, times, prompt, pooled, lengths = (part[at : at + 1] for part in given[0])
+    return (noisy, times, prompt[:, : int(lengths)], pooled, lengths), (given[1][0][at : at + 1], None)
+
+
+@pytest.mark.parametrize("lengths", [[9, 1], [3, 7], [4, 4]])
+@pytest.mark.parametrize("behind", [0.0, 50.0])
+def test_a_real_samples_losses_and_gradients_are_its_own(config: Config, lengths: list[int], behind: float) -> None:
+    given = real_prepared(lengths, behind)
+    model = transformer()
+    module = DiffusionTrainingModule(model, config(model=REAL))
+
+    def outcome(some: Prepared) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model.zero_grad(set_to_none=True)
+        losses = module(*some)
+        losses["loss"].backward()
+        return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    (together, grads), *alone = outcome(given), *(outcome(one_of(given, at)) for at in range(2))
+    for name in ("loss", "flow", "text_recon"):
+        mean = torch.stack([losses[name].detach() for losses, _ in alone]).mean()
+        torch.testing.assert_close(together[name].detach(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together["each"], torch.cat([losses["each"] for losses, _ in alone]))
+    for name, found in grads.items():
+        expected = torch.stack([gradient[name] for _, gradient in alone]).mean(dim=0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_real_text_reconstruction_is_the_loop_that_says_it(config: Config) -> None:
+    model, given = transformer(), real_prepared([9, 3], behind=50.0)
+    losses = DiffusionTrainingModule(model, config(model=REAL))(*given)
+    _, text, lengths, kept = run_layers(build_layers(model, 1, real_text=True), given[0])
+    each = [((text[at, :count] - kept[at, :count]) ** 2).mean() for at, count in enumerate(lengths.tolist())]
+    torch.testing.assert_close(losses["text_recon"], torch.stack(each).mean().detach(), rtol=1e-5, atol=0)
+
+
+def test_real_features_without_lengths_are_refused_and_padded_ones_with(config: Config) -> None:
+    real, padded = (DiffusionTrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
+    with pytest.raises(AssertionError, match="4 features"):
+        real(*prepared())
+    with pytest.raises(AssertionError, match="5 features"):
+        padded(*real_prepared([9, 3]))
+
+
+def test_denoising_real_text_does_not_see_the_other(config: Config) -> None:
+    module, given = DiffusionTrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], behind=9.0)
+    with torch.no_grad():
+        together = module.denoise(given[0])
+        for at in range(2):
+            alone = module.denoise(one_of(given, at)[0])
+            torch.testing.assert_close(together[at : at + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
+    found = []
+    for wanted in (False, True):
+        model = transformer()
+        module = DiffusionTrainingModule(model, config(activation_checkpointing=wanted, model=REAL))
+        module(*real_prepared([9, 3]))["loss"].backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert gradient is not None
+        assert torch.equal(gradient, found[1][name]), name

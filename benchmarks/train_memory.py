@@ -1,0 +1,289 @@
+"""How much GPU memory training takes, beside what `sd3-light check` predicts, and how fast the steps are.
+
+    python benchmarks/train_memory.py [NAME ...] [--list] [--steps 3] [--out memory.json] [--tiny]
+
+Runs some steps of the real training module and torch engine, with running averages, on random batches that are on the
+device already; no cache, data or model folder is needed. All runs share one process and give their memory back.
+
+`allocated` and `reserved` are the peaks of torch's own counters; `process` is all that is not free on the GPU, CUDA's
+context included, so nobody else may use it meanwhile. `predicted` is the total of `model/memory.py`; `ratio` is
+predicted / process, and `torch` the same without the context against `allocated`. `--tiny` runs small stand-ins, on
+a CPU too.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import SIZES, ModelSize, TrainConfig
+from sd3_light.engines import Launch
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.cost import Tokens, image_tokens, step_flops
+from sd3_light.model.layers import compile_blocks
+from sd3_light.model.memory import Case, gpu_memory
+from sd3_light.model.peaks import peak_flops
+from sd3_light.optim.ema import Averages
+from sd3_light.training.module import DiffusionTrainingModule
+
+GIB = 1 << 30
+PADDED = 77 + 256
+REAL = (20, 120)
+"""Shortest and longest text of a sample with real tokens: CLIP's and T5's together."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run."""
+
+    size: str
+    batch: int
+    pixels: int = 256
+    text: int = PADDED
+    compiled: bool = False
+    checkpointing: bool = False
+    tracks: int = 1
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    real: bool = False
+
+
+# fmt: off
+SETUPS = {
+    "demo":                   Setup("demo", 512, pixels=64, text=32),
+    "light-64":               Setup("sd3_light", 64),
+    "light-64-compiled":      Setup("sd3_light", 64, compiled=True),
+    "light-128-ckpt":         Setup("sd3_light", 128, checkpointing=True),
+    "light-128-ckpt-compiled": Setup("sd3_light", 128, checkpointing=True, compiled=True),
+    "square-128":             Setup("sd3_light_square", 128),
+    "medium-16-ckpt":         Setup("sd3.5_medium", 16, pixels=512, checkpointing=True),
+    "light-16-ema0":          Setup("sd3_light", 16, tracks=0),
+    "light-16-ema3":          Setup("sd3_light", 16, tracks=3),
+    "light-16-accum4":        Setup("sd3_light", 16, accumulation=4),
+    "light-16-ckpt-accum4":   Setup("sd3_light", 16, checkpointing=True, accumulation=4),
+    "light-64-real":          Setup("sd3_light", 64, text=REAL[1], real=True),
+    "light-16-muon":          Setup("sd3_light", 16, optimizer="muon"),
+}
+# fmt: on
+
+
+def tiny(setup: Setup) -> Setup:
+    """The same kind of run, small enough for a CPU."""
+    text = min(setup.text, 24)
+    return replace(setup, size="tiny2", batch=min(setup.batch, 4), pixels=64, text=text, compiled=False)
+
+
+def config_of(setup: Setup) -> TrainConfig:
+    """The config that a user would write; its paths are never looked at."""
+    tracks = [{"name": f"track{number}", "decay": 0.99} for number in range(1, setup.tracks)]
+    table = {
+        "output_dir": "run",
+        "dataset": "data.toml",
+        "max_steps": 1,
+        "micro_batch_size_per_gpu": setup.batch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "activation_checkpointing": setup.checkpointing,
+        "compile": setup.compiled,
+        "model": {
+            "train_type": "sd3_light_pretrain",
+            "diffusers_path": "model",
+            "size": setup.size,
+            "text_tokens": "real" if setup.real else "padded",
+        },
+        "optimizer": {"type": setup.optimizer},
+        "ema": {"enable": setup.tracks > 0, "update_every": 1, "track": tracks},
+    }
+    return TrainConfig.model_validate(table, context={"base": Path.cwd()})
+
+
+def case_of(setup: Setup) -> Case:
+    """The same for the formula, as `check` sees it."""
+    return Case(
+        SIZES[setup.size],
+        Tokens(image_tokens(setup.pixels, setup.pixels), setup.text),
+        setup.batch,
+        ema_tracks=setup.tracks,
+        checkpointing=setup.checkpointing,
+        compiled=setup.compiled,
+        accumulation=setup.accumulation,
+        optimizer=setup.optimizer,
+    )
+
+
+def random_batch(setup: Setup, device: torch.device) -> tuple[Any, Any]:
+    """A prepared micro-batch: ((noisy, 1000 t, prompt, pooled[, lengths]), (target, mask))."""
+    size, side = SIZES[setup.size], setup.pixels // 8
+    latent = (setup.batch, size.latent_channels, side, side)
+    noisy, target = (torch.randn(latent, device=device) for _ in range(2))
+    prompt = torch.randn(setup.batch, setup.text, size.text_width, device=device, dtype=torch.bfloat16)
+    pooled = torch.randn(setup.batch, size.pooled_width, device=device, dtype=torch.bfloat16)
+    features = (noisy, 1000 * torch.rand(setup.batch, device=device), prompt, pooled)
+    return ((*features, lengths_of(setup).to(device)) if setup.real else features), (target, None)
+
+
+def lengths_of(setup: Setup) -> Tensor:
+    """Text tokens of each sample; with real tokens one of them has the longest text."""
+    if not setup.real:
+        return torch.full((setup.batch,), setup.text)
+    generator = torch.Generator().manual_seed(0)  # the same ones each time they are asked for
+    drawn = torch.randint(min(REAL[0], setup.text), setup.text + 1, (setup.batch,), generator=generator)
+    drawn[0] = setup.text
+    return drawn
+
+
+# --- one run ---------------------------------------------------------------------------------------
+
+
+def build(setup: Setup, device: torch.device) -> tuple[TorchEngine, Averages]:
+    """What the training stage builds, but for the weights' values: they are drawn on the device, which is quick."""
+    config = config_of(setup)
+    with torch.device(device):
+        transformer = SD3Transformer2DModel(**SIZES[setup.size].transformer_config())
+    if setup.compiled:
+        compile_blocks(transformer)
+    engine = TorchEngine(DiffusionTrainingModule(transformer, config), config, Launch(), device)
+    return engine, Averages(engine.weights, config.ema)
+
+
+def run(setup: Setup, device: torch.device, steps: int) -> dict[str, float]:
+    """Seconds a step and, on a GPU, the peaks of its memory in bytes. The first step (it compiles) is not timed."""
+    engine, averages = build(setup, device)
+    batches = [random_batch(setup, device) for _ in range(setup.accumulation)]
+    started = first = time.perf_counter()
+    for step in range(1, steps + 1):
+        engine.train_step(batches, 1e-4)
+        averages.update(engine.weights, step)
+        synchronize(device)
+        if step == 1:
+            started = time.perf_counter()
+    seconds = (time.perf_counter() - started) / (steps - 1)
+    return {"first_step_seconds": started - first, "seconds": seconds, **measured(device)}
+
+
+def device_name(device: torch.device) -> str:
+    """As torch says it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(device: torch.device) -> dict[str, float]:
+    """Bytes; nothing on a CPU. Memory that torch reserved stays reserved, so the process's total is its peak."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+        "process": total - free,
+    }
+
+
+def give_back(device: torch.device) -> None:
+    """Free what the last run left, so that the next one starts from nothing."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def measure(setup: Setup, device: torch.device, steps: int) -> dict[str, Any]:
+    """One run beside its prediction; a run that does not fit says so."""
+    case = case_of(setup)
+    predicted = gpu_memory(case)
+    row: dict[str, Any] = {
+        **asdict(setup),
+        "predicted": predicted.total,
+        "predicted_torch": predicted.total - predicted.context.value,
+        "moment": predicted.moment,
+        "formula": {"state": predicted.state.formula, "step": predicted.step.formula},
+    }
+    try:
+        row |= run(setup, device, steps)
+    except torch.OutOfMemoryError as error:
+        row["error"] = str(error).split(".")[0]
+    else:
+        row |= speed(setup, case.size, case.tokens.image, row["seconds"], device)
+    if "process" in row:
+        row |= {"ratio": row["predicted"] / row["process"], "ratio_torch": row["predicted_torch"] / row["allocated"]}
+    return row
+
+
+def speed(setup: Setup, size: ModelSize, image: int, seconds: float, device: torch.device) -> dict[str, float]:
+    """Images a second and the share of the device's peak, where that is known."""
+    lengths = lengths_of(setup).tolist()
+    rate = setup.accumulation * step_flops(size, image, lengths) / seconds
+    found = {"images_per_second": setup.accumulation * setup.batch / seconds, "tflops": rate / 1e12}
+    peak = peak_flops(device_name(device), "bfloat16")
+    return found if peak is None else {**found, "mfu": rate / peak}
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    f"{'':26}{'predicted':>10}{'allocated':>10}{'reserved':>9}{'process':>9}{'ratio':>7}{'torch':>8}"
+    f"{'s/step':>8}{'img/s':>9}{'MFU':>7}{'first s':>9}"
+)
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A run as a line of the table; sizes in GiB."""
+    sizes = [f"{row[key] / GIB:.2f}" if key in row else "" for key in ("predicted", "allocated", "reserved", "process")]
+    text = f"{name:26}{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}{sizes[3]:>9}"
+    if "error" in row:
+        return f"{text}  {row['error']}"
+    ratios = [f"{row[key]:.3f}" if key in row else "" for key in ("ratio", "ratio_torch")]
+    mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+    text += f"{ratios[0]:>7}{ratios[1]:>8}{row['seconds']:8.3f}{row['images_per_second']:9.1f}{mfu:>7}"
+    return f"{text}{row['first_step_seconds']:9.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to make; none: all")
+    parser.add_argument("--list", action="store_true", help="name the runs and stop")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for all numbers")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.list:
+        print("\n".join(SETUPS))
+        return
+    if unknown := sorted(set(args.names) - set(SETUPS)):
+        parser.error(f"no run is named {unknown[0]}; see --list")
+    if args.steps < 2:
+        parser.error("--steps must be 2 or more: the first is not timed")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measure_all({name: SETUPS[name] for name in args.names or SETUPS}, device, args)
+
+
+def measure_all(setups: dict[str, Setup], device: torch.device, args: argparse.Namespace) -> None:
+    """Run after run; what was measured so far is on the disk after each."""
+    name = device_name(device)
+    print(f"{name}, torch {torch.__version__}; sizes in GiB\n{_COLUMNS}", flush=True)
+    rows: dict[str, Any] = {}
+    for key, setup in setups.items():
+        give_back(device)
+        rows[key] = measure(tiny(setup) if args.tiny else setup, device, args.steps)
+        print(line(key, rows[key]), flush=True)
+        if args.out is not None:
+            about = {"device": name, "torch": torch.__version__, "runs": rows}
+            args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

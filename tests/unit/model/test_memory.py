@@ -1,0 +1,236 @@
+"""The formula of GPU memory against what torch allocates, counted op by op as on a GPU under bf16 autocast."""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.flow.objective import flow_loss
+from sd3_light.model.cost import Tokens, image_tokens
+from sd3_light.model.layers import build_layers, run_layers, unpatchify
+from sd3_light.model.memory import FLASH_BACKWARD, SLACK, Case, activation_bytes, gpu_memory, state_bytes
+from sd3_light.optim.groups import is_block_matrix
+
+LIGHT = Case(SIZES["sd3_light"], Tokens(256, 333), 64)
+
+
+def small(qk_norm: bool = True, dual: tuple[int, ...] = (), layers: int = 4) -> ModelSize:
+    return ModelSize("small", layers, 2, 64, 128, 64, 32, 32, qk_norm, dual)
+
+
+# --- what torch allocates --------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all tensors that ops made and that are still there, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, count = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known.add(place)
+            self.now += count
+            weakref.finalize(storage, self._forget, place, count)
+
+    def _forget(self, place: int, count: int) -> None:
+        self._known.remove(place)
+        self.now -= count
+
+
+@pytest.fixture
+def norms_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's autocast runs layer norms in float32, the CPU's does not; in all else that SD3 does they agree."""
+    stock = functional.layer_norm
+
+    def layer_norm(values: Tensor, *rest: Any, **more: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return stock(values.float(), *rest, **more)
+
+    monkeypatch.setattr(functional, "layer_norm", layer_norm)
+
+
+def allocated_in_a_step(case: Case) -> int:
+    """The peak over a forward and a backward pass, weights not counted, gradients and inputs counted."""
+    transformer = SD3Transformer2DModel(**case.size.transformer_config()).train()
+    side = 2 * round(case.tokens.image**0.5)
+    noisy, target = torch.randn(2, case.batch, 16, side, side)
+    prompt = torch.randn(case.batch, case.tokens.text, case.size.text_width, dtype=torch.bfloat16)
+    features = [noisy, torch.rand(case.batch), prompt, torch.randn(case.batch, case.size.pooled_width)]
+    with Allocations() as memory:
+        for tensor in (*features, target):
+            memory.count(tensor)
+        for parameter in transformer.parameters():
+            memory._known.add(parameter.untyped_storage()._cdata)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.compute != "float32"):
+            inputs = [feature.float() for feature in features]
+            patches = run_layers(build_layers(transformer), inputs, case.checkpointing)[0]
+        flow_loss(unpatchify(patches, side, side), target).mean().backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dual", [(), (0, 1, 2, 3)])
+@pytest.mark.parametrize("batch", [2, 12])
+def test_a_step_in_bf16_takes_what_the_formula_says(
+    norms_as_on_gpus: None, checkpointing: bool, dual: tuple[int, ...], batch: int
+) -> None:
+    case = Case(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
+    formula = gpu_memory(case).step.value / (1 + SLACK)
+    inside_kernels = batch * FLASH_BACKWARD * case.size.width * case.tokens.joint
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.08)
+
+
+def saved_bytes(size: ModelSize, height: int, text: int, batch: int) -> int:
+    """What autograd keeps of a forward pass in float32, weights left out, each storage once."""
+    transformer = SD3Transformer2DModel(**size.transformer_config()).train()
+    prompt, pooled = torch.randn(batch, text, size.text_width), torch.randn(batch, size.pooled_width)
+    with Keeping(transformer) as kept:
+        transformer(torch.randn(batch, 16, height, height), prompt, pooled, torch.rand(batch), return_dict=False)
+    return kept.total
+
+
+class Keeping:
+    """Counts the storages that autograd keeps inside the block, those of ``module``'s weights left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._found: dict[int, Tensor] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._found[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that its place is not reused
+        return tensor
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for place, tensor in self._found.items() if place not in self._weights)
+
+    @property
+    def total(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    def __enter__(self) -> "Keeping":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
+@pytest.mark.parametrize("dual", [(), (0, 1)])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tuple[int, ...]) -> None:
+    case = Case(small(qk_norm, dual), Tokens(256, 40), 2, compute="float32")
+    found = saved_bytes(case.size, 32, case.tokens.text, case.batch)
+    # on top of what autograd saves the formula counts target, loss and the bf16 text that came in
+    assert found == pytest.approx(activation_bytes(case), rel=0.05)
+
+
+@pytest.mark.parametrize("dual", [(), (0, 1)])
+def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, dual: tuple[int, ...]) -> None:
+    size, batch, tokens = small(dual=dual, layers=2), 2, Tokens(192, 160)
+    block = SD3Transformer2DModel(**size.transformer_config()).train().transformer_blocks[0]
+    image, text = (torch.randn(batch, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
+    time = torch.randn(batch, size.width).bfloat16()
+    torch._dynamo.reset()
+    block.compile(backend="aot_eager_decomp_partition")  # what inductor keeps, without its kernels
+    with Keeping(block) as kept, torch.autocast("cpu", torch.bfloat16):
+        inputs = [tensor.requires_grad_() for tensor in (image, text, time)]
+        block(hidden_states=inputs[0], encoder_hidden_states=inputs[1], temb=inputs[2])
+    # copies of weights are the formula's own term; what has no tokens in its shape is one of those, or small
+    counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.tensors if counts & set(tensor.shape))
+    saved = Case(size, tokens, batch, compiled=True).saved
+    assert found == pytest.approx(batch * saved.largest(size, tokens), rel=0.02)
+
+
+# --- what follows from it --------------------------------------------------------------------------
+
+
+def test_checkpointing_and_compiling_take_less() -> None:
+    plain = gpu_memory(LIGHT).total
+    assert gpu_memory(replace(LIGHT, compiled=True)).total < 0.75 * plain
+    assert gpu_memory(replace(LIGHT, checkpointing=True)).total < 0.5 * plain
+
+
+def test_each_moment_can_be_the_costliest() -> None:
+    many, few = replace(LIGHT, checkpointing=True, batch=512), replace(LIGHT, checkpointing=True, batch=1)
+    assert gpu_memory(LIGHT).moment == "end of forward"
+    assert gpu_memory(replace(many, accumulation=2)).moment == "start of backward"
+    assert gpu_memory(few).moment == "end of backward"
+    assert gpu_memory(replace(few, evaluates=True, ema_tracks=1)).moment == "evaluation"
+    assert gpu_memory(replace(few, world=2)).moment == "optimizer"
+
+
+def test_activations_grow_with_the_batch_and_shrink_in_bf16() -> None:
+    one, two = (activation_bytes(replace(LIGHT, batch=batch)) for batch in (1, 2))
+    assert two == 2 * one
+    assert one < activation_bytes(replace(LIGHT, batch=1, compute="float32"))
+
+
+def test_state_counts_every_copy_of_the_weights() -> None:
+    count = LIGHT.parameters
+    assert state_bytes(LIGHT).value == 12 * count
+    amount = state_bytes(replace(LIGHT, ema_tracks=2, world=4))
+    assert amount.value == (12 + 8 + 4) * count
+    assert amount.formula == "P·(weights 4 + AdamW 8 + EMA 8 + gradient buckets 4)"
+    assert state_bytes(replace(LIGHT, ema_tracks=1, world=4, parallel="fsdp2")).value == 16 * count // 4
+
+
+def test_optimizers_remember_more_or_less() -> None:
+    count, named = LIGHT.parameters, small_parameters()
+    assert state_bytes(replace(LIGHT, optimizer="adamw8bit")).value == pytest.approx(6.03 * count, rel=0.001)
+    matrices = sum(tensor.numel() for name, tensor in named if is_block_matrix(name, tensor))
+    muon = state_bytes(replace(LIGHT, size=small(), optimizer="muon")).value
+    assert muon == 4 * matrices + 12 * small().num_parameters() - 4 * matrices - 4 * matrices
+
+
+def small_parameters() -> list[tuple[str, nn.Parameter]]:
+    return list(SD3Transformer2DModel(**small().transformer_config()).named_parameters())
+
+
+def test_accumulated_gradients_are_there_in_the_forward_pass() -> None:
+    one, four = (gpu_memory(replace(LIGHT, accumulation=count)).step.value for count in (1, 4))
+    assert four - one == pytest.approx(4 * LIGHT.parameters * (1 + SLACK), rel=0.001)
+
+
+def test_sharding_divides_the_state_and_gathers_blocks() -> None:
+    alone, cut = gpu_memory(LIGHT), gpu_memory(replace(LIGHT, world=8, parallel="fsdp2"))
+    assert cut.state.value == pytest.approx(alone.state.value / 8, rel=0.001)
+    assert cut.step.value < alone.step.value
+    assert "/ 8 GPUs" in cut.state.formula
+    assert "NCCL" in cut.context.formula
+
+
+def test_the_total_is_the_sum_of_its_parts() -> None:
+    memory = gpu_memory(replace(LIGHT, ema_tracks=1))
+    assert memory.total == memory.state.value + memory.step.value + memory.context.value
+
+
+def test_parameters_of_a_block() -> None:
+    block = SD3Transformer2DModel(**small().transformer_config()).transformer_blocks[0]
+    case = replace(LIGHT, size=small())
+    assert case.block_parameters == sum(p.numel() for p in block.parameters())
+    assert image_tokens(512, 512) == 1024

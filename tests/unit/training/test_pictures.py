@@ -1,0 +1,357 @@
+"""Grids while training: the stock pipeline's pictures, the same on any number of ranks, without text encoders."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
+from torch import Tensor
+
+from sd3_light.config import SIZES
+from sd3_light.data.manifest import ShardEntry
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import BucketShards, CachedDataset
+from sd3_light.engines import Launch
+from sd3_light.model.layers import new_transformer
+from sd3_light.sampling.scheduler import flow_scheduler
+from sd3_light.sampling.texts import TextPolicy, encode, joined
+from sd3_light.training import pictures
+from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.pictures import Sampler, deal, smallest
+
+Project = Any  # the class is in tests/conftest.py
+PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
+SEEDS = (5, 6)
+STEPS = 3
+
+
+def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
+    keys = [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
+    return (
+        f"sampling.prompts={json.dumps(PROMPTS)}",
+        f"sampling.seeds={json.dumps(SEEDS)}",
+        "sampling.every_n_steps=2",
+        f"sampling.steps={STEPS}",
+        f"sampling.guidance={guidance}",
+        *keys,
+    )
+
+
+def sampler(project: Project, *keys: str, launch: Launch | None = None, at_once: int | None = None) -> Sampler:
+    data = CachedDataset(LocalStore(project.cache))
+    made = Sampler.of_config(project.load(*keys).train, project.cache, data, launch or Launch(), torch.device("cpu"))
+    made.pictures_at_once = at_once or made.pictures_at_once
+    return made
+
+
+def draw(made: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]:
+    return {index: np.asarray(image).astype(int) for index, image in made.draw(denoise)}
+
+
+@pytest.fixture(scope="module")
+def transformer() -> SD3Transformer2DModel:
+    """One whose pictures show their text."""
+    model = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> dict[str, Project]:
+    """text_tokens -> a project whose cache has the prompts. Read only."""
+    made = {}
+    for text_tokens in ("padded", "real"):
+        made[text_tokens] = raw_project.copy(tmp_path_factory.mktemp(text_tokens) / "project")
+        made[text_tokens].build_cache(*overrides(text_tokens=text_tokens))
+    return made
+
+
+@pytest.fixture
+def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr("sd3_light.encoders.frozen.load_text_model", refuse)
+
+
+def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **scheduler: Any) -> StableDiffusion3Pipeline:
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        project.model, transformer=transformer, dtype=torch.float32, local_files_only=True
+    )
+    pipe.scheduler = flow_scheduler(scheduler.get("shift"), scheduler.get("flux_shift", False))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@torch.no_grad()
+def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Tensor]:
+    """As the stock pipeline encodes it, rounded as the cache keeps it."""
+    tokens, _, pooled, _ = pipe.encode_prompt(prompt, None, None, max_sequence_length=16)
+    return tokens.bfloat16().float(), pooled.bfloat16().float()
+
+
+@pytest.mark.usefixtures("no_encoders")
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+@pytest.mark.parametrize("uncond", ["zero", "empty"])
+def test_a_picture_is_the_stock_pipelines(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
+) -> None:
+    project, keys = caches["padded"], overrides(guidance, uncond_text=uncond)
+    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    drawn = draw(sampler(project, *keys, at_once=1), module.denoise)
+    pipe = stock_pipeline(project, transformer)
+    negative = stock_text(pipe, "") if uncond == "empty" else tuple(map(torch.zeros_like, stock_text(pipe, "")))
+    wanted = [(prompt, seed) for prompt in PROMPTS for seed in SEEDS]
+    assert sorted(drawn) == list(range(len(wanted)))
+    for index, (prompt, seed) in enumerate(wanted):
+        tokens, pooled = stock_text(pipe, prompt)
+        expected = pipe(
+            prompt_embeds=tokens,
+            pooled_prompt_embeds=pooled,
+            negative_prompt_embeds=negative[0],
+            negative_pooled_prompt_embeds=negative[1],
+            generator=torch.Generator("cpu").manual_seed(seed),
+            num_inference_steps=STEPS,
+            guidance_scale=guidance,
+            width=48,
+            height=80,
+        ).images[0]
+        assert np.abs(drawn[index] - np.asarray(expected).astype(int)).max() <= 1
+    assert np.abs(drawn[0] - drawn[2]).max() > 2, "the prompt shows"
+    assert np.abs(drawn[0] - drawn[1]).max() > 2, "the seed shows"
+
+
+@pytest.mark.parametrize("schedule", [{"shift": 3.0}, {"flux_shift": True}])
+def test_the_trained_shift_is_used(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, schedule: dict[str, Any]
+) -> None:
+    keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
+    times: list[float] = []
+
+    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+        times.append(float(features[1][0]))
+        return torch.zeros_like(features[0])
+
+    sampler(caches["padded"], *keys, at_once=6).draw(denoise)
+    pipe = stock_pipeline(caches["padded"], transformer, **schedule)
+    pipe(prompt="a", width=48, height=80, num_inference_steps=STEPS, guidance_scale=1.0)
+    assert times == pytest.approx(pipe.scheduler.timesteps.tolist())
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+@pytest.mark.parametrize("uncond", ["zero", "empty"])
+def test_a_picture_does_not_depend_on_its_batch(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
+) -> None:
+    project, keys = caches[text_tokens], overrides(text_tokens=text_tokens, uncond_text=uncond)
+    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    alone = draw(sampler(project, *keys, at_once=1), module.denoise)
+    together = draw(sampler(project, *keys, at_once=6), module.denoise)
+    assert len(alone) == len(together) == len(PROMPTS) * len(SEEDS)
+    assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
+
+
+def test_real_tokens_are_as_long_as_the_text_and_nothing_is_one_zero(caches: dict[str, Project]) -> None:
+    seen: list[tuple[Tensor, ...]] = []
+
+    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+        seen.append(features)
+        return torch.zeros_like(features[0])
+
+    keys = overrides(text_tokens="real", uncond_text="zero")
+    sampler(caches["real"], *keys, at_once=6).draw(denoise)
+    _, times, tokens, pooled, lengths = seen[0]
+    assert len(seen) == STEPS
+    assert times.unique().tolist() == [1000.0]
+    assert lengths[:6].tolist() == [1] * 6
+    assert not tokens[:6].any()
+    assert not pooled[:6].any()
+    assert lengths[6] == lengths[7] != lengths[8]
+    for row, length in zip(tokens, lengths.tolist(), strict=True):
+        assert not row[length:].any()
+    assert all(row[length - 1].any() for row, length in zip(tokens[6:], lengths[6:].tolist(), strict=True))
+
+
+def test_a_finished_model_reads_real_tokens_as_the_cache_does(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel
+) -> None:
+    made = sampler(caches["real"], *overrides(text_tokens="real"))
+    pipe = stock_pipeline(caches["real"], transformer)
+    with torch.no_grad():
+        found = encode(pipe, PROMPTS, TextPolicy(16, "empty", "real"))
+    for prompt, text in zip(PROMPTS, found, strict=True):
+        kept = made.texts[prompt]
+        assert text.tokens.shape == kept.tokens.shape
+        torch.testing.assert_close(text.tokens, kept.tokens.float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(text.pooled, kept.pooled.float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_ranks_draw_equally_much_and_together_the_same(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
+) -> None:
+    """Also with more ranks than pictures. Every rank calls the denoiser equally often, as sharded weights need."""
+    project, keys = caches["padded"], overrides()
+    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    calls: Counter[int] = Counter()
+    found: dict[int, np.ndarray] = {}
+    for rank in range(world):
+
+        def denoise(features: tuple[Tensor, ...], rank: int = rank) -> Tensor:
+            calls[rank] += 1
+            return module.denoise(features)
+
+        found |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), at_once=2), denoise)
+    alone = draw(sampler(project, *keys), module.denoise)
+    assert set(calls.values()) == {STEPS * -(-len(deal(6, 0, world)) // 2)}
+    assert sorted(found) == sorted(alone)
+    assert max(np.abs(found[index] - alone[index]).max() for index in alone) <= 1
+
+
+@pytest.mark.parametrize(("count", "world"), [(1, 1), (1, 8), (6, 4), (7, 3), (8, 8), (16, 5)])
+def test_all_requests_are_dealt_and_equally(count: int, world: int) -> None:
+    hands = [deal(count, rank, world) for rank in range(world)]
+    assert {len(hand) for hand in hands} == {-(-count // world)}
+    assert {index for hand in hands for index in hand} == set(range(count))
+
+
+def test_a_call_takes_no_more_samples_than_a_micro_batch(caches: dict[str, Project]) -> None:
+    sizes: list[int] = []
+
+    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+        sizes.append(len(features[0]))
+        return torch.zeros_like(features[0])
+
+    sampler(caches["padded"], *overrides(), "micro_batch_size_per_gpu=4").draw(denoise)
+    assert set(sizes) == {4}
+    sizes.clear()
+    sampler(caches["padded"], *overrides(1.0), "micro_batch_size_per_gpu=4").draw(denoise)
+    assert set(sizes) == {4, 2}
+
+
+def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
+    caches: dict[str, Project],
+    cached_project: Project,
+    transformer: SD3Transformer2DModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As for a cache at a URL. One encoder after another, the same features as in the cache, and none for a grid."""
+    loaded: list[str] = []
+    load = pictures.encode_in_passing.__globals__["FrozenParts"].part
+
+    def part(self: Any, name: str) -> Any:
+        loaded.append(name)
+        return load(self, name)
+
+    monkeypatch.setattr("sd3_light.encoders.frozen.FrozenParts.part", part)
+    made = sampler(cached_project, *overrides())
+    assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
+    assert "3 prompt(s) of [sampling] are not in the cache" in capsys.readouterr().err
+    kept = sampler(caches["padded"], *overrides())
+    for prompt in PROMPTS:
+        assert torch.equal(made.texts[prompt].tokens, kept.texts[prompt].tokens)
+        assert torch.equal(made.texts[prompt].pooled, kept.texts[prompt].pooled)
+    loaded.clear()
+    module = DiffusionTrainingModule(transformer, cached_project.load(*overrides()).train)
+    made.draw(module.denoise)
+    assert loaded == []
+    assert not (cached_project.cache / "prompts").exists()
+
+
+@pytest.mark.usefixtures("no_encoders")
+def test_the_grid_is_a_png_that_says_how_it_was_made(caches: dict[str, Project], tmp_path: Path) -> None:
+    made = sampler(caches["padded"], *overrides())
+    path = tmp_path / "samples" / "step-00000042.png"
+    result = made.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
+    assert result is not None
+    with Image.open(path) as image:
+        assert np.array_equal(np.asarray(image), np.asarray(result[1]))
+        about = image.text  # type: ignore[attr-defined]
+    assert result[0] == path
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert (about["step"], about["weights"], about["uncond_text"]) == ("42", "ema", "empty")
+    assert json.loads(about["prompts"]) == list(PROMPTS)
+    assert json.loads(about["seeds"]) == list(SEEDS)
+    assert (about["guidance"], about["steps"], json.loads(about["size"])) == ("4.0", "3", [48, 80])
+
+
+def test_the_vae_is_loaded_with_the_first_grid_and_once(
+    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[torch.dtype] = []
+
+    def load_vae(*arguments: Any) -> Any:
+        loads.append(arguments[2])
+        return load(*arguments)
+
+    load = pictures.load_vae
+    monkeypatch.setattr(pictures, "load_vae", load_vae)
+    made = sampler(caches["padded"], *overrides())
+    assert loads == []
+    for _ in range(2):
+        made.draw(lambda features: torch.zeros_like(features[0]))
+    assert loads == [torch.float32]
+
+
+def test_denoising_keeps_no_gradients_and_touches_no_global_generator(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel
+) -> None:
+    project = caches["padded"]
+    module = DiffusionTrainingModule(transformer, project.load(*overrides()).train)
+    modes: list[bool] = []
+
+    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+        modes.append(torch.is_grad_enabled())
+        return module.denoise(features)
+
+    before = torch.get_rng_state()
+    sampler(project, *overrides()).draw(denoise)
+    assert set(modes) == {False}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_half_precision_velocities_do_not_round_the_picture(caches: dict[str, Project]) -> None:
+    kinds: set[torch.dtype] = set()
+
+    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+        kinds.add(features[0].dtype)
+        return torch.zeros_like(features[0], dtype=torch.bfloat16)
+
+    sampler(caches["padded"], *overrides()).draw(denoise)
+    assert kinds == {torch.float32}
+
+
+def bucket(name: str, resolution: tuple[int, int]) -> BucketShards:
+    return BucketShards(name, resolution, (ShardEntry("a", name, resolution, "", 1, 1, "", ""),))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "expected"),
+    [
+        ([bucket("512x512", (512, 512)), bucket("256x256", (256, 256))], "256x256"),
+        ([bucket("208x304", (256, 256)), bucket("288x224", (256, 256))], "288x224"),
+        ([bucket("112x80", (100, 100)), bucket("96x112", (100, 100))], "96x112"),
+        ([bucket("320x192", (320, 192)), bucket("256x256", (256, 256))], "320x192"),
+    ],
+)
+def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[BucketShards], expected: str) -> None:
+    assert smallest(buckets).bucket == expected
+
+
+def test_joining_one_caption_is_joining_it_in_a_batch(caches: dict[str, Project]) -> None:
+    from sd3_light.encoders.text import join_text
+
+    data = CachedDataset(LocalStore(caches["padded"].cache))
+    features = data.empty_text()
+    tokens, pooled = join_text({name: values[None] for name, values in features.items()})
+    assert torch.equal(joined(features).tokens, tokens[0])
+    assert torch.equal(joined(features).pooled, pooled[0])
