@@ -18,6 +18,7 @@ from sd3_light.runlog import quiet_libraries, set_main_process
 if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
     from sd3_light.engines import Launch
+    from sd3_light.stages.train import Resume
 
 RESUMABLE = 75
 """Exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -129,15 +130,24 @@ def train(
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Go on from this checkpoint.")] = None,
+    reset_dataloader: Annotated[
+        bool, typer.Option("--reset_dataloader", help="On resume: start the data anew.")
+    ] = False,
+    reset_optimizer: Annotated[
+        bool, typer.Option("--reset_optimizer", help="On resume: drop the optimizer's state.")
+    ] = False,
+    reset_optimizer_params: Annotated[
+        bool, typer.Option("--reset_optimizer_params", help="On resume: lr etc. from the config.")
+    ] = False,
     set_: Overrides = None,
 ) -> None:
     """Encode what is missing, then train. `train.py` does the same under torchrun and takes all its flags."""
     loaded, launched = _load(config, set_), _prepare()
     from sd3_light.journeys import cache_then_train
     from sd3_light.stages.cache import Wishes
-    from sd3_light.stages.train import Resume
 
-    wish = Resume(resume_from) if resume or resume_from else None
+    resets = (reset_dataloader, reset_optimizer, reset_optimizer_params)
+    wish = _resume(resume or resume_from is not None, resume_from, resets)
     cache_then_train(loaded, launched, Wishes(trust_cache, regenerate_cache), wish)
 
 
@@ -146,13 +156,21 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder (its output_dir).")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
     checkpoint: Annotated[Path | None, typer.Option(help="Another checkpoint than the newest.")] = None,
-    weights: Annotated[str | None, typer.Option(help="`ema` or `raw`; default: `ema` where there is one.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="`raw`, `ema` or a track's name; default: `ema` where there is one.")
+    ] = None,
+    ema_length: Annotated[
+        float | None,
+        typer.Option(
+            help="Rebuild an average of this length (a share of the training) from the power tracks."
+        ),
+    ] = None,
 ) -> None:
     """A diffusers folder from a checkpoint, reloaded and compared before it is announced."""
     _prepare()
     from sd3_light.stages import export as stage
 
-    _say(f"wrote and proved {stage.run(run, out, checkpoint, weights)}")
+    _say(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length)}")
 
 
 @app.command()
@@ -188,11 +206,22 @@ def evaluate(
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and noise.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A train TOML: the validation loss of its eval_datasets, and no pictures.")
+    ] = None,
+    set_: Overrides = None,
 ) -> None:
-    """Judge a model of the demo world: does the picture show the objects, colours, counts and relations asked for?"""
-    _prepare()
-    from sd3_light.journeys import score_table
+    """The validation loss of a config's evaluation sets (--config), or a judgement of a model of the demo world: does
+    the picture show the objects, colours, counts and relations asked for?"""
+    launched = _prepare()
     from sd3_light.stages import evaluate as stage
+
+    if config is not None:
+        from sd3_light.journeys import cache_then_validate
+
+        Console().print(cache_then_validate(_load(config, set_), model, launched, out))
+        return
+    from sd3_light.journeys import score_table
 
     result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out)
     of = "of combinations seen in training" if seen else "of held-out combinations"
@@ -227,11 +256,20 @@ def inspect(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
-    """A run on one screen: loss, speed, checkpoints, exports."""
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    out: Annotated[Path | None, typer.Option(help="Write a page with curves and samples to this HTML file.")] = None,
+) -> None:
+    """A run on one screen: loss, speed, checkpoints, exports; with --out, a page with its curves and samples."""
     from sd3_light.stages import report as stage
 
-    Console().print(stage.render(stage.run(run)))
+    if out is None:
+        Console().print(stage.render(stage.run(run)))
+        return
+    from sd3_light.stages.report.page import write_page
+
+    write_page(run, out)
+    _say(f"look at {out}")
 
 
 def main() -> None:
@@ -268,19 +306,22 @@ def _launch(flags: argparse.Namespace) -> None:
     loaded, launched = _load(flags.config, flags.set, flags.cache_only), _prepare(flags.local_rank)
     from sd3_light.journeys import cache_then_train, only_cache
     from sd3_light.stages.cache import Wishes
-    from sd3_light.stages.train import Resume
 
     wishes = Wishes(flags.trust_cache, flags.regenerate_cache)
     if flags.cache_only:
         only_cache(loaded, launched, wishes)
         return
-    resume = None
-    if flags.resume_from_checkpoint is not None:
-        place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
-        resume = Resume(place, flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
-    elif flags.reset_dataloader or flags.reset_optimizer or flags.reset_optimizer_params:
-        raise UserError("--reset_* flags go with --resume_from_checkpoint")
-    cache_then_train(loaded, launched, wishes, resume)
+    place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
+    resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
+    cache_then_train(loaded, launched, wishes, _resume(flags.resume_from_checkpoint is not None, place, resets))
+
+
+def _resume(wished: bool, checkpoint: Path | None, resets: tuple[bool, bool, bool]) -> "Resume | None":
+    from sd3_light.stages.train import Resume
+
+    if any(resets) and not wished:
+        raise UserError("--reset_* flags go with --resume (train.py: --resume_from_checkpoint)")
+    return Resume(checkpoint, *resets) if wished else None
 
 
 def _prepare(local_rank: int | None = None) -> "Launch":

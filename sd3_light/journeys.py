@@ -1,5 +1,6 @@
 """The only place that strings stages together: cache then train, and the demo."""
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -42,6 +43,22 @@ def only_cache(loaded: LoadedConfig, launch: Launch, wishes: cache.Wishes | None
     cache.run(loaded, launch, wishes)
     places = [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
     return [place for place in places if isinstance(place, Path)]
+
+
+def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: Path | None = None) -> Table:
+    """The validation loss of a finished model on a config's evaluation sets, encoded first where they are not."""
+    check.require(loaded)
+    cache.run(loaded, launch)
+    found = evaluate.validation(loaded, model, launch)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    table = Table("loss", title=f"{model}: validation loss")
+    for name in found:
+        table.add_column(name, justify="right")
+    for key in next(iter(found.values())):
+        table.add_row(key, *(f"{losses[key]:.5f}" for losses in found.values()))
+    return table
 
 
 def checked_init(loaded: LoadedConfig, out: Path) -> Path:

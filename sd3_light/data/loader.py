@@ -1,6 +1,7 @@
 """The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them alive."""
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,6 +122,7 @@ class PipelineDataLoader:
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
             # forked workers share the slots, and a cache that is held in memory
             multiprocessing_context=multiprocessing.get_context("fork") if num_dataloader_workers else None,
+            worker_init_fn=_outlive_signals,
         )
 
     def __iter__(self) -> Iterator[Prepared]:
@@ -158,6 +160,12 @@ class PipelineDataLoader:
                 yield batches
                 batches.clear()
         assert not batches, "the last optimizer step lacks micro-batches"
+
+
+def _outlive_signals(worker: int) -> None:
+    """A scheduler's SIGTERM or a Ctrl-C reaches workers too; the trainer needs them until it has saved and ends."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _worker_fault(error: RuntimeError) -> UserError | None:

@@ -23,8 +23,8 @@ class StepNumbers:
     losses: dict[str, float]
     grad_norm: float
     taken: bool
-    bands: tuple[float, ...] = ()
-    band_counts: tuple[float, ...] = ()
+    bands: tuple[float, ...] = (0.0,) * NUM_BANDS
+    band_counts: tuple[float, ...] = (0.0,) * NUM_BANDS
 
 
 class StepResult:

@@ -219,7 +219,8 @@ def _moments(case: Case) -> dict[str, Mapping[str, int]]:
             "gradients so far": before,
         },
         "end of backward": {
-            "gradients": gradients,
+            # those of the first block come while what it keeps goes
+            "gradients": max(0, gradients - 4 * case.block_parameters // case.shards),
             "one block": one_block,
             "ends": batch * _ends(case),
             "bf16 weights": block,

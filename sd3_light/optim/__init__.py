@@ -1,1 +1,1 @@
-"""Parameter groups, learning-rate schedules and running averages of weights."""
+"""How weights learn: parameter groups, optimizers, learning-rate schedules, and running averages of weights."""

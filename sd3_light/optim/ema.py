@@ -86,21 +86,3 @@ def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.detach().to(torch.float32, copy=True) for name, weight in weights.items()}
-
-
-class Ema:
-    """One track of constant decay by itself."""
-
-    def __init__(self, weights: Mapping[str, Tensor], decay: float, update_every: int) -> None:
-        self._averages = Averages(weights, EmaConfig(enable=True, decay=decay, update_every=update_every))
-        self.shadow = self._averages.tracks[MAIN].shadow
-
-    def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Take in the weights after optimizer step ``step`` (the first is 1), when it is this track's turn."""
-        self._averages.update(weights, step)
-
-    @contextmanager
-    def in_place_of(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """The averaged weights stand in the model inside the block; afterwards the live ones are back, bit for bit."""
-        with self._averages.in_place_of(MAIN, weights):
-            yield

@@ -5,7 +5,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 CURVES = ("step", "eval")
 """The events whose numbers are points of curves."""
-
-_AT_ONCE = 256
 
 # where in the run an evaluation stands: its x, and no curve of its own
 _POSITION = frozenset(("step", "samples", "skipped", "position", "epoch"))
@@ -139,10 +136,8 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
     Opening a broken log for append repairs it, so a broken line elsewhere is a `UserError`.
     """
-    lines = log_lines(path)
-    # many lines at once: a log of half a million is read in two thirds of the time
-    while batch := list(islice(lines, _AT_ONCE)):
-        yield from _read_batch(path, batch)
+    for number, line in log_lines(path):
+        yield read_event(path, number, line)
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -160,18 +155,6 @@ def read_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError:
         raise UserError(f"{path}: line {number} is not JSON; remove that line") from None
     return event
-
-
-def _read_batch(path: Path, batch: Sequence[tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
-    try:
-        events = json.loads(b"[" + b",".join(line for _, line in batch) + b"]")
-    except ValueError:
-        events = []
-    # a broken line may still fit among the others
-    if len(events) == len(batch):
-        yield from events
-    else:
-        yield from (read_event(path, number, line) for number, line in batch)
 
 
 def _repair(path: Path) -> None:

@@ -1,13 +1,37 @@
-"""The evaluate stage: how well a finished model draws what the demo world's prompts ask for."""
+"""The evaluate stage: a finished model's validation loss on a config's evaluation sets, and how well it draws what the
+demo world's prompts ask for."""
 
 import json
 from pathlib import Path
 
+import torch
+from diffusers import SD3Transformer2DModel
+
+from sd3_light.config import LoadedConfig
+from sd3_light.config.faults import UserError
+from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
+from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.open import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.runlog import progress
+from sd3_light.training.evaluation import Evaluator
+from sd3_light.training.light_sd3 import InputPreparer
+from sd3_light.training.module import DiffusionTrainingModule
 from sd3_light.world import prompts
+
+
+def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
+    """Name -> losses of each evaluation set of a config, as its training computes them; their caches must be there."""
+    launch, config = launch or Launch(), loaded.train
+    if not loaded.eval_datasets:
+        raise UserError(f"{loaded.path} names no eval_datasets; add one, or evaluate without --config")
+    if not (model / "transformer" / "config.json").is_file():
+        raise UserError(f"{model} is no diffusers folder (no transformer/config.json); give an export")
+    denoiser = SD3Transformer2DModel.from_pretrained(model / "transformer", dtype=torch.float32, local_files_only=True)
+    engine = TorchEngine(DiffusionTrainingModule(denoiser, config), config, launch, launch.device())
+    preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
+    return dict(Evaluator(loaded, launch, engine, preparer).losses())
 
 
 def run(

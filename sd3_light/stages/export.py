@@ -1,34 +1,127 @@
-"""The export stage: a proven diffusers folder from a run's checkpoint."""
+"""The export stage: a proven diffusers folder from a run's checkpoint, or from its snapshots of averages."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from diffusers import SD3Transformer2DModel
+from torch import Tensor
 
-from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, of_kind
-from sd3_light.checkpoint.store import newest_checkpoint, read_checkpoint
+from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.export.folder import write_folder
+from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
+from sd3_light.runlog import say
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
 
+RAW = "raw"
+SNAPSHOTS = "ema"
 
-def run(run_folder: Path, out: Path, checkpoint: Path | None = None, weights: str | None = None) -> Path:
-    """Export the newest (or the given) checkpoint; ``weights`` is `ema` or `raw`, None for `ema` where there is one."""
-    if weights not in (None, "ema", "raw"):
-        raise UserError(f"--weights: {weights!r} is not known; use `ema` or `raw`")
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Trained weights, what they are, and how far training had come."""
+
+    trained: dict[str, Tensor]
+    words: str
+    progress: Progress
+
+
+def run(
+    run_folder: Path,
+    out: Path,
+    checkpoint: Path | None = None,
+    weights: str | None = None,
+    ema_length: float | None = None,
+) -> Path:
+    """Export from the newest (or the given) checkpoint: ``weights`` is `raw`, `ema` or another average's name, None for
+    `ema` where there is one.
+
+    With ``ema_length`` (a width sigma_rel) an average of that length is rebuilt from the run's snapshots instead, as of
+    the newest one (at the step of ``checkpoint`` or before it, where that is given).
+    """
+    if ema_length is not None and weights is not None:
+        raise UserError("--ema-length and --weights exclude each other: a rebuilt average is neither; keep one")
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder, nothing was changed")
     train = load_config(run_folder / "config.toml").train
-    saved = checkpoint or newest_checkpoint(run_folder / "checkpoints")
-    if saved is None:
-        raise UserError(f"{run_folder} has no checkpoint yet; exports need one")
-    tensors, facts = read_checkpoint(saved)
-    averaged = of_kind(tensors, EMA)
-    if weights == "ema" and not averaged:
-        raise UserError(f"{saved} has no running average; use --weights raw")
-    chosen = weights or ("ema" if averaged else "raw")
+    if ema_length is None:
+        chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
+    else:
+        chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
-    spec = export_spec(train, model_config(transformer), chosen, Progress(**facts["progress"]))
-    trained = averaged if chosen == "ema" else of_kind(tensors, WEIGHTS)
-    return write_folder(out, whole_state(transformer, trained), spec)
+    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress)
+    return write_folder(out, whole_state(transformer, chosen.trained), spec)
+
+
+# --- from a checkpoint ------------------------------------------------------------------------
+
+
+def _checkpoint_of(run_folder: Path, given: Path | None) -> Checkpoint:
+    path = given or newest_checkpoint(run_folder / "checkpoints")
+    if path is None:
+        raise UserError(f"{run_folder} has no checkpoint yet; exports need one")
+    return open_checkpoint(path)
+
+
+def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Chosen:
+    known = [RAW, *_tracks(saved)]
+    chosen = weights or (EMA if EMA in known else RAW)
+    if chosen not in known:
+        raise UserError(f"--weights: {saved.path} has no {chosen!r}; it has {', '.join(known)}")
+    kind = WEIGHTS if chosen == RAW else track_kind(chosen)
+    trained = {name: saved.tensor(f"{kind}/{name}") for name in saved.names(kind)}
+    return _Chosen(trained, chosen, Progress(**saved.facts["progress"]))
+
+
+def _tracks(saved: Checkpoint) -> list[str]:
+    """Names of the averages in a checkpoint, the main one first."""
+    kinds = dict.fromkeys(sorted(name.partition("/")[0] for name in saved.shapes))
+    return [kind.removeprefix(f"{EMA}.") for kind in kinds if kind == EMA or kind.startswith(f"{EMA}.")]
+
+
+# --- from snapshots ---------------------------------------------------------------------------
+
+
+def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Chosen:
+    until = None if checkpoint is None else int(open_checkpoint(checkpoint).facts["progress"]["step"])
+    taken = [open_checkpoint(path) for path in sorted({*folder.glob("step-*")} - {*half_written(folder)})]
+    found = [(snapshot, saved) for saved in taken for snapshot in snapshots_of(saved.facts)]
+    found = [(snapshot, saved) for snapshot, saved in found if until is None or snapshot.step <= until]
+    if not found:
+        when = "" if until is None else f" up to step {until}"
+        raise UserError(
+            f"{folder} has no snapshots{when} to rebuild an average from; train with a [[ema.track]] that has "
+            "power_width, or export an average that exists with --weights"
+        )
+    snapshots = [snapshot for snapshot, _ in found]
+    newest = max(snapshots, key=lambda snapshot: snapshot.time)
+    last = next(saved for snapshot, saved in found if snapshot is newest)
+    _require_reachable(snapshots, newest.time, length)
+    fit = solve(snapshots, newest.time, length)
+    say(
+        f"average of length {length:g} at step {newest.time} from {len(snapshots)} snapshots: its profile is off by "
+        f"{fit.mismatch:.1%}, rounding amounts to {fit.noise:.2%} of the weights"
+    )
+    trained = dict(combine(fit, [_reader(*one) for one in found], last.names(track_kind(newest.track))))
+    progress = Progress(**last.facts.get("progress", {"step": newest.step}))
+    return _Chosen(trained, f"average of length {length:g}", progress)
+
+
+def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> None:
+    span = reachable(snapshots, time)
+    if span is None:
+        raise UserError("--ema-length: the snapshots of this run are too few to rebuild any average from")
+    if not span[0] <= length <= span[1]:
+        raise UserError(
+            f"--ema-length {length:g}: the {len(snapshots)} snapshots of this run give lengths from {span[0]:.3f} to "
+            f"{span[1]:.3f}; choose one of these"
+        )
+
+
+def _reader(snapshot: Snapshot, saved: Checkpoint) -> Callable[[str], Tensor]:
+    kind = track_kind(snapshot.track)
+    return lambda name: saved.tensor(f"{kind}/{name}")

@@ -32,7 +32,7 @@ class Window:
         self.steps += 1
         for name, value in {**numbers.losses, "grad_norm": numbers.grad_norm}.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.bands = [a + b for a, b in zip(self.bands, numbers.bands, strict=True)] if numbers.bands else self.bands
+        self.bands = [a + b for a, b in zip(self.bands, numbers.bands, strict=True)]
         self.counts = [a + b for a, b in zip(self.counts, numbers.band_counts, strict=True)]
 
     def means(self) -> dict[str, Any]:
@@ -51,7 +51,9 @@ class Window:
 class Meter:
     """Counts steps and time. Results are read when they are there; only a record, or who asks to, waits for them."""
 
-    def __init__(self, world: int = 1, peak_flops: float | None = None, window: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, world: int = 1, peak_flops: float | None = None, window: Mapping[str, Any] | None = None
+    ) -> None:
         self.world, self.peak_flops = world, peak_flops
         self.window = Window(**(window or {}))
         self._pending: deque[tuple[int, StepResult]] = deque()

@@ -20,7 +20,7 @@ from sd3_light.checkpoint.store import open_checkpoint, temporary_folder
 from sd3_light.engines.protocol import Piece
 
 ROWS, WIDTH = 6, 5
-FULL = (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+LONGEST_FILE = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
 # --- what each of the two processes does (this file is their program) ---------------------------
@@ -75,9 +75,9 @@ class Worker:
     def full_disk(self) -> list[dict[str, Any]]:
         """Rank 1 may write no file of more than a few bytes; then there is room again."""
         if self.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, FULL[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, LONGEST_FILE[1]))
         told = self.save(2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, FULL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, LONGEST_FILE)
         dist.barrier()
         told.append({"left": sorted(path.name for path in (self.folder / "saved").iterdir())})
         dist.barrier()

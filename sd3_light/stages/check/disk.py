@@ -28,7 +28,7 @@ _SOURCE_FILES = (".tar", ".parquet")
 
 def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
     """All faults that the disk shows, and all features that this version lacks; a sound config gives none."""
-    faults = [] if caching else [*not_yet_faults(loaded), *_tracker_faults(loaded)]
+    faults = [] if caching else [*not_yet_faults(loaded), *_tracker_faults(loaded), *_library_faults(loaded)]
     faults += [*_folder_faults(loaded), *_init_faults(loaded)]
     start, start_faults = _start(loaded)
     faults += start_faults

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sd3_light.runlog.log import log_lines, read_event, read_log
+from sd3_light.runlog.log import log_lines, read_event
 from sd3_light.stages.report.thin import Curve, Thinner
 
 Event = dict[str, Any]
@@ -27,6 +27,10 @@ STEP_GROUPS = ("band", "ema_decay")
 MOST_EVENTS = 300
 """Of one kind of event about so many are kept, spread evenly."""
 
+MOST_WHOLE = 50_000
+"""Of up to twice this many steps every line is read whole; of more an even choice, and of the others what may spike."""
+
+_SHARP = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
 _STEP = b'{"event": "step",'  # how the log writes the lines that are many
 _BEGINS = ("start", "resume")
 
@@ -146,24 +150,49 @@ def _draw(path: Path, report: RunReport, survey: _Survey) -> None:
     evals = {key: Thinner(count, _eval_names()) for key, count in survey.evals.items()}
     parts = iter(report.parts)
     part: Part | None = None
-    for event in islice(read_log(path), survey.lines):  # the run may have gone on meanwhile
-        kind, step = event["event"], event.get("step", 0)
-        if kind in _BEGINS:
+    last: tuple[int, bytes] | None = None
+    for number, line, event in _events(path, survey):
+        if event["event"] in _BEGINS:
             part = next(parts)
         if part is not None:
-            part.end = event["time"]
-            if step > part.limit:
+            part.end = event.get("time", part.end)
+            if event.get("step", 0) > part.limit:
                 continue
-        if kind == "step":
-            steps.add(step, event)
-            report.last[kind] = event
-        elif kind == "eval":
-            evals[_eval_key(event)].add(step, event)
-            report.last[kind] = event
+        if event["event"] == "step":
+            steps.add(event["step"], event)
+            last = number, line
+        elif event["event"] == "eval":
+            evals[_eval_key(event)].add(event.get("step", 0), event)
+            report.last["eval"] = event
     for thinner in (steps, *evals.values()):
         thinner.finish()
     report.steps = steps.curves
     report.evals = {key: thinner.curves for key, thinner in evals.items() if thinner.curves}
+    if last is not None:
+        report.last["step"] = read_event(path, *last)
+
+
+def _events(path: Path, survey: _Survey) -> Iterator[tuple[int, bytes, Event]]:
+    """Every line that was surveyed; of very many steps all but some are only glimpsed at."""
+    every, steps = max(1, survey.steps // MOST_WHOLE), 0
+    for number, line in islice(log_lines(path), survey.lines):  # the run may have gone on meanwhile
+        glimpsed = None
+        if line.startswith(_STEP):
+            steps += 1
+            glimpsed = _glimpse(line) if steps % every else None
+        yield number, line, glimpsed or read_event(path, number, line)
+
+
+def _glimpse(line: bytes) -> Event | None:
+    """Of a step only what may spike: reading JSON is what takes the time. None where it is not as expected."""
+    found: Event = {"event": "step"}
+    for name, mark in _SHARP.items():
+        start = line.find(mark) + len(mark)
+        try:
+            found[name] = float(line[start : line.find(b",", start)].strip(b'"'))
+        except ValueError:
+            return None
+    return found
 
 
 def _eval_key(event: Event) -> tuple[str, str]:

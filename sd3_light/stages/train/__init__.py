@@ -111,8 +111,8 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
         step,
         peak=config.optimizer.lr,
         schedule=config.lr_scheduler,
-        warmup_steps=config.warmup_steps,
-        total_steps=total,
+        warmup=config.warmup_steps,
+        total=total,
         step_size=config.lr_step_size,
         step_gamma=config.lr_step_gamma,
     )

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import tomllib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.runlog import RunLog, say
+from sd3_light.runlog.trackers import open_trackers
 
 
 class RunFolder:
@@ -74,7 +76,9 @@ class RunFolder:
         train = self.loaded.train
         key = train.monitoring.wandb_api_key
         secrets = () if key is None else (key.get_secret_value(),)
-        return RunLog(self.path, secrets=secrets, x_axis="samples" if train.x_axis_examples else "step")
+        axis = "samples" if train.x_axis_examples else "step"
+        trackers = open_trackers(train.monitoring, self.path, tomllib.loads(resolved_toml(self.loaded)), axis)
+        return RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
 
     def log(self, event: str, **fields: Any) -> None:
         """One line of log.jsonl."""
@@ -83,6 +87,8 @@ class RunFolder:
 
     def picture(self, path: Path, image: Image.Image, progress: Progress, weights: str) -> None:
         """A grid of samples was drawn."""
+        if self._log is not None:
+            self._log.picture("samples", image, **progress.counts())
         self.log("sample", **progress.counts(), weights=weights, file=str(path.relative_to(self.path)))
 
     def tell_dropped(self, data: CachedDataset, order: Order) -> None:

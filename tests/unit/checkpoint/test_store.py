@@ -152,7 +152,7 @@ def test_a_part_that_is_not_there_or_short_is_named(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
     start_fresh(temporary)
     write_part(temporary, 0, [Piece("param/w", WHOLE, 0, (16,))])
-    with pytest.raises(UserError, match="rank 1's part is not in .* all machines share"):
+    with pytest.raises(UserError, match=r"rank 1's part is not in .* all machines share"):
         commit(tmp_path, 1, range(2), {})
     with open(temporary / "rank-00000.safetensors", "ab") as file:
         file.truncate(80)
@@ -199,6 +199,12 @@ def test_the_same_step_again_comes_back_if_the_last_rename_fails(
             save(tmp_path, 1, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
+
+
+def test_what_an_earlier_replacement_left_aside_is_in_nobodys_way(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1, 1), tmp_path / ".step-00000001.old")
+    assert value_of(save(tmp_path, 1, 2)) == 2
+    assert names(tmp_path) == ["step-00000001"]
 
 
 class Killed(BaseException):

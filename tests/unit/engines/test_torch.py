@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import Prepared
-from sd3_light.engines.torch import TorchEngine, start_process_group
+from sd3_light.engines.processes import start_process_group
+from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import new_transformer
 from sd3_light.training.module import DiffusionTrainingModule
 
@@ -41,13 +42,15 @@ class Line(nn.Module):
         nn.init.zeros_(self.transformer.bias)
 
     def forward(self, features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-        loss = ((self.transformer(features[0]) - label[0]) ** 2).mean()
-        return {"loss": loss, "flow": loss.detach()}
+        each = ((self.transformer(features[0]) - label[0]) ** 2).mean(1)
+        loss = each.mean()
+        return {"loss": loss, "flow": loss.detach(), "each": each.detach()}
 
 
 def line_batch(seed: int = 0, count: int = 8) -> Prepared:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(count, 3, generator=generator),), (torch.randn(count, 2, generator=generator), None)
+    values, target = torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
+    return (values, 1000 * torch.linspace(0.01, 0.99, count)), (target, None)
 
 
 def pieces(batch: Prepared, count: int) -> list[Prepared]:
@@ -65,8 +68,18 @@ def make(tmp_path: Path) -> Callable[..., TorchEngine]:
 
 
 def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
-    state = {f"param/{name}": weight for name, weight in engine.weights.items()} | engine.optimizer_state()
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return {piece.name: piece.values.clone().reshape(piece.shape) for piece in engine.pieces()}
+
+
+def fill(engine: TorchEngine, state: dict[str, Tensor]) -> None:
+    """As a checkpoint is loaded: into live memory."""
+    for piece in engine.pieces():
+        piece.values.copy_(state[piece.name].reshape(-1))
+
+
+def gradients(engine: TorchEngine) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in engine.module.transformer.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
@@ -99,8 +112,8 @@ def real_batch(count: int = 4) -> Prepared:
 def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
     whole, parts = real_engine(tmp_path), real_engine(tmp_path)
     for _ in range(2):
-        one = whole.train_step([real_batch()], 1e-3)
-        four = parts.train_step(pieces(real_batch(), 4), 1e-3)
+        one = whole.train_step([real_batch()], 1e-3).read()
+        four = parts.train_step(pieces(real_batch(), 4), 1e-3).read()
         assert four.losses["loss"] == pytest.approx(one.losses["loss"], rel=1e-6)
         assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     start = real_engine(tmp_path).weights
@@ -113,12 +126,25 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
 def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., TorchEngine]) -> None:
     """Not the last one's, as it was."""
     engine, batch = make(), line_batch()
-    losses = [engine.evaluate(piece)["loss"] for piece in pieces(batch, 4)]
+    losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in pieces(batch, 4)]
     assert len(set(losses)) == 4
-    result = engine.train_step(pieces(batch, 4), 1e-3)
+    result = engine.train_step(pieces(batch, 4), 1e-3).read()
     assert result.losses["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert result.losses["flow"] == result.losses["loss"]
     assert result.taken
+
+
+def test_losses_are_told_by_the_band_of_their_time(make: Callable[..., TorchEngine]) -> None:
+    features, (target, _) = batch = line_batch(count=8)
+    engine = make()
+    each = engine.module(*batch)["each"]
+    result = engine.train_step(pieces(batch, 4), 0.0).read()
+    bands = (features[1] / 100).long()
+    for band in range(10):
+        there = bands == band
+        count = 4 * result.band_counts[band]  # shares of the step: its four micro-batches together are one
+        assert count == pytest.approx(int(there.sum()))
+        assert 4 * result.bands[band] == pytest.approx(float(each[there].sum()), rel=1e-5)
 
 
 def test_one_step_is_adamw_written_down(make: Callable[..., TorchEngine]) -> None:
@@ -149,16 +175,14 @@ def test_clipping_is_by_the_norm_over_all_weights(make: Callable[..., TorchEngin
     """Over every parameter and after accumulation: once a step, not once a micro-batch or a tensor."""
     batch = line_batch()
     free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=0.05)
-    norm = free.train_step(pieces(batch, 2), 0.0).grad_norm
-    true = math.sqrt(sum(float(weight.grad.double().square().sum()) for weight in free.weights.values()))  # type: ignore[union-attr]
+    norm = free.train_step(pieces(batch, 2), 0.0).read().grad_norm
+    true = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients(free).values()))
     assert norm == pytest.approx(true, rel=1e-6)
     assert norm > 0.05
-    assert clipped.train_step(pieces(batch, 2), 0.0).grad_norm == pytest.approx(norm, rel=1e-6), (
-        "logged before clipping"
-    )
-    for name, weight in clipped.weights.items():
-        assert weight.grad is not None
-        torch.testing.assert_close(weight.grad, free.weights[name].grad * 0.05 / norm, rtol=1e-4, atol=1e-8)  # type: ignore[operator]
+    logged = clipped.train_step(pieces(batch, 2), 0.0).read().grad_norm
+    assert logged == pytest.approx(norm, rel=1e-6), "logged before clipping"
+    for name, gradient in gradients(clipped).items():
+        torch.testing.assert_close(gradient, gradients(free)[name] * 0.05 / norm, rtol=1e-4, atol=1e-8)
 
 
 def test_a_small_gradient_is_not_clipped(make: Callable[..., TorchEngine]) -> None:
@@ -173,7 +197,7 @@ def test_gradients_of_an_earlier_step_do_not_linger(make: Callable[..., TorchEng
     engine.train_step([line_batch(0)], lr=0.0)
     engine.train_step([line_batch(1)], lr=0.0)
     fresh.train_step([line_batch(1)], lr=0.0)
-    assert all(torch.equal(weight.grad, fresh.weights[name].grad) for name, weight in engine.weights.items())  # type: ignore[arg-type]
+    assert equal(gradients(engine), gradients(fresh))
 
 
 def test_unequal_micro_batches_are_refused(make: Callable[..., TorchEngine]) -> None:
@@ -195,21 +219,21 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_touches_nothing(
     before = snapshot(engine)
     bad = pieces(line_batch(1), 2)
     bad[0 if where == "first" else -1][0][0][0, 0] = poison
-    result = engine.train_step(bad, 1e-2)
+    result = engine.train_step(bad, 1e-2).read()
     assert not result.taken
     assert not math.isfinite(result.losses["loss"])
     assert equal(snapshot(engine), before)
     # and the run goes on as if it had not been
     for each in (engine, untroubled):
-        assert each.train_step([line_batch(2)], 1e-2).taken
+        assert each.train_step([line_batch(2)], 1e-2).read().taken
     assert equal(snapshot(engine), snapshot(untroubled))
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     before = snapshot(engine)
-    engine.weights["weight"].register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
-    result = engine.train_step([line_batch()], 1e-2)
+    engine.module.transformer.weight.register_hook(lambda gradient: gradient * float("inf"))
+    result = engine.train_step([line_batch()], 1e-2).read()
     assert math.isfinite(result.losses["loss"])
     assert not math.isfinite(result.grad_norm)
     assert not result.taken
@@ -225,12 +249,9 @@ def test_optimizer_state_goes_on_bit_for_bit(make: Callable[..., TorchEngine]) -
     for number in range(3):
         walked.train_step([line_batch(number)], 1e-2)
     saved = snapshot(walked)
-    with torch.no_grad():
-        for name, weight in resumed.weights.items():
-            weight.copy_(saved[f"param/{name}"])
-    resumed.load_optimizer_state(saved)
+    fill(resumed, saved)
     for number in range(3, 7):
-        one, two = walked.train_step([line_batch(number)], 1e-2), resumed.train_step([line_batch(number)], 1e-2)
+        one, two = (engine.train_step([line_batch(number)], 1e-2).read() for engine in (walked, resumed))
         assert one == two
     assert equal(snapshot(walked), snapshot(resumed))
 
@@ -246,39 +267,54 @@ def test_every_part_of_the_state_matters(make: Callable[..., TorchEngine]) -> No
     for kind in ("exp_avg", "exp_avg_sq", "step"):
         damaged = {name: t * (0 if name.startswith(f"{kind}/") else 1) for name, t in saved.items()}
         resumed = make()
-        with torch.no_grad():
-            for name, weight in resumed.weights.items():
-                weight.copy_(saved[f"param/{name}"])
-        resumed.load_optimizer_state(damaged)
+        fill(resumed, damaged)
         for number in (3, 4):
             resumed.train_step([line_batch(number)], 1e-2)
         assert not equal(snapshot(walked), snapshot(resumed)), kind
 
 
-def test_state_is_named_float32_and_empty_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
+def test_state_is_named_float32_and_there_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
+    kinds = ("param", "step", "exp_avg", "exp_avg_sq")
+    for engine in (stepped := make(), make()):
+        if engine is stepped:
+            engine.train_step([line_batch()], 1e-2)
+        state = {piece.name: piece for piece in engine.pieces()}
+        assert set(state) == {f"{kind}/{name}" for kind in kinds for name in ("weight", "bias")}
+        assert {piece.values.dtype for piece in state.values()} == {torch.float32}
+        assert all(piece.writes and piece.start == 0 and piece.values.dim() == 1 for piece in state.values())
+        assert (state["param/weight"].shape, state["step/weight"].shape) == ((2, 3), ())
+
+
+def test_a_fresh_state_changes_nothing(make: Callable[..., TorchEngine]) -> None:
+    """A checkpoint of step 0 asks for the state; the first step is the same as without."""
+    asked, plain = make(), make()
+    list(asked.pieces())
+    for engine in (asked, plain):
+        engine.train_step([line_batch()], 1e-2)
+    assert equal(snapshot(asked), snapshot(plain))
+
+
+def test_pieces_are_live(make: Callable[..., TorchEngine]) -> None:
     engine = make()
-    assert engine.optimizer_state() == {}
-    engine.train_step([line_batch()], 1e-2)
-    state = engine.optimizer_state()
-    assert set(state) == {f"{kind}/{name}" for kind in ("step", "exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    (piece,) = [piece for piece in engine.pieces() if piece.name == "param/bias"]
+    piece.values.fill_(3.0)
+    assert engine.module.transformer.bias.tolist() == [3.0, 3.0]
+    assert engine.weights["bias"].tolist() == [3.0, 3.0]
 
 
-def test_loaded_state_is_a_copy(make: Callable[..., TorchEngine]) -> None:
-    engine, other = make(), make()
-    engine.train_step([line_batch()], 1e-2)
-    saved = snapshot(engine)
-    kept = {name: tensor.clone() for name, tensor in saved.items()}
-    other.load_optimizer_state(saved)
-    other.train_step([line_batch(1)], 1e-2)
-    assert equal(saved, kept)
+def test_what_lies_as_the_weights_do_is_shown_and_brought_together_alike(make: Callable[..., TorchEngine]) -> None:
+    engine = make()
+    average = {name: weight + 1 for name, weight in engine.weights.items()}
+    assert [piece.name for piece in engine.like_weights("ema", average)] == ["ema/weight", "ema/bias"]
+    whole = engine.whole(average)
+    assert whole is not None
+    assert equal(whole, average)
+    whole["bias"].zero_()
+    assert average["bias"].tolist() == [1.0, 1.0], "a copy"
 
 
-def test_flat_ranges_are_shaped_like_their_weights(make: Callable[..., TorchEngine]) -> None:
-    engine, other = make(), make()
-    engine.train_step([line_batch()], 1e-2)
-    other.load_optimizer_state({name: tensor.reshape(-1) for name, tensor in snapshot(engine).items()})
-    assert equal(engine.optimizer_state(), other.optimizer_state())
+def test_the_norm_of_the_weights(make: Callable[..., TorchEngine]) -> None:
+    assert make().weight_norm() == pytest.approx(math.sqrt(6 * 0.25))
 
 
 # --- what trains -------------------------------------------------------------------------------
@@ -309,8 +345,25 @@ def test_evaluation_learns_nothing(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     engine.train_step([line_batch()], 1e-2)
     before = snapshot(engine)
-    assert engine.evaluate(line_batch(3)) == engine.evaluate(line_batch(3))
+    assert torch.equal(engine.evaluate(line_batch(3)), engine.evaluate(line_batch(3)))
     assert equal(snapshot(engine), before)
+
+
+def test_padding_weighs_nothing_in_evaluation(make: Callable[..., TorchEngine]) -> None:
+    engine, (features, (target, _)) = make(), line_batch(count=8)
+    whole = engine.evaluate(((features[0][:5], features[1][:5]), (target[:5], None)))
+    weight = torch.tensor([1.0] * 5 + [0.0] * 3)
+    padded = engine.evaluate((features, (target, None, weight)))
+    assert padded.tolist() == pytest.approx(whole.tolist(), rel=1e-6)
+    assert whole[1] == 5
+
+
+def test_a_weight_that_no_gradient_reaches_is_named(make: Callable[..., TorchEngine]) -> None:
+    """Some engines would decay it all the same."""
+    engine = make()
+    engine.module.transformer.bias.requires_grad_(False)
+    with pytest.raises(AssertionError, match="no gradient reached .'bias'"):
+        engine.train_step([line_batch()], 1e-2)
 
 
 def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,10 +371,12 @@ def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
-        lambda backend, timeout: joined.append((backend, timeout.total_seconds())),
+        lambda backend, timeout, device_id: joined.append((backend, timeout.total_seconds())),
     )
-    start_process_group(Launch(), CPU, 60)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: (given, keys["backend"]))
+    assert start_process_group(Launch(), CPU, 60).control is None
     assert joined == []
-    start_process_group(Launch(1, 1, 2), CPU, 60)
+    groups: Any = start_process_group(Launch(1, 1, 2), CPU, 60, writers=2)
     start_process_group(Launch(1, 1, 2), torch.device("cuda", 1), 90)
     assert joined == [("gloo", 60), ("nccl", 90)]
+    assert (groups.control, groups.saving) == (((), "gloo"), (([0, 1],), "gloo"))

@@ -18,28 +18,30 @@ class Numbered(Dataset[Any]):
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         self.made.append(item)
-        return {"number": torch.tensor([float(item)])}
+        repeat = torch.tensor([0, 1]) if item == 2 else torch.tensor([0, 0])
+        return {"number": torch.tensor([float(item), 50.0 if item == 2 else float(item)]), "repeat": repeat}
 
 
 class Model:
     def prepare_inputs(self, batch: dict[str, torch.Tensor], timestep_quantile: float | None = None) -> Any:
-        return (batch["number"], torch.tensor([timestep_quantile])), (None,)
+        return (batch["number"], torch.tensor([timestep_quantile])), (None, None)
 
 
-def loss(prepared: Any) -> dict[str, float]:
-    (number, quantile), _ = prepared
-    return {"flow": float(number + 10 * quantile)}
+def loss(prepared: Any) -> torch.Tensor:
+    (number, quantile), (_, _, weight) = prepared
+    return torch.stack([((number + 10 * quantile) * weight).sum(), weight.sum()])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_quantile_is_the_mean_over_all_batches(workers: int) -> None:
+def test_every_quantile_is_the_mean_over_all_samples(workers: int) -> None:
+    """The last batch is filled up by a second occurrence, which is not counted."""
     batches = AtQuantiles(Numbered(), 3)
     loader = PipelineDataLoader(batches, None, 1, EvalPreparer(Model()), num_dataloader_workers=workers)
     losses = validate(loader, loss)
     assert set(losses) == {"flow", *(f"flow@{quantile}" for quantile in QUANTILES)}
     for quantile in QUANTILES:
-        assert losses[f"flow@{quantile}"] == pytest.approx(1.0 + 10 * quantile)
-    assert losses["flow"] == pytest.approx(6.0)
+        assert losses[f"flow@{quantile}"] == pytest.approx((0 + 0 + 1 + 1 + 2) / 5 + 10 * quantile)
+    assert losses["flow"] == pytest.approx(5.8)
 
 
 def test_a_batch_is_read_once_for_all_quantiles() -> None:
@@ -51,3 +53,10 @@ def test_a_batch_is_read_once_for_all_quantiles() -> None:
 def test_an_evaluation_of_nothing_is_no_evaluation() -> None:
     with pytest.raises(AssertionError):
         validate([], loss)
+
+
+def test_ranks_are_added_up_before_the_mean() -> None:
+    items = [(((torch.zeros(1)), torch.tensor([0.0])), (None, None, torch.ones(1)))] * len(QUANTILES)
+    other_rank = torch.tensor([6.0, 2.0])
+    losses = validate(items, loss, lambda sums: sums + other_rank)
+    assert losses["flow"] == pytest.approx(2.0), "6 over 3 samples, not the mean of 0 and 3"

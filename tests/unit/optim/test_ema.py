@@ -1,108 +1,224 @@
-"""Running averages: float32, closed form, in and out of the model without a trace."""
+"""Running averages: float32, closed forms, in and out of the model without a trace."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sd3_light.optim.ema import Ema
+from sd3_light.config import EmaConfig
+from sd3_light.optim.ema import MAIN, Averages, Track
+from sd3_light.optim.power import gamma_of
 
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Two tensors, and an empty one: the rows of a weight that another rank has."""
     generator = torch.Generator().manual_seed(0)
-    return {"a": torch.randn(4, 3, generator=generator).to(dtype), "b": torch.randn(5, generator=generator).to(dtype)}
+    values = {"a": torch.randn(4, 3, generator=generator), "b": torch.randn(5, generator=generator)}
+    return {**{name: value.to(dtype) for name, value in values.items()}, "none": torch.empty(0, 7, dtype=dtype)}
 
 
-def test_closed_form_after_many_updates() -> None:
+def averages(live: Any, decay: float = 0.9, update_every: int = 1, track: tuple[Any, ...] = ()) -> Averages:
+    return Averages(live, EmaConfig(enable=True, decay=decay, update_every=update_every, track=track))
+
+
+def walk(averages: Averages, live: dict[str, Tensor], steps: int) -> dict[str, list[np.ndarray]]:
+    """Random steps of the weights; their values in float64, from before the first step on."""
+    generator = torch.Generator().manual_seed(1)
+    history = {name: [weight.double().numpy().copy()] for name, weight in live.items()}
+    for step in range(1, steps + 1):
+        for name, weight in live.items():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+            history[name].append(weight.double().numpy().copy())
+        averages.update(live, step)
+    return history
+
+
+def assert_average(track: Track, history: dict[str, list[np.ndarray]], profile: Callable[[int], float]) -> None:
+    """The shadow is the explicit float64 sum over the history."""
+    for name, values in history.items():
+        expected = sum(profile(step) * value for step, value in enumerate(values))
+        np.testing.assert_allclose(track.shadow[name].numpy(), expected, rtol=2e-6, atol=2e-6)
+
+
+# --- constant decay ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_constant_decay_in_closed_form(every: int) -> None:
     live = weights()
-    ema = Ema(live, decay=0.9, update_every=1)
-    history = [{name: weight.double().clone() for name, weight in live.items()}]
-    for step in range(1, 21):
-        for weight in live.values():
-            weight.add_(0.1 * step)
-        history.append({name: weight.double().clone() for name, weight in live.items()})
-        ema.update(live, step)
-    for name in live:
-        expected = 0.9**20 * history[0][name]
-        for number in range(1, 21):
-            expected += 0.1 * 0.9 ** (20 - number) * history[number][name]
-        torch.testing.assert_close(ema.shadow[name].double(), expected, rtol=1e-5, atol=1e-5)
+    tracks = averages(live, decay=0.9, update_every=every)
+    history = walk(tracks, live, 22)
+    updates = 22 // every
+
+    def profile(step: int) -> float:
+        if step == 0:
+            return float(0.9**updates)
+        return 0.0 if step % every else float(0.1 * 0.9 ** (updates - step // every))
+
+    assert sum(map(profile, range(23))) == pytest.approx(1)
+    assert_average(tracks.tracks[MAIN], history, profile)
 
 
 def test_it_moves_only_when_it_is_its_turn() -> None:
     live = weights()
-    ema = Ema(live, decay=0.5, update_every=3)
-    start = ema.shadow["a"].clone()
+    tracks = averages(live, decay=0.5, update_every=3)
+    shadow = tracks.tracks[MAIN].shadow["a"]
+    start = shadow.clone()
     live["a"] += 1
     moved = []
     for step in range(1, 10):
-        before = ema.shadow["a"].clone()
-        ema.update(live, step)
-        moved.append(not torch.equal(before, ema.shadow["a"]))
+        before = shadow.clone()
+        tracks.update(live, step)
+        moved.append(not torch.equal(before, shadow))
     assert moved == [step % 3 == 0 for step in range(1, 10)]
-    torch.testing.assert_close(ema.shadow["a"], start + 1 - 0.5**3)
+    torch.testing.assert_close(shadow, start + 1 - 0.5**3)
 
 
 def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
     """A bfloat16 average with decay 0.9999 does not move at all."""
     live = weights(torch.bfloat16)
-    ema = Ema(live, decay=0.9999, update_every=1)
-    assert {shadow.dtype for shadow in ema.shadow.values()} == {torch.float32}
-    start = ema.shadow["a"].clone()
+    tracks = averages(live, decay=0.9999)
+    shadow = tracks.tracks[MAIN].shadow
+    assert {tensor.dtype for tensor in shadow.values()} == {torch.float32}
+    start = shadow["a"].clone()
     live["a"] += 1
     step_sized = (live["a"].float() - start) * 1e-4
     for step in range(1, 101):
-        ema.update(live, step)
-    torch.testing.assert_close(ema.shadow["a"] - start, 100 * step_sized, rtol=0.02, atol=1e-5)
+        tracks.update(live, step)
+    torch.testing.assert_close(shadow["a"] - start, 100 * step_sized, rtol=0.02, atol=1e-5)
+
+
+# --- power functions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("width", [0.03, 0.1, 0.25])
+def test_a_power_function_in_closed_form(every: int, width: float) -> None:
+    """Each value weighs the integral of the profile over the steps it stands for; the start weighs nothing."""
+    live = weights()
+    tracks = averages(live, track=({"name": "p", "power_width": width, "update_every": every},))
+    history = walk(tracks, live, 63)
+    exponent, last = gamma_of(width) + 1, 63 - 63 % every
+
+    def profile(step: int) -> float:
+        if step == 0 or step % every:
+            return 0.0
+        return float((step / last) ** exponent - ((step - every) / last) ** exponent)
+
+    assert sum(map(profile, range(64))) == pytest.approx(1, abs=1e-12)
+    assert_average(tracks.tracks["p"], history, profile)
+
+
+def test_the_first_update_of_a_power_function_takes_the_weights_as_they_are() -> None:
+    live = weights()
+    tracks = averages(live, track=({"name": "p", "power_width": 0.1, "update_every": 2},))
+    live["a"] += 0.3
+    tracks.update(live, 2)
+    assert torch.equal(tracks.tracks["p"].shadow["a"], live["a"])
+
+
+# --- several tracks ---------------------------------------------------------------------------
+
+THREE = (
+    {"name": "slow", "decay": 0.99},
+    {"name": "often", "decay": 0.7, "update_every": 1},
+    {"name": "power", "power_width": 0.1},
+)
+
+
+def test_each_track_is_as_if_it_were_alone() -> None:
+    live = weights()
+    together = averages(live, 0.9, 3, THREE)
+    walk(together, live, 20)
+    assert list(together.tracks) == [MAIN, "slow", "often", "power"]
+    for index, (name, every) in enumerate((("slow", 3), ("often", 1), ("power", 3))):
+        live = weights()
+        alone = averages(live, 0.1, 7, ({**THREE[index], "update_every": every},))
+        walk(alone, live, 20)
+        assert torch.equal(alone.tracks[name].shadow["a"], together.tracks[name].shadow["a"]), name
+
+
+def test_the_decays_that_the_log_shows() -> None:
+    tracks = averages(weights(), 0.9, 100, THREE)
+    exponent = gamma_of(0.1) + 1
+    assert tracks.decays(1000) == {MAIN: 0.9, "slow": 0.99, "often": 0.7, "power": pytest.approx(0.9**exponent)}
+    assert tracks.decays(100)["power"] == tracks.decays(7)["power"] == tracks.decays(0)["power"] == 0.0
+
+
+def test_without_averages_nothing_is_kept() -> None:
+    none = Averages(weights(), EmaConfig(enable=False))
+    none.update(weights(), 100)
+    assert (none.tracks, none.decays(100)) == ({}, {})
+
+
+def test_a_track_can_be_loaded_in_place() -> None:
+    """What a checkpoint copies into the shadows is what later updates start from."""
+    live = weights()
+    tracks = averages(live, decay=0.5)
+    tracks.tracks[MAIN].shadow["a"].fill_(8)
+    live["a"].fill_(4)
+    tracks.update(live, 1)
+    assert torch.equal(tracks.tracks[MAIN].shadow["a"], torch.full((4, 3), 6.0))
+
+
+# --- in and out of the model ------------------------------------------------------------------
 
 
 def test_it_starts_as_a_copy_and_shares_nothing() -> None:
     live = weights()
-    ema = Ema(live, 0.9, 1)
-    assert torch.equal(ema.shadow["a"], live["a"])
-    kept = ema.shadow["a"].clone()
+    tracks = averages(live, track=THREE)
+    kept = live["a"].clone()
+    assert all(torch.equal(track.shadow["a"], kept) for track in tracks.tracks.values())
     live["a"].zero_()
-    assert torch.equal(ema.shadow["a"], kept)
+    tracks.tracks["slow"].shadow["a"].fill_(7)
+    assert all(torch.equal(track.shadow["a"], kept) for name, track in tracks.tracks.items() if name != "slow")
 
 
 def test_updating_leaves_the_weights_and_takes_parameters_that_learn() -> None:
     live = {"a": nn.Parameter(torch.ones(3))}
-    ema = Ema(live, 0.5, 1)
+    tracks = averages(live, 0.5)
     with torch.no_grad():
         live["a"] += 2
-    ema.update(live, 1)
+    tracks.update(live, 1)
+    shadow = tracks.tracks[MAIN].shadow["a"]
     assert torch.equal(live["a"].detach(), torch.full((3,), 3.0))
-    assert torch.equal(ema.shadow["a"], torch.full((3,), 2.0))
-    assert not ema.shadow["a"].requires_grad
+    assert torch.equal(shadow, torch.full((3,), 2.0))
+    assert not shadow.requires_grad
 
 
-def shifted() -> tuple[dict[str, nn.Parameter], Ema, dict[str, Tensor]]:
+def shifted() -> tuple[dict[str, nn.Parameter], Averages, dict[str, Tensor]]:
     live = {name: nn.Parameter(weight) for name, weight in weights().items()}
-    ema = Ema(live, 0.9, 1)
-    for shadow in ema.shadow.values():
-        shadow.mul_(1.7)
-    return live, ema, {name: weight.detach().clone() for name, weight in live.items()}
+    tracks = averages(live, 0.9, track=THREE)
+    for factor, track in enumerate(tracks.tracks.values(), start=2):
+        for shadow in track.shadow.values():
+            shadow.mul_(1.1**factor)
+    return live, tracks, {name: weight.detach().clone() for name, weight in live.items()}
 
 
-def test_in_place_of_shows_the_average_and_restores_bit_for_bit() -> None:
-    live, ema, before = shifted()
-    with ema.in_place_of(live):
-        assert all(torch.equal(live[name].detach(), ema.shadow[name]) for name in live)
+@pytest.mark.parametrize("track", [MAIN, "often"])
+def test_in_place_of_shows_the_average_and_restores_bit_for_bit(track: str) -> None:
+    live, tracks, before = shifted()
+    with tracks.in_place_of(track, live):
+        assert all(torch.equal(live[name].detach(), tracks.tracks[track].shadow[name]) for name in live)
     assert all(torch.equal(live[name].detach(), before[name]) for name in live)
 
 
 def test_in_place_of_restores_after_an_exception() -> None:
-    live, ema, before = shifted()
-    shadow = {name: tensor.clone() for name, tensor in ema.shadow.items()}
-    with pytest.raises(KeyboardInterrupt), ema.in_place_of(live):
+    live, tracks, before = shifted()
+    shadow = {name: tensor.clone() for name, tensor in tracks.tracks[MAIN].shadow.items()}
+    with pytest.raises(KeyboardInterrupt), tracks.in_place_of(MAIN, live):
         raise KeyboardInterrupt
     assert all(torch.equal(live[name].detach(), before[name]) for name in live)
-    assert all(torch.equal(ema.shadow[name], shadow[name]) for name in shadow)
+    assert all(torch.equal(tracks.tracks[MAIN].shadow[name], shadow[name]) for name in shadow)
 
 
 def test_what_is_done_to_the_weights_inside_does_not_reach_the_average() -> None:
-    live, ema, before = shifted()
-    shadow = ema.shadow["a"].clone()
-    with ema.in_place_of(live), torch.no_grad():
+    live, tracks, before = shifted()
+    shadow = tracks.tracks[MAIN].shadow["a"].clone()
+    with tracks.in_place_of(MAIN, live), torch.no_grad():
         live["a"].zero_()
-    assert torch.equal(ema.shadow["a"], shadow)
+    assert torch.equal(tracks.tracks[MAIN].shadow["a"], shadow)
     assert torch.equal(live["a"].detach(), before["a"])

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step."""
+"""The learning rate, a pure function of how far training is, against closed forms."""
 
 import math
 from itertools import pairwise
@@ -8,13 +8,17 @@ import pytest
 from sd3_light.optim.schedules import learning_rate
 
 PEAK = 1e-4
+ALL = ["constant", "linear", "cosine", "step"]
 
 
-def curve(schedule: str, steps: int, warmup_steps: int = 0, total_steps: int = 100, **more: float) -> list[float]:
-    return [
-        learning_rate(step, peak=PEAK, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, **more)  # type: ignore[arg-type]
-        for step in range(steps)
-    ]
+def rate(schedule: str, done: int, warmup: int = 0, total: int = 100, stride: int = 1, **more: float) -> float:
+    """One rate; `step` falls by half every 30 unless told otherwise."""
+    keys = {"step_size": 30, "step_gamma": 0.5, **more}
+    return learning_rate(done, peak=PEAK, schedule=schedule, warmup=warmup, total=total, stride=stride, **keys)  # type: ignore[arg-type]
+
+
+def curve(schedule: str, steps: int, **keys: float) -> list[float]:
+    return [rate(schedule, step, **keys) for step in range(steps)]  # type: ignore[arg-type]
 
 
 def test_constant_is_constant_from_the_first_step() -> None:
@@ -23,46 +27,66 @@ def test_constant_is_constant_from_the_first_step() -> None:
 
 
 def test_constant_needs_no_end() -> None:
-    assert learning_rate(10**9, peak=PEAK, schedule="constant", warmup_steps=0, total_steps=1) == PEAK
+    assert rate("constant", 10**9, total=1) == PEAK
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "step"])
-def test_warm_up_rises_in_equal_steps_and_never_stands_at_0(schedule: str) -> None:
-    rates = curve(schedule, 11, warmup_steps=10, step_size=30, step_gamma=0.5)
-    assert rates[:10] == pytest.approx([PEAK * number / 10 for number in range(1, 11)])
-    assert rates[9:] == [PEAK, PEAK]
+@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("warmup", [1, 10, 100])
+def test_warm_up_rises_in_equal_steps_and_never_stands_at_0(schedule: str, warmup: int) -> None:
+    rates = curve(schedule, warmup, warmup=warmup, total=100)
+    assert rates == pytest.approx([PEAK * number / warmup for number in range(1, warmup + 1)], rel=1e-12)
+    assert rates[-1] == PEAK
+    if warmup < 100:
+        assert rate(schedule, warmup, warmup=warmup) == PEAK
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_without_warm_up_the_first_step_is_at_the_peak(schedule: str) -> None:
+    assert rate(schedule, 0) == PEAK
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_linear_is_a_line_and_cosine_half_a_wave(warmup: int) -> None:
+    for done in range(warmup, 100):
+        share = (done - warmup) / (100 - warmup)
+        assert rate("linear", done, warmup=warmup) == pytest.approx(PEAK * (1 - share), rel=1e-12)
+        assert rate("cosine", done, warmup=warmup) == pytest.approx(PEAK * math.cos(math.pi * share / 2) ** 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 10])
-def test_falling_schedules_start_at_the_peak_and_end_at_0(schedule: str, warmup: int) -> None:
-    rates = curve(schedule, 103, warmup_steps=warmup)
-    assert rates[warmup] == PEAK
-    assert rates[100:] == pytest.approx([0.0] * 3, abs=1e-20)
-    falling = rates[warmup:101]
-    assert all(after < before for before, after in pairwise(falling))
+def test_falling_schedules_fall_to_the_end_and_stay_at_0(schedule: str, warmup: int) -> None:
+    rates = curve(schedule, 101, warmup=warmup)
+    assert all(after < before for before, after in pairwise(rates[warmup:]))
     assert rates[99] > 0, "the last step still learns"
+    assert [rate(schedule, done, warmup=warmup) for done in (100, 101, 10**9)] == pytest.approx([0.0] * 3, abs=1e-20)
 
 
-def test_linear_and_cosine_in_the_middle() -> None:
-    linear, cosine = curve("linear", 100, warmup_steps=20), curve("cosine", 100, warmup_steps=20)
-    assert linear[60] == pytest.approx(PEAK / 2)
-    assert linear[40] == pytest.approx(PEAK * 0.75)
-    assert cosine[60] == pytest.approx(PEAK / 2)
-    assert cosine[40] == pytest.approx(PEAK * 0.5 * (1 + math.cos(math.pi / 4)))
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(schedule: str) -> None:
+    assert rate(schedule, 9, warmup=10, total=10) == PEAK
+    assert rate(schedule, 10, warmup=10, total=10) == pytest.approx(0.0, abs=1e-20), "beyond the end"
+    assert rate(schedule, 4, warmup=10, total=5) == PEAK / 2, "a run that ends while it warms up"
 
 
-def test_step_falls_every_step_size_after_the_warm_up() -> None:
-    rates = curve("step", 35, warmup_steps=5, step_size=10, step_gamma=0.1)
-    assert rates[5:15] == [PEAK] * 10
-    assert rates[15:25] == pytest.approx([PEAK * 0.1] * 10)
-    assert rates[25:35] == pytest.approx([PEAK * 0.01] * 10)
+def test_step_falls_every_step_size_after_the_warm_up_and_on_beyond_the_end() -> None:
+    for done in (5, 14, 15, 24, 25, 99, 100, 250):
+        expected = PEAK * 0.1 ** ((done - 5) // 10)
+        assert rate("step", done, warmup=5, step_size=10, step_gamma=0.1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_warm_up_as_long_as_the_run_divides_by_nothing() -> None:
-    assert curve("cosine", 12, warmup_steps=10, total_steps=10)[9] == PEAK
+@pytest.mark.parametrize("schedule", ALL)
+def test_samples_give_the_same_curve_as_steps(schedule: str) -> None:
+    """The unit is the caller's: 64 samples a step, all numbers 64 times as large."""
+    for step in range(110):
+        by_samples = rate(schedule, 64 * step, warmup=64 * 7, total=64 * 100, stride=64, step_size=64 * 30)
+        assert by_samples == rate(schedule, step, warmup=7)
+
+
+def test_a_last_stride_beyond_the_warm_up_does_not_pass_the_peak() -> None:
+    assert rate("constant", 8, warmup=10, stride=5) == PEAK
 
 
 def test_an_unknown_schedule_is_not_taken_for_another() -> None:
     with pytest.raises(AssertionError):
-        curve("exponential", 1)
+        rate("exponential", 1)

@@ -11,9 +11,11 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.sampling.generate import Request, TextPolicy, generate, save_png
+from sd3_light.sampling.texts import encode
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
 ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
+REAL = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="real")
 STEPS = 3
 REQUESTS = [
     Request("a small red circle", 1, 48, 32),
@@ -112,9 +114,41 @@ def test_sides_that_the_model_cannot_make_are_refused(pipe: Any, side: int) -> N
         generate(pipe, [Request("a", 0, side, 32)], POLICY, STEPS)
 
 
-def test_real_tokens_are_refused(pipe: Any) -> None:
-    with pytest.raises(UserError, match="not available yet"):
-        generate(pipe, REQUESTS, TextPolicy(12, "empty", "real"), STEPS)
+@pytest.mark.parametrize("uncond", ["zero", "empty"])
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+def test_with_real_tokens_a_picture_does_not_depend_on_its_batch(pipe: Any, uncond: str, guidance: float) -> None:
+    """Prompts and negative prompts of several lengths stand in one batch, each under its own mask."""
+    policy = TextPolicy(12, uncond, "real")  # type: ignore[arg-type]
+    alone = generate(pipe, REQUESTS, policy, STEPS, guidance, batch_size=1)
+    together = generate(pipe, REQUESTS, policy, STEPS, guidance, batch_size=16)
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    padded = generate(pipe, REQUESTS, TextPolicy(12, uncond, "padded"), STEPS, guidance)  # type: ignore[arg-type]
+    assert all(np.abs(pixels(one) - pixels(other)).max() > 2 for one, other in zip(alone, padded, strict=True))
+
+
+def test_without_guidance_a_real_text_alone_needs_no_mask(pipe: Any) -> None:
+    """Nothing is padded then: the stock call with these tokens is the same picture."""
+    request = REQUESTS[1]
+    with torch.no_grad():
+        (text,) = encode(pipe, [request.prompt], REAL)
+    expected = pipe(
+        prompt_embeds=text.tokens[None],
+        pooled_prompt_embeds=text.pooled[None],
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        num_inference_steps=STEPS,
+        guidance_scale=1.0,
+        width=request.width,
+        height=request.height,
+    ).images[0]
+    (made,) = generate(pipe, [request], REAL, STEPS, guidance=1.0)
+    assert np.abs(pixels(made) - pixels(expected)).max() <= 1
+
+
+def test_stock_attention_is_back_after_real_tokens(pipe: Any) -> None:
+    before = pipe.transformer.attn_processors
+    generate(pipe, REQUESTS[:1], REAL, STEPS)
+    assert pipe.transformer.attn_processors == before
 
 
 def test_a_png_carries_its_parameters(tmp_path: Path) -> None:

@@ -9,12 +9,7 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.export import folder as export_folder
-from sd3_light.stages import export, train
-
-
-def test_unknown_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'best' is not known"):
-        export.run(tmp_path, tmp_path / "out", weights="best")
+from sd3_light.stages import train
 
 
 def test_freezing_everything_is_refused() -> None:

@@ -10,20 +10,35 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint.state import Progress
+from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Prepared, StepResult
-from sd3_light.optim.ema import Ema
-from sd3_light.training import loop
+from sd3_light.engines.processes import Agreement
+from sd3_light.engines.protocol import Piece, Prepared, StepNumbers
+from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import Duty, Run, every, train
+from sd3_light.training.meter import Meter
+from sd3_light.training.watch import Watch
+
+
+class Result:
+    """A step's numbers, there at once or, with ``late``, only for who waits."""
+
+    def __init__(self, numbers: StepNumbers, late: bool) -> None:
+        self.numbers, self.ready, self.reads = numbers, not late, 0
+
+    def read(self) -> StepNumbers:
+        self.reads += 1
+        return self.numbers
 
 
 class Counting:
     """Each step adds 1 to its one weight; steps named in ``bad`` are not finite."""
 
-    rank, world = 0, 1
+    rank, world, writers = 0, 1, 1
 
-    def __init__(self, bad: Sequence[int] = ()) -> None:
-        self.bad = set(bad)
+    def __init__(self, bad: Sequence[int] = (), late: bool = False) -> None:
+        self.bad, self.late = set(bad), late
+        self.results: list[Result] = []
         self.seen: list[tuple[Any, float]] = []
         self.weight = torch.zeros(1)
 
@@ -31,21 +46,35 @@ class Counting:
     def weights(self) -> Mapping[str, Tensor]:
         return {"w": self.weight}
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[Prepared], lr: float) -> Any:
         number = batches[0][0][0]
         self.seen.append((number, lr))
         taken = number not in self.bad
         self.weight += taken
-        return StepResult({"loss": 1.0 if taken else math.nan, "flow": 0.5}, 2.0, taken)
+        losses = {"loss": float(number + 1) if taken else math.nan, "flow": 0.5}
+        self.results.append(Result(StepNumbers(losses, 2.0, taken), self.late))
+        return self.results[-1]
 
-    def evaluate(self, batch: Prepared) -> dict[str, float]:
-        return {}
+    def evaluate(self, batch: Prepared) -> Tensor:
+        raise NotImplementedError
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        return {}
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        return numbers
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
+    def weight_norm(self) -> float:
+        return float(self.weight)
+
+    def pieces(self) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        raise NotImplementedError
+
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        raise NotImplementedError
 
 
 def numbered(first: int) -> Iterator[Sequence[Prepared]]:
@@ -64,7 +93,7 @@ def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 
     """The steps after which a duty acts."""
     found: list[int] = []
     duty = Duty("watch", due, lambda progress: found.append(progress.step))
-    start = Progress(step=first, samples=first * samples)
+    start = Progress(step=first, samples=first * samples, position=first)
     train(run(total, duties=[duty], progress=start, samples_in=lambda step: samples))
     return found
 
@@ -74,14 +103,20 @@ def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 
 
 def test_it_trains_every_step_once_at_its_rate() -> None:
     engine = Counting()
-    assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=0)
+    assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=0, position=5)
     assert engine.seen == [(number, number / 100) for number in range(5)]
 
 
 def test_it_resumes_at_its_progress() -> None:
     engine = Counting()
-    assert train(run(5, engine, progress=Progress(3, 12, 1))) == Progress(5, 20, 1)
-    assert [number for number, _ in engine.seen] == [3, 4]
+    assert train(run(5, engine, progress=Progress(3, 12, 1, 3))) == Progress(5, 20, 1, 5)
+    assert engine.seen == [(3, 0.03), (4, 0.04)]
+
+
+def test_data_that_began_anew_does_not_move_the_schedule() -> None:
+    engine = Counting()
+    assert train(run(5, engine, progress=Progress(3, 12, 0, 0))) == Progress(5, 20, 0, 2)
+    assert engine.seen == [(0, 0.03), (1, 0.04)]
 
 
 def test_a_run_in_two_parts_is_the_run_in_one() -> None:
@@ -93,7 +128,7 @@ def test_a_run_in_two_parts_is_the_run_in_one() -> None:
 
 def test_a_finished_run_does_nothing() -> None:
     engine = Counting()
-    assert train(run(5, engine, progress=Progress(5, 20, 0))) == Progress(5, 20, 0)
+    assert train(run(5, engine, progress=Progress(5, 20, 0, 5))) == Progress(5, 20, 0, 5)
     assert engine.seen == []
 
 
@@ -149,18 +184,6 @@ def test_no_interval_never_fires() -> None:
     assert fired(every(), 20) == []
 
 
-def test_every_n_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
-    due = every(minutes=2)
-    found = []
-    for step in range(10):
-        clock[0] += 45
-        if due(Progress(step), Progress(step + 1)):
-            found.append(step + 1)
-    assert found == [3, 6, 9]
-
-
 def test_duties_act_after_the_step_in_their_order() -> None:
     engine = Counting()
     acts: list[str] = []
@@ -177,7 +200,7 @@ def test_duties_act_after_the_step_in_their_order() -> None:
 
 def test_a_skipped_step_is_counted_and_the_order_goes_on() -> None:
     engine = Counting(bad=[1, 3])
-    assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=2)
+    assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=2, position=5)
     assert [number for number, _ in engine.seen] == [0, 1, 2, 3, 4]
     assert int(engine.weight) == 3
 
@@ -202,15 +225,41 @@ def test_none_allowed_stops_at_the_first() -> None:
         train(run(9, Counting(bad=[4]), max_nonfinite_steps=0))
 
 
+def test_what_is_late_is_counted_all_the_same() -> None:
+    """The device runs ahead: numbers are read at the record, in order, and the count is right there."""
+    engine = Counting(bad=[1, 3], late=True)
+    lines = logged(6, engine, logging_steps=3)
+    assert [line["step"] for line in lines if line["event"] == "skip"] == [2, 4]
+    assert [line["skipped"] for line in lines if line["event"] == "step"] == [1, 2]
+    with pytest.raises(UserError, match=r"3 steps in a row \(at step 3\)"):
+        train(run(9, Counting(bad=range(9), late=True), max_nonfinite_steps=2, logging_steps=9))
+
+
+def test_nothing_waits_for_the_device_between_records() -> None:
+    engine = Counting(late=True)
+    reads: list[int] = []
+    steps = run(4, engine, logging_steps=4)
+    real = engine.train_step
+
+    def train_step(batches: Sequence[Prepared], lr: float) -> Any:
+        reads.append(sum(result.reads for result in engine.results))
+        return real(batches, lr)
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    train(steps)
+    assert reads == [0, 0, 0, 0]
+    assert [result.reads for result in engine.results] == [1, 1, 1, 1]
+
+
 # --- the average and the log -------------------------------------------------------------------
 
 
-def test_the_average_follows_taken_steps_at_its_turn() -> None:
+def test_the_average_moves_at_its_turn_whether_the_step_was_taken_or_not() -> None:
     engine = Counting(bad=[3])  # the fourth step, a turn of the average
-    ema = Ema(engine.weights, decay=0.5, update_every=2)
-    train(run(6, engine, ema=ema))
-    # after step 2 the weight is 2: 1.0; step 4 was not taken; after step 6 it is 5: 3.0
-    assert ema.shadow["w"].tolist() == [3.0]
+    averages = Averages(engine.weights, EmaConfig(enable=True, decay=0.5, update_every=2))
+    train(run(6, engine, averages=averages))
+    # after step 2 the weight is 2: 1.0; step 4 was not taken, the weight is 3: 2.0; after step 6 it is 5: 3.5
+    assert averages.tracks["ema"].shadow["w"].tolist() == [3.5]
 
 
 def logged(total: int, engine: Counting | None = None, **keys: Any) -> list[dict[str, Any]]:
@@ -220,30 +269,64 @@ def logged(total: int, engine: Counting | None = None, **keys: Any) -> list[dict
 
 
 def test_every_line_says_what_was_never_logged() -> None:
-    line = logged(3)[1]
-    assert {key: line[key] for key in ("event", "step", "samples", "skipped", "loss", "flow", "lr", "taken")} == {
+    averages = Averages({"w": torch.zeros(1)}, EmaConfig(enable=True, decay=0.5))
+    line = logged(3, averages=averages, steps_per_epoch=4, flops_in=lambda batches: 10**12)[1]
+    expected = {
         "event": "step",
         "step": 2,
         "samples": 8,
         "skipped": 0,
-        "loss": 1.0,
+        "epoch": 0.5,
+        "loss": 2.0,
         "flow": 0.5,
+        "steps": 1,
         "lr": 0.01,
-        "taken": True,
+        "grad_norm": 2.0,
+        "param_norm": 2.0,
+        "ema_decay": {"ema": 0.5},
     }
-    assert line["grad_norm"] == 2.0
+    assert {key: line[key] for key in expected} == expected
     assert line["samples_per_second"] > 0
+    assert line["tflops_per_gpu"] > 0
+    assert line["host_memory_gib"] > 0.01
     assert 0 <= line["data_wait"] <= 1
 
 
-def test_throughput_and_data_wait_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 4.0])  # started, got its batch, done
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
-    (line,) = logged(1)
-    assert line["samples_per_second"] == pytest.approx(1.0)
-    assert line["data_wait"] == pytest.approx(0.25)
+def test_a_record_is_the_mean_of_its_steps() -> None:
+    lines = logged(10, Counting(bad=[4]), logging_steps=4)
+    records = [line for line in lines if line["event"] == "step"]
+    assert [(line["step"], line["steps"]) for line in records] == [(4, 4), (8, 3), (10, 2)]
+    assert [line["loss"] for line in records] == [2.5, 7.0, 9.5]  # the fifth step was not taken
+    assert [line["step"] for line in lines if line["event"] == "skip"] == [5]
 
 
-def test_logging_steps_and_what_is_always_logged() -> None:
-    steps = [line["step"] for line in logged(10, Counting(bad=[4]), logging_steps=3)]
-    assert steps == [3, 5, 6, 9, 10]  # its turns, the skipped one, the last one
+def test_a_resumed_run_logs_the_same_means() -> None:
+    """What the open window held is part of a checkpoint."""
+    whole = [line["loss"] for line in logged(8, logging_steps=4)]
+    first = run(8, logging_steps=4, watch=AskedToQuit(after=6), duties=[Duty("all", every(steps=1), lambda p: None)])
+    progress = train(first)
+    assert progress.step == 6
+    window = first.meter.window.as_dict()
+    second = logged(8, progress=progress, meter=Meter(window=window), logging_steps=4)
+    assert [line["loss"] for line in second] == whole[1:]
+
+
+class AskedToQuit(Watch):
+    """Somebody asks to stop after some steps."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(None, None, Agreement(None, 2))
+        self.after = after
+
+    def ask(self) -> None:
+        self.after -= 1
+        self.quit = self.save = self.after == 0
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
+    engine = Counting()
+    acted: list[int] = []
+    watch = AskedToQuit(after=3)
+    duty = Duty("checkpoint", lambda a, b: watch.save, lambda progress: acted.append(progress.step))
+    assert train(run(10, engine, watch=watch, duties=[duty])).step == 3
+    assert acted == [3]

@@ -17,6 +17,8 @@ from sd3_light.config import SIZES
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import BucketShards, CachedDataset
+from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.text import join_text
 from sd3_light.engines import Launch
 from sd3_light.model.layers import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -246,13 +248,13 @@ def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
 ) -> None:
     """As for a cache at a URL. One encoder after another, the same features as in the cache, and none for a grid."""
     loaded: list[str] = []
-    load = pictures.encode_in_passing.__globals__["FrozenParts"].part
+    load = FrozenParts.part
 
     def part(self: Any, name: str) -> Any:
         loaded.append(name)
         return load(self, name)
 
-    monkeypatch.setattr("sd3_light.encoders.frozen.FrozenParts.part", part)
+    monkeypatch.setattr(FrozenParts, "part", part)
     made = sampler(cached_project, *overrides())
     assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
     assert "3 prompt(s) of [sampling] are not in the cache" in capsys.readouterr().err
@@ -348,8 +350,6 @@ def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[Buck
 
 
 def test_joining_one_caption_is_joining_it_in_a_batch(caches: dict[str, Project]) -> None:
-    from sd3_light.encoders.text import join_text
-
     data = CachedDataset(LocalStore(caches["padded"].cache))
     features = data.empty_text()
     tokens, pooled = join_text({name: values[None] for name, values in features.items()})

@@ -1,0 +1,300 @@
+"""How fast the training stage is, from a synthetic cache of real shape; encoders and pictures are not needed.
+
+    python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real] [--compile]
+                                   [--checkpointing] [--workers 8] [--out FOLDER]
+
+Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
+ones), a model folder with configs only and a train TOML, then runs the real stage: loader, engine, running average,
+log, and a checkpoint at the end (or every `--checkpoint-every` steps). What is printed comes from the run's log.jsonl;
+the first `--warm` steps (compiling, hashing shards, filling memory) are left out.
+
+With `--text real` a caption has as many T5 tokens as a log-normal draw says (median 22, sigma 0.5, so 25 in the mean,
+5 at least), and as many CLIP tokens, 77 at most. `--out` keeps log, config and summary; the rest is deleted.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sd3_light.config import SIZES, ModelSize, UserError, load_config
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.engines import Launch
+from sd3_light.model.cost import Tokens, image_tokens
+from sd3_light.model.memory import Case, gpu_memory
+from sd3_light.runlog import read_log
+
+GIB = 1 << 30
+A_SHARD = 128
+PICTURES = "pictures"
+LABEL = f"{PICTURES}#0"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The samples: pixels of a side, then tokens and width of each encoder."""
+
+    pixels: int
+    clip_tokens: int
+    t5_tokens: int
+    clip_l: int
+    clip_g: int
+    t5: int
+
+    @staticmethod
+    def of(size: ModelSize) -> "Shape":
+        """SD3's own encoders where the size takes them, else the demo's."""
+        if size.text_width == 4096:
+            return Shape(256, 77, 256, 768, 1280, 4096)
+        return Shape(64, 16, 16, 96, size.pooled_width - 96, size.text_width)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Width of each encoder's tokens."""
+        return {"clip_l": self.clip_l, "clip_g": self.clip_g, "t5": self.t5}
+
+
+# --- the cache -------------------------------------------------------------------------------------
+
+
+def token_counts(shape: Shape, count: int, real: bool, rng: np.random.Generator) -> dict[str, Tensor]:
+    """ENCODER -> tokens of each caption."""
+    drawn = np.clip(rng.lognormal(np.log(22), 0.5, count), 5, shape.t5_tokens).astype(np.int64)
+    t5 = torch.from_numpy(drawn) if real else torch.full((count,), shape.t5_tokens)
+    clip = t5.clamp(max=shape.clip_tokens) if real else torch.full((count,), shape.clip_tokens)
+    return {"clip_l": clip, "clip_g": clip, "t5": t5}
+
+
+def content(shape: Shape, first: int, counts: Mapping[str, Tensor]) -> ShardContent:
+    """Samples with one caption each: latents around 0 with little variance, text of small numbers."""
+    number, side = len(counts["t5"]), shape.pixels // 8
+    mean = torch.randn(number, 1, 16, side, side)
+    moments = torch.cat([mean, torch.full_like(mean, -6.0)], dim=2).to(torch.float16)
+    text = {}
+    for name, width in shape.widths.items():
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), counts[name].cumsum(0)])
+        text[f"{name}.tokens"] = (0.2 * torch.randn(int(start[-1]), width)).to(torch.bfloat16)
+        text[f"{name}.start"] = start
+        if name != "t5":
+            text[f"{name}.pooled"] = torch.randn(number, width).to(torch.bfloat16)
+    ids, captions = torch.arange(first, first + number), torch.arange(number + 1)
+    return ShardContent(ids, moments, captions, captions[:-1].clone(), text)
+
+
+def write_cache(folder: Path, shape: Shape, samples: int, real: bool) -> float:
+    """A whole cache; returns the mean number of text tokens of a sample, CLIP's and T5's."""
+    (folder / SHARDS).mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    counts = token_counts(shape, samples, real, rng)
+    entries = []
+    for first in range(0, samples, A_SHARD):
+        part = {name: values[first : first + A_SHARD] for name, values in counts.items()}
+        entries.append(write(folder, shape, f"{first // A_SHARD:05d}", content(shape, first, part)))
+    nothing = {name: values[:1].clamp(max=2) if real else values[:1] for name, values in counts.items()}
+    empty = write(folder, shape, "empty", content(shape, 0, nothing))
+    Manifest({"text_tokens": "real" if real else "padded"}, tuple(entries), empty, {"pictures": samples}).save(folder)
+    return float((counts["clip_l"] + counts["t5"]).double().mean())
+
+
+def write(folder: Path, shape: Shape, name: str, what: ShardContent) -> ShardEntry:
+    """One shard."""
+    side = (shape.pixels, shape.pixels)
+    bucket = "empty" if name == "empty" else f"{shape.pixels}x{shape.pixels}"
+    entry = ShardEntry(f"{name}.safetensors", bucket, side, LABEL, 0, 0, "", name)
+    origins = [Origin(f"{number}", "", *side, ("",)) for number in what.sample_id.tolist()]
+    return write_shard(folder / SHARDS, entry, what, origins)
+
+
+# --- the model folder and the config ---------------------------------------------------------------
+
+
+def write_model_folder(folder: Path, shape: Shape) -> None:
+    """What `check` and training look at of an SD3 folder: configs. Its weights are empty files, never opened."""
+    clip = {"max_position_embeddings": 77}
+    configs = {
+        "vae": {"latent_channels": 16, "block_out_channels": [1] * 4, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+        "text_encoder": {**clip, "hidden_size": shape.clip_l, "projection_dim": shape.clip_l},
+        "text_encoder_2": {**clip, "hidden_size": shape.clip_g, "projection_dim": shape.clip_g},
+        "text_encoder_3": {"d_model": shape.t5},
+    }
+    for name, config in configs.items():
+        write_json(folder / name / "config.json", config)
+        (folder / name / ("diffusion_pytorch_model" if name == "vae" else "model")).with_suffix(".safetensors").touch()
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        length = shape.t5_tokens if name == "tokenizer_3" else shape.clip_tokens
+        write_json(folder / name / "tokenizer_config.json", {"model_max_length": length})
+        write_json(folder / name / "tokenizer.json", {})
+    write_json(folder / "model_index.json", {})
+    write_json(folder / "scheduler" / "scheduler_config.json", {})
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A JSON file, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def train_toml(args: argparse.Namespace, shape: Shape) -> str:
+    """No export is asked for: the model folder could not be part of one."""
+    flags = {name: str(getattr(args, name)).lower() for name in ("checkpointing", "compile")}
+    return f"""
+output_dir = "run"
+dataset = "data.toml"
+cache_dir = "cache"
+max_steps = {args.steps}
+micro_batch_size_per_gpu = {args.batch}
+gradient_accumulation_steps = {args.accumulation}
+activation_checkpointing = {flags["checkpointing"]}
+compile = {flags["compile"]}
+warmup_steps = 1000
+checkpoint_every_n_steps = {args.checkpoint_every or args.steps}
+keep_last_n_checkpoints = 1
+logging_steps = {args.logging_steps}
+num_dataloader_workers = {args.workers}
+dataloader_prefetch_per_worker = 2
+[model]
+train_type = "sd3_light_pretrain"
+diffusers_path = "model"
+size = "{args.size}"
+t5_max_length = {shape.t5_tokens}
+text_tokens = "{args.text}"
+enable_uncond_text_dropout = true
+uncond_text = "empty"
+[optimizer]
+type = "{args.optimizer}"
+[ema]
+enable = true
+update_every = 10
+"""
+
+
+def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All that a run needs, and what is to be known of it."""
+    shape, size, real = Shape.of(SIZES[args.size]), SIZES[args.size], args.text == "real"
+    tokens = write_cache(folder / "cache", shape, args.samples, real)
+    write_model_folder(folder / "model", shape)
+    (folder / PICTURES).mkdir()
+    (folder / "train.toml").write_text(train_toml(args, shape), encoding="utf-8")
+    data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{PICTURES}"\n'
+    (folder / "data.toml").write_text(data, encoding="utf-8")
+    case = Case(
+        size,
+        Tokens(image_tokens(shape.pixels, shape.pixels), shape.clip_tokens + shape.t5_tokens),
+        args.batch,
+        ema_tracks=1,
+        checkpointing=args.checkpointing,
+        compiled=args.compile,
+        accumulation=args.accumulation,
+        optimizer=args.optimizer,
+    )
+    cache = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
+    about = {"size": args.size, "batch": args.batch, "text": args.text, "compile": args.compile, **asdict(shape)}
+    return {
+        **about,
+        "checkpointing": args.checkpointing,
+        "text_tokens": tokens,
+        "cache_gb": cache / 1e9,
+        "predicted_gib": gpu_memory(case).total / GIB,
+    }
+
+
+# --- the run ---------------------------------------------------------------------------------------
+
+_MEANS = ("samples_per_second", "seconds", "data_wait", "tflops_per_gpu", "mfu", "host_memory_gib")
+_PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
+
+
+def train(folder: Path) -> None:
+    """The training stage on what was laid out."""
+    from sd3_light.stages import check
+    from sd3_light.stages import train as stage
+
+    loaded = load_config(folder / "train.toml")
+    check.require(loaded)
+    try:
+        stage.run(loaded, Launch())
+    except UserError as error:  # what was logged until then is still worth printing
+        print(f"the run ended with: {error}")
+
+
+def summary(log: Path, warm: int) -> dict[str, Any]:
+    """What the log says after the first ``warm`` steps."""
+    events = list(read_log(log))
+    steps = [event for event in events if event["event"] == "step"]
+    settled = [event for event in steps if event["step"] > warm] or steps[-1:]
+    found: dict[str, Any] = {"records": len(settled)}
+    for name in _MEANS:
+        values = [event[name] for event in settled if name in event]
+        found |= {name: sum(values) / len(values)} if values else {}
+    # the peak counters start anew with each record, and the first one has the highest where memory is laid out
+    found |= {name: max(event[name] for event in steps) for name in _PEAKS if name in steps[-1]}
+    found["loss"] = [steps[0]["loss"], steps[-1]["loss"]]
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    found["checkpoints"] = [
+        {name: event[name] for name in ("step", "stall_seconds", "seconds", "bytes")} for event in saved
+    ]
+    return found
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Each number on a line."""
+    for name, value in found.items():
+        if name == "checkpoints":
+            for one in value:
+                print(
+                    f"checkpoint at step {one['step']}: training stood still {one['stall_seconds']:.2f} s, "
+                    f"written in {one['seconds']:.1f} s, {one['bytes'] / 1e9:.2f} GB"
+                )
+        else:
+            print(f"{name:22} {f'{value:.4g}' if isinstance(value, float) else value}")
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="sd3_light")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=20, help="steps that are left out of the means")
+    parser.add_argument("--logging-steps", type=int, default=10)
+    parser.add_argument("--text", choices=("padded", "real"), default="padded")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--checkpoint-every", type=int, help="steps between two checkpoints; absent: one at the end")
+    parser.add_argument("--tmp", type=Path, help="where cache and run lie while it runs; absent: the system's place")
+    parser.add_argument("--out", type=Path, help="folder that keeps log, config and summary.json")
+    return parser
+
+
+def main() -> None:
+    """Lay out, run, sum up."""
+    args = options().parse_args()
+    with tempfile.TemporaryDirectory(dir=args.tmp) as name:
+        folder = Path(name)
+        about = lay_out(folder, args)
+        print(f"{args.samples} samples, {about['cache_gb']:.2f} GB, {about['text_tokens']:.1f} text tokens", flush=True)
+        train(folder)
+        found = {**about, **summary(folder / "run" / "log.jsonl", args.warm)}
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            for file in ("log.jsonl", "config.toml"):
+                shutil.copy(folder / "run" / file, args.out)
+            (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

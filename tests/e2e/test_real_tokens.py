@@ -1,0 +1,71 @@
+"""text_tokens = "real": cached, trained, resumed, evaluated and exported."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.stages.train import Resume
+
+Project = Any  # the class is in tests/conftest.py
+REAL = ('model.text_tokens="real"', "model.text_recon_gamma=0.1", "checkpoint_every_n_steps=2")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
+    """A project with a cache of real tokens and a run of 4 steps with its proven export."""
+    project = raw_project.copy(tmp_path_factory.mktemp("real") / "project")
+    evaluation = ('eval_datasets=["data.toml"]', "eval_every_n_steps=4")
+    done = project.train(*REAL, *evaluation, "max_steps=4", "save_every_n_steps=4", "num_dataloader_workers=1")
+    assert done.step == 4
+    return project
+
+
+def ends(project: Project, run: str) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = read_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(4))[0]
+    return tensors
+
+
+def shards(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "shards").glob("*.safetensors"))
+
+
+def test_a_run_on_real_tokens_learns(real: Project) -> None:
+    steps = real.events("step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    for event in steps:
+        assert math.isfinite(event["loss"])
+        assert event["loss"] == pytest.approx(event["flow"] + 0.1 * event["text_recon"], rel=1e-5)
+    assert steps[-1]["text_recon"] > 0
+    assert {math.isfinite(event["flow"]) for event in real.events("eval")} == {True}
+
+
+def test_its_cache_is_smaller(real: Project, cached_project: Project) -> None:
+    assert shards(real.cache) < 0.9 * shards(cached_project.cache)
+
+
+def test_a_resumed_run_on_real_tokens_is_the_run_that_never_stopped(real: Project, unproven: None) -> None:
+    saved = real.run / "checkpoints" / checkpoint_name(2)
+    real.train(*REAL, "max_steps=4", 'output_dir="resumed"', resume=Resume(saved))
+    one, two = ends(real, "run"), ends(real, "resumed")
+    assert set(one) == set(two)
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_samples_train_the_same_beside_other_samples(real: Project, unproven: None) -> None:
+    """One by one nothing is padded; four at a time all but the longest are."""
+    alone = ("micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4", 'output_dir="alone"')
+    real.train(*REAL, "max_steps=4", *alone)
+    together, apart = real.losses(), real.losses("alone")
+    assert apart == pytest.approx(together, rel=1e-5)
+
+
+def test_the_export_is_proven_and_says_how_it_was_trained(real: Project) -> None:
+    folder = real.run / "exports" / "step-00000004"
+    assert json.loads((folder / "proof.json").read_text())["max_difference"] <= 1e-5
+    assert json.loads((folder / "sd3_light.json").read_text())["text"]["text_tokens"] == "real"
+    assert "is not the model that was trained" in (folder / "README.md").read_text()

@@ -1,0 +1,245 @@
+"""Averages of any length from snapshots of two, against the average computed from every step's weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.config import EmaConfig
+from sd3_light.optim.ema import Averages
+from sd3_light.optim.phema import (
+    MOST_MISMATCH,
+    Fit,
+    Snapshot,
+    combine,
+    power_tracks,
+    reachable,
+    snapshot_facts,
+    snapshot_interval,
+    snapshots_of,
+    solve,
+)
+from sd3_light.optim.power import gamma_of
+
+STEPS, SIZE = 1920, 64
+TRACKS = ({"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.10})
+
+
+def config(**keys: Any) -> EmaConfig:
+    return EmaConfig(**{"enable": True, "update_every": 1, "track": TRACKS, **keys})
+
+
+def walk() -> np.ndarray:
+    """[STEPS, SIZE] weights that drift away from 1 and tremble on the way, as trained ones do."""
+    random = np.random.default_rng(0)
+    drift = np.cumsum(random.normal(size=(STEPS, SIZE)) / STEPS**0.5, axis=0)
+    return 1 + 0.2 * drift + 0.05 * random.normal(size=(STEPS, SIZE))
+
+
+class Trained:
+    """A toy run: its weights at every step, and snapshots of its two power-function tracks."""
+
+    def __init__(self, count: int, every: int = 1, dtype: str = "float32") -> None:
+        self.path, self.every = walk(), every
+        settings = config(update_every=every, snapshot_dtype=dtype, snapshot_every_n_steps=STEPS // count)
+        live = {"w": torch.ones(SIZE)}
+        averages = Averages(live, settings)
+        self.snapshots: list[Snapshot] = []
+        self.readers: list[Callable[[str], Tensor]] = []
+        for step in range(1, STEPS + 1):
+            live["w"].copy_(torch.from_numpy(self.path[step - 1]))
+            averages.update(live, step)
+            if step % (STEPS // count) == 0:
+                for snapshot in snapshots_of(snapshot_facts(settings, step)):
+                    self.snapshots.append(snapshot)
+                    kept = averages.tracks[snapshot.track].shadow["w"].to(getattr(torch, dtype), copy=True)
+                    self.readers.append(lambda name, kept=kept: {"w": kept}[name])
+
+    def directly(self, length: float, time: int = STEPS) -> np.ndarray:
+        """The average of a length as the running one would have been, from the whole history in float64."""
+        exponent, steps = gamma_of(length) + 1, np.arange(self.every, time + 1, self.every)
+        weights = (steps / time) ** exponent - ((steps - self.every) / time) ** exponent
+        return np.asarray(weights @ self.path[steps - 1])
+
+    def rebuilt(self, length: float, time: int = STEPS) -> np.ndarray:
+        used = [(s, read) for s, read in zip(self.snapshots, self.readers, strict=True) if s.time <= time]
+        fit = solve([snapshot for snapshot, _ in used], time, length)
+        ((_, tensor),) = combine(fit, [read for _, read in used], ["w"])
+        assert tensor.dtype == torch.float32
+        return tensor.double().numpy()
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Root mean square, relative to how far the weights move (about 0.2 in this toy)."""
+    return float(np.sqrt(np.mean((a - b) ** 2)) / 0.2)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return Trained(count=8)
+
+
+@pytest.mark.parametrize(("length", "close"), [(0.04, 0.01), (0.05, 1e-5), (0.07, 0.01), (0.10, 1e-5), (0.15, 0.02)])
+def test_a_rebuilt_average_is_the_one_computed_directly(trained: Trained, length: float, close: float) -> None:
+    direct = trained.directly(length)
+    error = distance(trained.rebuilt(length), direct)
+    assert error < close
+    if close > 1e-3:
+        nearest = min(distance(trained.directly(width), direct) for width in (0.05, 0.10))
+        assert error < nearest / 5, "far better than the track that comes nearest"
+
+
+def test_a_rebuilt_average_of_an_earlier_step(trained: Trained) -> None:
+    assert distance(trained.rebuilt(0.07, 1440), trained.directly(0.07, 1440)) < 0.01
+
+
+def test_float16_snapshots_cost_no_more_than_the_fit_says() -> None:
+    half, direct = Trained(count=32, dtype="float16"), Trained(count=32).directly
+    for length in (0.03, 0.07, 0.2):
+        fit = solve(half.snapshots, STEPS, length)
+        assert fit.is_good
+        assert distance(half.rebuilt(length), direct(length)) < fit.mismatch + 5 * fit.noise
+
+
+def test_updates_every_few_steps_are_counted_as_such() -> None:
+    """With 7 steps an update, the snapshot at step 240 knows nothing after step 238."""
+    coarse = Trained(count=8, every=7)
+    assert [s.time for s in coarse.snapshots[:4]] == [238, 238, 476, 476]
+    last = STEPS - STEPS % 7
+    assert distance(coarse.rebuilt(0.07, last), coarse.directly(0.07, last)) < 0.01
+
+
+# --- the fit ----------------------------------------------------------------------------------
+
+
+def snapshots(count: int, widths: tuple[float, ...] = (0.05, 0.10), dtype: str = "float16") -> list[Snapshot]:
+    steps = [1000 * number for number in range(1, count + 1)]
+    return [Snapshot(step, f"{width}", step, gamma_of(width), dtype) for step in steps for width in widths]
+
+
+@pytest.mark.parametrize("length", [0.03, 0.05, 0.08, 0.2])
+def test_coefficients_sum_to_1_so_what_stands_still_is_kept(length: float) -> None:
+    fit = solve(snapshots(8), 8000, length)
+    assert sum(fit.coefficients) == pytest.approx(1, abs=1e-9)
+    still = torch.linspace(-3, 3, 10)
+    ((_, tensor),) = combine(fit, [lambda _: still] * 16, ["w"])
+    torch.testing.assert_close(tensor, still, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tracks_own_length_is_its_own_last_snapshot() -> None:
+    fit = solve(snapshots(8, dtype="float32"), 8000, 0.10)
+    assert fit.coefficients == pytest.approx([0.0] * 15 + [1.0], abs=1e-6)
+    assert fit.mismatch < 1e-6
+
+
+@pytest.mark.parametrize("length", [0.02, 0.07, 0.25])
+def test_mismatch_is_the_distance_of_the_profiles(length: float) -> None:
+    given = snapshots(6)
+    fit, tau = solve(given, 6000, length), np.linspace(0, 6000, 600_001)
+
+    def profile(time: float, gamma: float) -> np.ndarray:
+        return np.where(tau <= time, (gamma + 1) * (tau / time) ** gamma / time, 0.0)
+
+    made = sum(x * profile(s.time, s.gamma) for x, s in zip(fit.coefficients, given, strict=True))
+    wanted = profile(6000, gamma_of(length))
+    off = np.sqrt(np.trapezoid((made - wanted) ** 2, tau) / np.trapezoid(wanted**2, tau))
+    assert fit.mismatch == pytest.approx(off, rel=1e-2)
+
+
+def test_no_other_sum_is_nearer() -> None:
+    """In float32 rounding hardly counts: any small change that keeps the sum at 1 makes the profile worse."""
+    given = snapshots(6, dtype="float32")
+    best, random = solve(given, 6000, 0.03), np.random.default_rng(0)
+    from sd3_light.optim.power import inner_products
+
+    times, gammas = np.array([s.time / 6000 for s in given]), np.array([s.gamma for s in given])
+    one, wanted = np.ones(1), np.array([gamma_of(0.03)])
+    products, side = inner_products(times, gammas, times, gammas), inner_products(times, gammas, one, wanted)[:, 0]
+    x = np.array(best.coefficients)
+    for _ in range(50):
+        other = x + 0.01 * (delta := random.normal(size=len(x))) - 0.01 * delta.mean()
+        assert other @ products @ other - 2 * other @ side > x @ products @ x - 2 * x @ side
+
+
+def test_the_lengths_that_can_be_had() -> None:
+    """The figures that the documentation gives for tracks of 0.05 and 0.10."""
+    assert reachable(snapshots(32), 32000) == pytest.approx((0.022, 0.268), abs=0.002)
+    assert reachable(snapshots(32, dtype="float32"), 32000) == pytest.approx((0.0137, 0.268), abs=0.001)
+    few = reachable(snapshots(8), 8000)
+    assert few == pytest.approx((0.030, 0.214), abs=0.002)
+    for length in few:
+        assert solve(snapshots(8), 8000, length).is_good
+    assert not solve(snapshots(8), 8000, few[0] * 0.9).is_good
+    assert solve(snapshots(8), 8000, few[1] * 1.1).mismatch > MOST_MISMATCH
+
+
+def test_two_snapshots_of_almost_one_time_do_not_blow_up() -> None:
+    twins = [*snapshots(8), *(Snapshot(7999, s.track, 7999, s.gamma, s.dtype) for s in snapshots(8)[-2:])]
+    same = [*snapshots(8), *snapshots(8)[-2:]]
+    for given in (twins, same):
+        fit = solve(given, 8000, 0.07)
+        assert fit.is_good
+        assert max(map(abs, fit.coefficients)) < 2
+
+
+def test_combine_holds_one_tensor_of_one_snapshot_at_a_time() -> None:
+    asked: list[tuple[int, str]] = []
+
+    def reader(number: int) -> Callable[[str], Tensor]:
+        def read(name: str) -> Tensor:
+            asked.append((number, name))
+            return torch.full((2,), float(number), dtype=torch.float16)
+
+        return read
+
+    stream = combine(Fit((0.5, 2.0), 0.0, 0.0), [reader(1), reader(3)], ["a", "b"])
+    assert asked == []
+    name, tensor = next(stream)
+    assert (name, tensor.tolist(), asked) == ("a", [6.5, 6.5], [(1, "a"), (2 + 1, "a")])
+    next(stream)
+    assert [name for _, name in asked] == ["a", "a", "b", "b"]
+
+
+# --- what training writes ---------------------------------------------------------------------
+
+
+def test_snapshots_are_of_power_functions_only() -> None:
+    assert snapshot_interval(EmaConfig(enable=True), 1000) is None
+    assert snapshot_interval(config(enable=False), 1000) is None
+    assert snapshot_interval(config(track=({"name": "a", "decay": 0.9},)), 1000) is None
+    mixed = config(track=({"name": "a", "decay": 0.9}, *TRACKS))
+    assert power_tracks(mixed) == {"short": 0.05, "long": 0.10}
+
+
+@pytest.mark.parametrize(("total", "interval"), [(1, 1), (31, 1), (32, 1), (33, 2), (100_000, 3125)])
+def test_by_default_a_run_has_at_most_32(total: int, interval: int) -> None:
+    assert snapshot_interval(config(), total) == interval
+    assert total // interval <= 32
+    assert snapshot_interval(config(snapshot_every_n_steps=7), total) == 7
+
+
+def test_facts_tell_what_each_track_had_taken_in() -> None:
+    tracks = ({"name": "a", "power_width": 0.1, "update_every": 30}, {"name": "b", "power_width": 0.05})
+    facts = snapshot_facts(config(track=tracks, update_every=100), 250)
+    assert facts == {
+        "step": 250,
+        "tracks": {"a": 0.1, "b": 0.05},
+        "update_every": {"a": 30, "b": 100},
+        "dtype": "float16",
+    }
+    found = snapshots_of(facts)
+    assert [(s.track, s.step, s.time) for s in found] == [("a", 250, 240), ("b", 250, 200)]
+    assert found[0].gamma == gamma_of(0.1)
+    early = snapshots_of(snapshot_facts(config(track=tracks, update_every=100), 50))
+    assert [s.track for s in early] == ["a"], "b has taken in nothing"
+
+
+def test_dbg(trained):
+    for l in (0.03,0.04,0.05,.07,.1,.15,.2):
+        d=trained.directly(l); print(l, distance(trained.rebuilt(l),d), min(distance(trained.directly(w),d) for w in (.05,.1)))
+    h=Trained(count=32,dtype="float16")
+    for l in (0.03,.07,.2):
+        f=solve(h.snapshots,STEPS,l); print(l,distance(h.rebuilt(l),h.directly(l)),f.mismatch,f.noise)

@@ -1,0 +1,72 @@
+"""One prompt as the denoiser takes it: padded as stock, or its real tokens under T5's mask."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.encoders.text import encode_clip, encode_t5
+from sd3_light.sampling.texts import Text, TextPolicy, batched, encode, no_text
+
+PROMPTS = ["a small red circle", "two blue squares left of a large green star", "a"]
+LONG = " ".join(["red"] * 40)
+
+
+def policy(text_tokens: str, length: int = 12) -> TextPolicy:
+    return TextPolicy(length, "empty", text_tokens)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_padded_text_is_the_stock_pipelines(pipe: Any) -> None:
+    tokens, _, pooled, _ = pipe.encode_prompt(PROMPTS, None, None, max_sequence_length=12)
+    found = encode(pipe, PROMPTS, policy("padded"))
+    assert torch.equal(torch.stack([text.tokens for text in found]), tokens)
+    assert torch.equal(torch.stack([text.pooled for text in found]), pooled)
+
+
+@torch.no_grad()
+def test_equal_texts_are_encoded_once(pipe: Any) -> None:
+    first, second, third = encode(pipe, ["a", "two", "a"], policy("padded"))
+    assert first is third
+    assert not torch.equal(first.tokens, second.tokens)
+
+
+@torch.no_grad()
+def test_real_text_is_the_first_tokens_of_a_padded_batch_under_its_mask(pipe: Any) -> None:
+    for prompt, text in zip(PROMPTS, encode(pipe, PROMPTS, policy("real")), strict=True):
+        clip_ids = pipe.tokenizer(prompt).input_ids
+        t5_ids = pipe.tokenizer_3(prompt).input_ids
+        clip, t5 = len(clip_ids), len(t5_ids)
+        assert text.tokens.shape == (clip + t5, 48)
+        padded = torch.tensor([clip_ids + [1] * (77 - clip)])
+        left, left_pooled = encode_clip(pipe.text_encoder, padded)
+        right, right_pooled = encode_clip(pipe.text_encoder_2, padded)
+        torch.testing.assert_close(text.tokens[:clip, :16], left[0, :clip])
+        torch.testing.assert_close(text.tokens[:clip, 16:40], right[0, :clip])
+        assert not text.tokens[:clip, 40:].any()
+        torch.testing.assert_close(text.pooled, torch.cat([left_pooled[0], right_pooled[0]]))
+        masked = encode_t5(pipe.text_encoder_3, torch.tensor([t5_ids + [0] * 9]), torch.tensor([t5]))
+        torch.testing.assert_close(text.tokens[clip:], masked[0, :t5])
+
+
+@torch.no_grad()
+def test_real_text_is_cut_as_padded_text_is(pipe: Any) -> None:
+    (text,) = encode(pipe, [LONG], policy("real", 8))
+    assert len(text.tokens) == 77 + 8
+
+
+@pytest.mark.parametrize(("text_tokens", "length"), [("padded", 5), ("real", 1)])
+def test_no_text_is_zeros(text_tokens: str, length: int) -> None:
+    nothing = no_text(Text(torch.ones(5, 3), torch.ones(2)), text_tokens)
+    assert torch.equal(nothing.tokens, torch.zeros(length, 3))
+    assert torch.equal(nothing.pooled, torch.zeros(2))
+
+
+def test_a_batch_fills_up_with_zeros_behind(pipe: Any) -> None:
+    texts = [Text(torch.ones(length, 3), torch.full((2,), float(length))) for length in (2, 4, 1)]
+    batch = batched(texts, torch.device("cpu"), torch.float64)
+    assert batch.tokens.sum(dim=(1, 2)).tolist() == [6, 12, 3]
+    assert batch.tokens[0, :2].all()
+    assert batch.tokens.dtype == batch.pooled.dtype == torch.float64
+    assert batch.lengths.tolist() == [2, 4, 1]
+    assert batch.pooled[:, 0].tolist() == [2, 4, 1]

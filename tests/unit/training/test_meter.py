@@ -1,0 +1,111 @@
+"""Speed, utilisation, bands and memory as the log tells them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sd3_light.engines.protocol import StepNumbers, StepResult
+from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS, by_band
+from sd3_light.training import meter
+from sd3_light.training.meter import Meter, Window, host_bytes
+
+
+def numbers(loss: float, bands: list[float], counts: list[float]) -> StepNumbers:
+    pad = [0.0] * (NUM_BANDS - len(bands))
+    return StepNumbers({"loss": loss}, 1.0, True, (*bands, *pad), (*counts, *pad))
+
+
+def result(loss: float = 1.0, taken: bool = True) -> StepResult:
+    values = torch.cat([torch.tensor([loss]), torch.zeros(2 * NUM_BANDS), torch.tensor([2.0, float(taken)])])
+    return StepResult(["loss"], values)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_speed_is_of_training_alone(clock: list[float]) -> None:
+    """Two processes, two steps of 3 s of which 1 s waits for data; an evaluation of a minute is not training."""
+    one = Meter(world=2, peak_flops=100.0)
+    for step in (1, 2):
+        with one.waiting():
+            clock[0] += 1
+        clock[0] += 2
+        one.add(step, result(), samples=12, flops=600)
+        with one.away():
+            clock[0] += 60
+    one.settle(wait=True)
+    fields = one.record()
+    assert fields["samples_per_second"] == pytest.approx(24 / 6)
+    assert fields["images_per_second_per_gpu"] == pytest.approx(2.0)
+    assert fields["data_wait"] == pytest.approx(1 / 3)
+    assert fields["seconds"] == pytest.approx(3.0)
+    assert fields["tflops_per_gpu"] == pytest.approx(100e-12)
+    assert fields["mfu"] == pytest.approx(1.0)
+    clock[0] += 1
+    one.add(3, result(), samples=12, flops=600)
+    one.settle(wait=True)
+    assert one.record()["samples_per_second"] == pytest.approx(12.0), "a record begins anew"
+
+
+def test_without_a_known_peak_there_is_no_utilisation() -> None:
+    assert "mfu" not in Meter().record()
+
+
+def test_bands_are_means_over_their_samples() -> None:
+    window = Window()
+    window.add(numbers(1.0, [6.0, 0.0], [2.0, 0.0]))
+    window.add(numbers(3.0, [3.0, 5.0], [1.0, 1.0]))
+    means = window.means()
+    assert means["band"] == {"0.0-0.1": 3.0, "0.1-0.2": 5.0}
+    assert (means["loss"], means["steps"]) == (2.0, 2)
+
+
+def test_a_window_survives_json_to_the_last_digit() -> None:
+    window = Window()
+    window.add(numbers(0.1 + 0.2, [1 / 3], [1.0]))
+    again = Window(**json.loads(json.dumps(window.as_dict())))
+    assert again == window
+
+
+def test_a_step_that_was_not_taken_is_in_no_mean() -> None:
+    one = Meter()
+    one.add(1, result(5.0), 1, 1)
+    one.add(2, result(float("nan"), taken=False), 1, 1)
+    assert [(step, found.taken) for step, found in one.settle(wait=True)] == [(1, True), (2, False)]
+    assert one.record()["loss"] == 5.0
+
+
+def test_a_window_without_a_step_is_not_a_number() -> None:
+    assert Meter().record()["loss"] != Meter().record()["loss"]
+
+
+def test_samples_are_sorted_into_bands_by_their_time() -> None:
+    times = torch.tensor([0.0, 0.05, 0.1, 0.55, 0.999, 1.0])
+    each = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, float("nan")])
+    sums, counts = by_band(each, times)
+    assert counts.tolist() == [2, 1, 0, 0, 0, 1, 0, 0, 0, 2]
+    assert sums[:9].tolist() == [3, 4, 0, 0, 0, 8, 0, 0, 0]
+    assert sums[9] != sums[9], "a loss that is not finite stays in its band"
+    assert (BAND_NAMES[0], BAND_NAMES[9]) == ("0.0-0.1", "0.9-1.0")
+
+
+def test_host_memory_counts_workers_too() -> None:
+    before = host_bytes()
+    code = "x = bytearray(200 << 20); print(len(x), flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        assert host_bytes() - before > 190 << 20
+    finally:
+        child.communicate("\n")
