@@ -120,7 +120,7 @@ def write(folder: Path, shape: Shape, name: str, what: ShardContent) -> ShardEnt
 def write_model_folder(folder: Path, shape: Shape) -> None:
     """What `check` and training look at of an SD3 folder: configs. Its weights are empty files, never opened."""
     clip = {"max_position_embeddings": 77}
-    configs = {
+    configs: dict[str, dict[str, Any]] = {
         "vae": {"latent_channels": 16, "block_out_channels": [1] * 4, "scaling_factor": 1.5305, "shift_factor": 0.0609},
         "text_encoder": {**clip, "hidden_size": shape.clip_l, "projection_dim": shape.clip_l},
         "text_encoder_2": {**clip, "hidden_size": shape.clip_g, "projection_dim": shape.clip_g},

@@ -121,7 +121,7 @@ class CheckpointKeeper:
     Ranks 0 to ``writers`` - 1 each write a part, and machines that write share the folder. The ranks agree, in their
     threads, over ``group``: a gloo group of ranks 0, 1, ... of the run, the writers among them, that nothing else uses
     (None: rank 0 writes alone). Those in it call `save` for the same steps in the same order, and all of them are told
-    how it went.
+    how it went; to a rank outside of it nothing happens and nothing is told.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CheckpointKeeper:
     ) -> None:
         self.folder, self.rank, self.writers, self.keep_last = folder, rank, writers, keep_last
         self._group, self._members = group, 1 if group is None else dist.get_world_size(group)
-        assert writers <= self._members, "writers cannot agree without a group"
+        assert rank >= writers or writers <= self._members, "writers cannot agree without a group"
         self._copies = HostCopies()
         self._background = Background("checkpoints")
         self._ended: list[Done] = []

@@ -198,6 +198,23 @@ def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[P
     return old
 
 
+def set_aside_after(chosen: Path, folder: Path) -> list[str]:
+    """Rename the checkpoints of ``folder`` that are later than ``chosen`` of the same folder; their new names.
+
+    A run that goes on from an earlier step leaves that future behind: its checkpoints must not pass for the newest.
+    """
+    found: list[str] = []
+    if chosen.resolve().parent != folder.resolve():
+        return found
+    for path in _steps(folder):
+        if path.name > chosen.name:
+            aside = path.with_name(f"abandoned-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+            found.append(aside.name)
+    return found
+
+
 def sweep(folder: Path) -> list[str]:
     """Clear up after a killed run, before this one writes: the names of what was found.
 

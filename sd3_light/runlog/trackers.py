@@ -167,7 +167,9 @@ class Trackio:
 
 def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[str, Any], x_axis: str) -> Tracker | None:
     import trackio
-    from huggingface_hub.errors import HTTPError  # its HTTP client's base class, whichever that is
+
+    # the base class of its HTTP client, which differs by version
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     # trackio knows its runs by their names alone, so the name of ours must be nobody else's
     wish = monitoring.wandb_run_name or folder.resolve().name

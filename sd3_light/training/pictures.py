@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.runlog import say
-from sd3_light.sampling.generate import Request, TextPolicy, generate, run_pipeline, save_png
+from sd3_light.sampling.generate import Request, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.prompts import encode_in_passing, read_prompt
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -35,30 +35,6 @@ Denoise = Callable[[tuple[Tensor, ...]], Tensor]
 
 _MOST_AT_ONCE = 16
 _GRID_SIDE = 128  # small pictures are enlarged to about this
-
-
-def text_policy(config: TrainConfig) -> TextPolicy:
-    """How this run's text is encoded."""
-    model = config.model
-    return TextPolicy(model.t5_max_length, model.uncond_text, model.text_tokens)
-
-
-def draw_samples(config: TrainConfig, transformer: SD3Transformer2DModel, path: Path, size: tuple[int, int]) -> Path:
-    """One picture for each prompt and seed in one PNG."""
-    pipe = StableDiffusion3Pipeline.from_pretrained(
-        config.model.diffusers_path,
-        transformer=transformer,
-        scheduler=flow_scheduler(config.model.shift, config.model.flux_shift),  # as the export will have it
-        dtype=torch.float32,
-        local_files_only=True,
-    ).to(transformer.device)
-    wishes = config.sampling
-    requests = [Request(prompt, seed, *size) for prompt in wishes.prompts for seed in wishes.seeds]
-    images = generate(pipe, requests, text_policy(config), steps=wishes.steps, guidance=wishes.guidance)
-    captions = [request.prompt for request in requests]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    make_grid(images, captions, columns=min(8, len(images))).save(path)
-    return path
 
 
 @dataclass
@@ -105,7 +81,7 @@ class Sampler:
         """Draw a grid with all ranks and write it to ``path``: (path, grid) on rank 0, None elsewhere.
 
         ``facts`` (the step, ...) go into the PNG's metadata with prompts, seeds and settings. ``group`` joins all ranks
-        and moves CPU tensors (gloo). Only rank 0 writes, after the last collective: its OSError disturbs nobody.
+        and moves CPU tensors (gloo). A grid that cannot be written is said and given up: it is None on rank 0 too.
         """
         images = self._bring_together(self.draw(denoise), group)
         if images is None:
@@ -113,7 +89,12 @@ class Sampler:
         grid = self._grid(images, facts)
         wishes = self.config.sampling
         about = {name: getattr(wishes, name) for name in ("prompts", "seeds", "steps", "guidance")}
-        save_png(grid, path, {**facts, **about, "size": self._size, "uncond_text": self.config.model.uncond_text})
+        about |= {"size": self._size, "uncond_text": self.config.model.uncond_text}
+        try:
+            save_png(grid, path, {**facts, **about})
+        except OSError as error:  # a full disk, say, is no reason to stop training
+            say(f"the grid {path} was not written: {error.strerror or error}")
+            return None
         return path, grid
 
     @property

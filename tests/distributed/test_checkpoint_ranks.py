@@ -111,6 +111,13 @@ class Worker:
         keeper.save(1, halves(0, 1)[2:], {})
         return self.tell(keeper)
 
+    def outsider(self) -> list[dict[str, Any]]:
+        """Rank 1 is not in the group: it copies nothing and goes its way."""
+        group: dist.ProcessGroup = dist.new_group([0], backend="gloo")
+        keeper = CheckpointKeeper(self.folder / "outsider", self.rank, 1, group)
+        stall = keeper.save(1, halves(0, 1)[2:], {})
+        return [{"still": stall == 0}, *self.tell(keeper)]
+
     def not_shared(self) -> list[dict[str, Any]]:
         """Each machine has a folder of its own."""
         keeper = CheckpointKeeper(self.folder / f"machine{self.rank}", self.rank, 2, self.group)
@@ -124,7 +131,16 @@ class Worker:
         return self.save(6)
 
 
-STORIES = ["while_training", "full_disk", "commit_fails", "leftovers", "one_writer", "not_shared", "a_rank_dies"]
+STORIES = [
+    "while_training",
+    "full_disk",
+    "commit_fails",
+    "leftovers",
+    "one_writer",
+    "outsider",
+    "not_shared",
+    "a_rank_dies",
+]
 
 
 def main(rank: int, folder: Path) -> None:
@@ -218,6 +234,12 @@ def test_a_rank_that_writes_nothing_is_told(outcome: Outcome) -> None:
     path = outcome.folder / "alone" / saved["file"]
     assert [file.name for file in path.glob("rank-*")] == ["rank-00000.safetensors"]
     assert saved["bytes"] == (path / "rank-00000.safetensors").stat().st_size
+
+
+def test_a_rank_outside_the_group_has_nothing_to_do(outcome: Outcome) -> None:
+    (_, saved), theirs = (told["outsider"] for told in outcome.told)
+    assert saved["file"] == "step-00000001"
+    assert theirs == [{"still": True}]
 
 
 def test_a_folder_that_machines_do_not_share_is_named(outcome: Outcome) -> None:

@@ -32,7 +32,7 @@ class Axis:
         return self.low, self.high, value
 
 
-def axis_of(values: Iterable[float], zero: bool = False, auto_log: bool = True) -> Axis:
+def axis_of(values: Iterable[float], zero: bool = False) -> Axis:
     """An axis that shows all values with a little room; ``zero`` is on it if asked for.
 
     Where most of the values would lie in a thin strip, it is logarithmic.
@@ -40,7 +40,7 @@ def axis_of(values: Iterable[float], zero: bool = False, auto_log: bool = True) 
     ranked = sorted(values)
     assert ranked, "there is something to show"
     low, high = ranked[0], ranked[-1]
-    if auto_log and not zero and low > 0 and high / ranked[len(ranked) // 2] > 20:
+    if not zero and low > 0 and high / ranked[len(ranked) // 2] > 20:
         return Axis(low / 1.1, high * 1.1, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)

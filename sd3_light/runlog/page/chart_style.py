@@ -17,7 +17,7 @@ CHARTS = """
 .chart { min-width: 0; }
 .chart h3 { margin: .25rem 0; }
 .chart p { font-size: .85rem; line-height: 1.4; margin: 0 0 .35rem; }
-.chart.wide { grid-column: 1 / -1; }
+.charts > .wide { grid-column: 1 / -1; min-width: 0; }
 .wide .area { height: 17rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; font-size: .8rem; color: var(--soft);
   margin-bottom: .4rem; font-variant-numeric: tabular-nums; }
@@ -25,10 +25,12 @@ CHARTS = """
 .legend i { display: inline-block; width: 1rem; height: .25rem; border-radius: .1rem; margin-right: .35rem;
   vertical-align: middle; background: var(--colour); }
 .legend i.faint { opacity: .4; }
+.legend i.resume { width: 0; height: .8rem; border-left: 1px dashed var(--mark); border-radius: 0; background: none; }
+.legend i.broken { width: 0; height: .6rem; border-left: 2px solid var(--bad); border-radius: 0; background: none; }
 .plot { display: grid; grid-template-columns: 3.2rem 1fr; position: relative; font-size: .75rem; color: var(--soft);
   font-variant-numeric: tabular-nums; }
 .area { position: relative; height: 12rem; background: var(--card); border: 1px solid var(--line); min-width: 0; }
-.area svg { position: absolute; inset: 0; width: 100%; height: 100%; }
+.area svg { position: absolute; inset: 0; width: 100%; height: 100%; pointer-events: none; }
 .ys, .xs { position: relative; }
 .ys span { position: absolute; right: .4rem; transform: translateY(50%); line-height: 1; white-space: nowrap; }
 .xs { grid-column: 2; height: 1.2rem; margin: 0 1px; }
@@ -70,6 +72,9 @@ for (const plot of document.querySelectorAll('.plot')) {
     name: line.dataset.name,
     points: line.getAttribute('points').split(' ').map(pair => pair.split(',').map(Number)),
   }));
+  const marks = [...plot.querySelectorAll('svg line[class]:not(.grid)')].map(line => ({
+    x: Number(line.getAttribute('x1')), words: line.textContent,
+  }));
   const tip = document.createElement('div'), cross = document.createElement('div');
   tip.className = 'tip'; cross.className = 'cross'; tip.hidden = cross.hidden = true;
   area.append(cross, tip);
@@ -81,6 +86,7 @@ for (const plot of document.querySelectorAll('.plot')) {
       const near = points.reduce((a, b) => Math.abs(b[0] - share * 1000) < Math.abs(a[0] - share * 1000) ? b : a);
       rows.push(`${name} ${value(near[1])}`);
     }
+    rows.push(...marks.filter(mark => Math.abs(mark.x - share * 1000) < 8).slice(0, 3).map(mark => mark.words));
     tip.replaceChildren(...rows.flatMap((row, at) => at ? [document.createElement('br'), row] : [row]));
     tip.hidden = cross.hidden = false;
     cross.style.left = `${share * 100}%`;

@@ -50,23 +50,22 @@ class Chart:
         lines = [line for line in self.lines if line.points]
         head = [tag("h3", self.title), *([tag("p", self.remark, class_="soft")] if self.remark else [])]
         if not lines:
-            words = "No value was finite." if self.marks else "Nothing was logged."
+            broken = any(mark.kind == "broken" for mark in self.marks)
+            words = "No value was finite." if broken else "Nothing was logged."
             return tag("div", *head, tag("p", words, class_="soft"), class_="chart")
-        x = axis_of([at for line in lines for at, _ in line.points] + [mark.x for mark in self.marks], auto_log=False)
-        y = axis_of([value for line in lines for _, value in line.points], self.zero)
-        x = _tight(x, lines, self.marks)
+        x, y = _x_axis(lines, self.marks), axis_of([value for line in lines for _, value in line.points], self.zero)
         return tag("div", *head, _legend(lines, self), _plot(self, lines, x, y), class_="chart")
 
     def text(self, value: float) -> str:
         """A value of the y axis."""
-        return f"{label(100 * value)}%" if self.share else label(value)
+        return f"{100 * value:.3g}%" if self.share else label(value)
 
 
-def _tight(x: Axis, lines: Sequence[Line], marks: Sequence[Mark]) -> Axis:
-    """The x axis ends where the data end, if they have a length."""
+def _x_axis(lines: Sequence[Line], marks: Sequence[Mark]) -> Axis:
+    """It ends where the data end, if they have a length."""
     places = [at for line in lines for at, _ in line.points] + [mark.x for mark in marks]
     low, high = min(places), max(places)
-    return Axis(low, high) if high > low else x
+    return Axis(low, high) if high > low else Axis(low - 1, high + 1)
 
 
 def _legend(lines: Sequence[Line], chart: Chart) -> Html:
@@ -75,6 +74,9 @@ def _legend(lines: Sequence[Line], chart: Chart) -> Html:
         value = [] if line.last is None else [" ", tag("b", chart.text(line.last))]
         swatch = tag("i", class_=f"{line.colour}{' faint' if line.faint else ''}")
         entries.append(tag("span", swatch, line.name, *value))
+    names = {"resume": "resumed", "broken": "not finite"}
+    kinds = dict.fromkeys(mark.kind for mark in chart.marks)
+    entries += [tag("span", tag("i", class_=kind), names[kind]) for kind in kinds]
     return tag("div", *entries, class_="legend")
 
 
@@ -116,9 +118,7 @@ def _drawing(chart: Chart, lines: Sequence[Line], x: Axis, y: Axis) -> Html:
     words = "; ".join(_describe(chart, line) for line in lines if not line.faint)
     about = [tag("title", chart.title), tag("desc", words)]
     box = f"0 0 {_GRID} {_GRID}"
-    return tag(
-        "svg", *about, *grid, *marks, *curves, viewBox=box, preserveAspectRatio="none", role="img", aria_label=words
-    )
+    return tag("svg", *about, *grid, *marks, *curves, viewBox=box, preserveAspectRatio="none", role="img")
 
 
 def _level(y: float) -> Html:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-_VOID = frozenset(("img", "meta", "br"))
+_VOID = frozenset(("img", "input", "meta", "br"))
 
 
 class Html(str):

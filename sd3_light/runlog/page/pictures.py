@@ -8,7 +8,8 @@ from PIL import Image
 LARGEST_SIDE = 512
 """Larger pictures are shown at this size, if nothing else is said."""
 
-_EXACT_AREA = 96 * 96  # up to this many pixels a PNG is hardly larger than a JPEG
+_QUALITY = 88
+_EXACT_AREA = 96 * 96  # up to this many pixels a PNG is hardly larger than a WebP
 
 
 def data_uri(image: Image.Image, side: int = LARGEST_SIDE) -> str:
@@ -22,6 +23,6 @@ def data_uri(image: Image.Image, side: int = LARGEST_SIDE) -> str:
     if exact:
         shown.save(sink, "PNG", optimize=True)
     else:
-        shown.save(sink, "JPEG", quality=88, subsampling=0)
-    kind = "png" if exact else "jpeg"
+        shown.save(sink, "WEBP", quality=_QUALITY)
+    kind = "png" if exact else "webp"
     return f"data:image/{kind};base64,{base64.b64encode(sink.getvalue()).decode()}"

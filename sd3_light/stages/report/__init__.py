@@ -1,4 +1,4 @@
-"""The report stage: a run on one screen (`run`, `render`) or as a page (`page.write_page`), from its log."""
+"""The report stage: a run on one screen (`run`, `render`) or as a page (`write_page`), from its log."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sd3_light.stages.report.gather import RunReport, gather
+from sd3_light.stages.report.page import write_page
 from sd3_light.stages.report.words import count, duration, moment, number, state
 
-__all__ = ["RunReport", "render", "run"]
+__all__ = ["RunReport", "render", "run", "write_page"]
 
 
 def run(folder: Path) -> RunReport:

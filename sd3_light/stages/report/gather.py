@@ -80,7 +80,9 @@ class RunReport:
     last: dict[str, Event] = field(default_factory=dict)
     """The last event of each kind that counts."""
     events: dict[str, Kept] = field(default_factory=dict)
-    """Events that are no points of curves, by kind."""
+    """Events that are neither points of curves nor samples, by kind."""
+    samples: dict[str, Kept] = field(default_factory=dict)
+    """Sample grids, by weights."""
     steps: dict[str, Curve] = field(default_factory=dict)
     evals: dict[tuple[str, str], dict[str, Curve]] = field(default_factory=dict)
     """Curves of the validation loss by set and weights."""
@@ -93,7 +95,7 @@ class RunReport:
     @property
     def seconds(self) -> float:
         """How long its processes were at work."""
-        return sum(part.end - part.begin["time"] for part in self.parts)
+        return sum(float(part.end - part.begin["time"]) for part in self.parts)
 
     @property
     def skipped(self) -> int:
@@ -133,7 +135,10 @@ class _Survey:
         elif event is not None:
             if kind in _BEGINS:
                 self.report.parts.append(Part(event, event["time"]))
-            self.report.events.setdefault(kind, Kept()).add(event)
+            group, key = self.report.events, kind
+            if kind == "sample":
+                group, key = self.report.samples, str(event.get("weights", ""))
+            group.setdefault(key, Kept()).add(event)
             self.report.last[kind] = event
 
     def finish(self) -> None:

@@ -36,9 +36,8 @@ class Curve:
             sums.append(sums[-1] + value)
         shown = []
         for at, x in enumerate(self.x):
-            # as far to the left as to the right, or the ends would lean
-            reach = min(half, at, len(self.x) - 1 - at)
-            shown.append((x, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
+            start, end = max(0, at - half), min(len(self.x), at + half + 1)
+            shown.append((x, (sums[end] - sums[start]) / (end - start)))
         return shown, (2 * half + 1) * self.per
 
 
@@ -61,6 +60,8 @@ class Thinner:
 
     def finish(self) -> None:
         """No more will come."""
+        if not self._x:
+            return
         for name, xs, ys in self._columns():
             _reduce(self.curves.setdefault(name, Curve(self._per)), xs, ys)
         self._x, self._records = [], []

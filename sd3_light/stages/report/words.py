@@ -16,8 +16,9 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def count(how_many: int, what: str) -> str:
-    """``1 resume``, ``2 resumes``"""
-    return f"{how_many:,} {what}{'' if how_many == 1 else 's'}"
+    """``1 resume``, ``2 resumes``, ``8 processes``"""
+    many = "es" if what.endswith("s") else "s"
+    return f"{how_many:,} {what}{'' if how_many == 1 else many}"
 
 
 def moment(time: float) -> str:

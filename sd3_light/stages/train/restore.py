@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.checkpoint.state import WEIGHTS, Progress, track_kind
-from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint, sweep
+from sd3_light.checkpoint.store import (
+    Checkpoint,
+    half_written,
+    newest_checkpoint,
+    open_checkpoint,
+    set_aside_after,
+    sweep,
+)
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.order import Order
@@ -67,9 +74,13 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
     """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
     for folder in (output_dir / "checkpoints", output_dir / "ema"):
         for name in sweep(folder):
-            say(f"removed {folder / name}: a save that was cut short")
+            say(f"cleaned up {folder / name}: a save that was cut short")
     found = find_checkpoint(output_dir, resume)
-    return None if found is None else str(found)
+    if found is None:
+        return None
+    for name in set_aside_after(found, output_dir / "checkpoints"):
+        say(f"set aside {name}, which is later than {found.name}: it stays in the folder and is not resumed from")
+    return str(found)
 
 
 def rate_settings(config: TrainConfig) -> dict[str, Any]:

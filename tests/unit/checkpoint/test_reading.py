@@ -80,6 +80,11 @@ def test_the_library_reads_the_files_too(tmp_path: Path, write_ranks: Writer) ->
         assert set(file.keys()) == {"param/w@4", "state/s@0"}
         assert torch.equal(file.get_tensor("param/w@4"), torch.arange(4.0, 15.0))
         assert torch.equal(file.get_tensor("state/s@0"), small)
+    data = (folder / PART).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert {key: entry["data_offsets"][0] for key, entry in header.items()} == {"param/w@4": 0, "state/s@0": 44}, (
+        "aligned"
+    )
 
 
 def test_any_part_of_any_cut(tmp_path: Path, write_ranks: Writer, monkeypatch: pytest.MonkeyPatch) -> None:

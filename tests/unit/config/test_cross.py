@@ -12,6 +12,7 @@ RECON = "text_recon_gamma = 0.1\n"
 AR = "enable_ar_bucket = true\n"
 MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
 FSDP = 'parallel = "fsdp2"'
+EMA = "[ema]\nenable = true\n"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,20 @@ FSDP = 'parallel = "fsdp2"'
         ("", "", '[sampling]\nprompts = ["a"]', "sampling.every_n_steps"),
         ("", "", "[sampling]\nevery_n_steps = 5", "sampling.prompts"),
         ("", "", "[[ema.track]]\nname = 'a'\ndecay = 0.9", "ema.track"),
-        ("", "", "[ema]\nenable = true\n[[ema.track]]\nname = 'ema'\ndecay = 0.9", "ema.track[0].name"),
+        ("", "", EMA + "[[ema.track]]\nname = 'ema'\ndecay = 0.9", "ema.track[0].name"),
+        ("", "", EMA + "[[ema.track]]\nname = 'raw'\ndecay = 0.9", "ema.track[0].name"),
+        ("", "", EMA + "[[ema.track]]\nname = 'a'\ndecay = 0.9\npower_width = 0.1", "ema.track[0]"),
+        ("", "", EMA + "[[ema.track]]\nname = 'a'", "ema.track[0]"),
+        ("", "", EMA + "[[ema.track]]\nname = 'a'\npower_width = 0.3", "ema.track[0].power_width"),
+        ("", "", EMA + "[[ema.track]]\nname = 'a'\ndecay = 0.9\nupdate_every = 0", "ema.track[0].update_every"),
+        ("", "", EMA + "snapshot_every_n_steps = 5", "ema.snapshot_every_n_steps"),
+        (
+            "",
+            "",
+            EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\ndecay = 0.9",
+            "ema.snapshot_every_n_steps",
+        ),
+        ("", "", EMA + "snapshot_dtype = 'bfloat16'", "ema.snapshot_dtype"),
         (
             "prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 3",
             "",
@@ -76,6 +90,7 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ('lr_scheduler = "step"\nlr_step_size = 3\nlr_step_gamma = 0.5', "", ""),
         (FSDP, "", ""),
         ("", "", '[optimizer]\ntype = "muon"'),
+        ("", "", EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\npower_width = 0.1\nupdate_every = 1"),
         ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
         ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
         ('eval_datasets = ["data.toml", {name = "b", config = "data.toml"}]', "", ""),

@@ -99,7 +99,7 @@ def test_a_step_in_bf16_takes_what_the_formula_says(
     case = Case(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
     formula = gpu_memory(case).step.value / (1 + SLACK)
     inside_kernels = batch * FLASH_BACKWARD * case.size.width * case.tokens.joint
-    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.08)
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.05)
 
 
 def saved_bytes(size: ModelSize, height: int, text: int, batch: int) -> int:
@@ -145,7 +145,7 @@ def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tup
     case = Case(small(qk_norm, dual), Tokens(256, 40), 2, compute="float32")
     found = saved_bytes(case.size, 32, case.tokens.text, case.batch)
     # on top of what autograd saves the formula counts target, loss and the bf16 text that came in
-    assert found == pytest.approx(activation_bytes(case), rel=0.05)
+    assert found == pytest.approx(activation_bytes(case), rel=0.02)
 
 
 @pytest.mark.parametrize("dual", [(), (0, 1)])

@@ -22,7 +22,7 @@ from sd3_light.optim.phema import (
     snapshots_of,
     solve,
 )
-from sd3_light.optim.power import gamma_of
+from sd3_light.optim.power import gamma_of, inner_products
 
 STEPS, SIZE = 1920, 64
 TRACKS = ({"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.10})
@@ -82,7 +82,10 @@ def trained() -> Trained:
     return Trained(count=8)
 
 
-@pytest.mark.parametrize(("length", "close"), [(0.04, 0.01), (0.05, 1e-5), (0.07, 0.01), (0.10, 1e-5), (0.15, 0.02)])
+@pytest.mark.parametrize(
+    ("length", "close"),
+    [(0.03, 0.02), (0.04, 5e-3), (0.05, 1e-5), (0.07, 2e-3), (0.10, 1e-5), (0.15, 3e-3), (0.2, 0.01)],
+)
 def test_a_rebuilt_average_is_the_one_computed_directly(trained: Trained, length: float, close: float) -> None:
     direct = trained.directly(length)
     error = distance(trained.rebuilt(length), direct)
@@ -153,8 +156,6 @@ def test_no_other_sum_is_nearer() -> None:
     """In float32 rounding hardly counts: any small change that keeps the sum at 1 makes the profile worse."""
     given = snapshots(6, dtype="float32")
     best, random = solve(given, 6000, 0.03), np.random.default_rng(0)
-    from sd3_light.optim.power import inner_products
-
     times, gammas = np.array([s.time / 6000 for s in given]), np.array([s.gamma for s in given])
     one, wanted = np.ones(1), np.array([gamma_of(0.03)])
     products, side = inner_products(times, gammas, times, gammas), inner_products(times, gammas, one, wanted)[:, 0]
@@ -198,7 +199,7 @@ def test_combine_holds_one_tensor_of_one_snapshot_at_a_time() -> None:
     stream = combine(Fit((0.5, 2.0), 0.0, 0.0), [reader(1), reader(3)], ["a", "b"])
     assert asked == []
     name, tensor = next(stream)
-    assert (name, tensor.tolist(), asked) == ("a", [6.5, 6.5], [(1, "a"), (2 + 1, "a")])
+    assert (name, tensor.tolist(), asked) == ("a", [6.5, 6.5], [(1, "a"), (3, "a")])
     next(stream)
     assert [name for _, name in asked] == ["a", "a", "b", "b"]
 
@@ -235,11 +236,3 @@ def test_facts_tell_what_each_track_had_taken_in() -> None:
     assert found[0].gamma == gamma_of(0.1)
     early = snapshots_of(snapshot_facts(config(track=tracks, update_every=100), 50))
     assert [s.track for s in early] == ["a"], "b has taken in nothing"
-
-
-def test_dbg(trained):
-    for l in (0.03,0.04,0.05,.07,.1,.15,.2):
-        d=trained.directly(l); print(l, distance(trained.rebuilt(l),d), min(distance(trained.directly(w),d) for w in (.05,.1)))
-    h=Trained(count=32,dtype="float16")
-    for l in (0.03,.07,.2):
-        f=solve(h.snapshots,STEPS,l); print(l,distance(h.rebuilt(l),h.directly(l)),f.mismatch,f.noise)

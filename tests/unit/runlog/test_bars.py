@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from sd3_light.runlog import progress, say, set_main_process
 
@@ -28,9 +29,11 @@ def _main(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
 
 
-def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> io.StringIO:
+def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 100) -> io.StringIO:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=terminal, width=100, legacy_windows=False, _environ={"TERM": "xterm"})
+    console = Console(
+        file=screen, force_terminal=terminal, width=width, legacy_windows=False, _environ={"TERM": "xterm"}
+    )
     monkeypatch.setattr("sd3_light.runlog.console.console", console)
     monkeypatch.setattr("sd3_light.runlog.bars.console", console)
     return screen
@@ -54,6 +57,29 @@ def test_lines_come_first_last_and_every_ten_seconds(clock: Clock, capsys: pytes
         "train 500/1000 · 50% · 20 samples/s · 0:25 left · loss 0.5123 · lr 1e-5 · note ok",
         "train 600/1000 · 60% · 20 samples/s · took 0:25 · loss 0.5123 · lr 1e-5 · note ok",
     ]
+
+
+def test_samples_a_second_take_the_place_of_the_rate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("train", 1000, "steps") as bar:
+        clock.now += 10
+        bar.advance(20, loss=0.5, samples_per_second=1234.5678)
+        assert bar.status() == "20/1000 · 2% · 1235 samples/s · 8:10 left · loss 0.5"
+        assert bar.status(brief=True) == "20/1000 · 1235 samples/s · 8:10 left · loss 0.5"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_line_of_a_long_run_fits_and_shows_what_matters(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    screen = use_console(monkeypatch, terminal=True, width=width)
+    with progress("train", 1_000_000, "steps", done=212_345) as bar:
+        clock.now += 10
+        bar.advance(100, loss=0.51234567, samples_per_second=1234.5678, lr=1e-4)
+        shown = Text.from_ansi(screen.getvalue()).plain
+    line = next(line for line in reversed(shown.splitlines()) if "loss" in line)
+    assert len(line) <= width
+    assert "212445/1000000 · 1235 samples/s · 21:52:36 left · loss 0.5123" in line
+    assert "━" in line
 
 
 def test_the_rate_forgets_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

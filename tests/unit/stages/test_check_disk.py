@@ -211,11 +211,7 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
     ("place_of", "keys", "key"),
     [
         ("top", "pipeline_stages = 2", "pipeline_stages"),
-        ("top", 'parallel = "fsdp2"', "parallel"),
-        ("tables", '[optimizer]\ntype = "muon"', "optimizer.type"),
-        ("tables", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("tables", "[adapter]\nrank = 4", "adapter"),
-        ("tables", '[ema]\nenable = true\n[[ema.track]]\nname = "slow"\ndecay = 0.999', "ema.track"),
     ],
 )
 def test_what_this_version_lacks_is_a_fault(only_fault: Single, place_of: str, keys: str, key: str) -> None:

@@ -14,10 +14,10 @@ from sd3_light.stages import train
 
 def test_freezing_everything_is_refused() -> None:
     pipeline: Any = SimpleNamespace(transformer=torch.nn.Linear(2, 2))
-    train._freeze(pipeline, ["bias"])
+    train.freeze(pipeline, ["bias"])
     assert [p.requires_grad for p in pipeline.transformer.parameters()] == [True, False]
     with pytest.raises(UserError, match="leaves nothing to train"):
-        train._freeze(pipeline, ["*"])
+        train.freeze(pipeline, ["*"])
 
 
 def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Path) -> None:

@@ -286,6 +286,16 @@ def test_the_grid_is_a_png_that_says_how_it_was_made(caches: dict[str, Project],
     assert (about["guidance"], about["steps"], json.loads(about["size"])) == ("4.0", "3", [48, 80])
 
 
+def test_a_grid_that_cannot_be_written_is_given_up(
+    caches: dict[str, Project], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    made = sampler(caches["padded"], *overrides())
+    path = tmp_path / "samples" / "one.png"
+    assert made.sample(lambda features: torch.zeros_like(features[0]), path, {}) is None
+    assert f"{path} was not written: File exists" in capsys.readouterr().err
+
+
 def test_the_vae_is_loaded_with_the_first_grid_and_once(
     caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +312,8 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
     for _ in range(2):
         made.draw(lambda features: torch.zeros_like(features[0]))
     assert loads == [torch.float32]
+    assert made._vae is not None
+    assert made._vae.use_slicing, "pictures are decoded one at a time"
 
 
 def test_denoising_keeps_no_gradients_and_touches_no_global_generator(

@@ -1,0 +1,67 @@
+"""The optimizers on a GPU: the host is never asked, and a step that is not taken leaves no trace."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd3_light.config import EmaConfig, OptimizerConfig
+from sd3_light.optim.build import Optimizer, make_optimizer
+from sd3_light.optim.ema import Averages
+
+SHAPES = {"transformer_blocks.0.attn.to_q.weight": (192, 128), "proj_out.weight": (64, 128), "proj_out.bias": (64,)}
+EIGHT_BIT = pytest.param(
+    "adamw8bit",
+    marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+)
+
+
+def toy(kind: str) -> tuple[dict[str, nn.Parameter], Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    named = {name: nn.Parameter(torch.randn(shape, generator=generator).cuda()) for name, shape in SHAPES.items()}
+    return named, make_optimizer(named, OptimizerConfig(type=kind, lr=1e-2), torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def walk(named: dict[str, nn.Parameter], optimizer: Optimizer, skips: list[float]) -> dict[str, Tensor]:
+    """Steps with gradients of their own; those to skip have gradients that are not finite, and do not count."""
+    generator = torch.Generator().manual_seed(1)
+    for skip in skips:
+        for parameter in named.values():
+            gradient = torch.full(parameter.shape, float("nan"))
+            parameter.grad = (gradient if skip else torch.randn(parameter.shape, generator=generator)).cuda()
+        optimizer.step(skip=torch.tensor(skip, device="cuda"))
+    found = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return found | {f"{k}/{n}": value.clone() for n in named for k, value in optimizer.state(n).items()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", EIGHT_BIT])
+def test_a_skipped_step_leaves_no_trace(kind: str) -> None:
+    troubled, untroubled = walk(*toy(kind), [1.0, 0.0, 0.0, 1.0, 0.0]), walk(*toy(kind), [0.0, 0.0, 0.0])
+    assert troubled.keys() == untroubled.keys()
+    assert [name for name in troubled if not torch.equal(troubled[name], untroubled[name])] == []
+
+
+def test_adamw_and_averages_never_make_the_host_wait() -> None:
+    named, optimizer = toy("adamw")
+    tracks: Any = ({"name": "power", "power_width": 0.1},)
+    averages = Averages(named, EmaConfig(enable=True, update_every=1, track=tracks))
+    optimizer.prepare_state()
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    skip = torch.zeros((), device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in (1, 2):
+            optimizer.set_rate(1e-3 / step)
+            optimizer.step(skip=skip)
+            averages.update(named, step)
+            with averages.in_place_of("power", named):
+                pass
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert optimizer.state("proj_out.bias")["step"].item() == 2
+    assert optimizer.state("proj_out.bias")["step"].device.type == "cuda"

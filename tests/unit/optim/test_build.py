@@ -1,0 +1,297 @@
+"""The optimizers: right against an independent computation, and skipped, saved and loaded without a trace."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd3_light.config import OptimizerConfig
+from sd3_light.config.faults import UserError
+from sd3_light.optim import build
+from sd3_light.optim.build import Optimizer, make_optimizer
+
+CPU = torch.device("cpu")
+MATRIX, BIAS = "transformer_blocks.0.attn.to_q.weight", "transformer_blocks.0.attn.to_q.bias"
+NORM, EMBED, OUT = "transformer_blocks.1.attn.norm_q.weight", "context_embedder.weight", "proj_out.weight"
+DECAYING = {MATRIX, OUT}
+SHAPES = {MATRIX: (72, 60), BIAS: (60,), NORM: (64,), EMBED: (8, 9), OUT: (16, 300)}
+EIGHT_BIT = pytest.param(
+    "adamw8bit",
+    marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+)
+KINDS = ["adamw", "muon", EIGHT_BIT]
+
+
+class Toy:
+    """Some weights of the denoiser, their optimizer, and gradients that depend on the step alone."""
+
+    def __init__(self, kind: str = "adamw", **keys: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        self.config = OptimizerConfig(**{"type": kind, "lr": 1e-2, "weight_decay": 0.1, **keys})
+        self.optimizer: Optimizer = make_optimizer(self.named, self.config, CPU)
+
+    def gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in self.named.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+    def steps(self, first: int, last: int) -> "Toy":
+        for step in range(first, last):
+            self.gradients(step)
+            self.optimizer.set_rate(rate(step))
+            self.optimizer.step()
+        return self
+
+    def all(self) -> dict[str, Tensor]:
+        """Every number that training knows, copied."""
+        found = {f"param/{name}": parameter.detach().clone() for name, parameter in self.named.items()}
+        for name in self.named:
+            found |= {f"{kind}/{name}": value.clone() for kind, value in self.optimizer.state(name).items()}
+        return found
+
+
+def rate(step: int) -> float:
+    return 1e-2 / (1 + step)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
+
+
+# --- the mathematics --------------------------------------------------------------------------
+
+
+def adamw_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
+    """AdamW as its paper writes it (Loshchilov and Hutter 2019, algorithm 2), in float64, by nothing but numpy."""
+    (b1, b2), eps = toy.config.betas, toy.config.eps
+    x = {name: p.detach().double().numpy().copy() for name, p in toy.named.items()}
+    m, v = ({name: np.zeros_like(value) for name, value in x.items()} for _ in range(2))
+    for step in range(steps):
+        toy.gradients(step)
+        for name, parameter in toy.named.items():
+            assert parameter.grad is not None
+            g, lr = parameter.grad.double().numpy(), rate(step)
+            m[name] = b1 * m[name] + (1 - b1) * g
+            v[name] = b2 * v[name] + (1 - b2) * g**2
+            decay = toy.config.weight_decay if name in DECAYING else 0.0
+            update = (m[name] / (1 - b1 ** (step + 1))) / (np.sqrt(v[name] / (1 - b2 ** (step + 1))) + eps)
+            x[name] = x[name] - lr * decay * x[name] - lr * update
+    return x
+
+
+@pytest.mark.parametrize("keys", [{}, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.0}])
+def test_adamw_is_the_papers_over_20_steps(keys: dict[str, Any]) -> None:
+    expected = adamw_in_float64(Toy(**keys), 20)
+    toy = Toy(**keys).steps(0, 20)
+    for name, parameter in toy.named.items():
+        np.testing.assert_allclose(parameter.detach().numpy(), expected[name], rtol=2e-6, atol=2e-6, err_msg=name)
+        assert toy.optimizer.state(name)["step"].item() == 20
+
+
+def test_only_the_decaying_group_decays() -> None:
+    toy = Toy()
+    before = {name: parameter.detach().clone() for name, parameter in toy.named.items()}
+    for parameter in toy.named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    toy.optimizer.step()
+    for name, parameter in toy.named.items():
+        factor = 1 - 1e-2 * 0.1 if name in DECAYING else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_muon_turns_matrices_by_an_orthogonal_step_of_adamws_size() -> None:
+    """Of a gradient U S V' the first step takes about U V', scaled so that its mean square is that of 0.2 lr."""
+    toy = Toy("muon", weight_decay=0.0)
+    before = toy.named[MATRIX].detach().clone()
+    toy.gradients(0)
+    gradient = toy.named[MATRIX].grad
+    assert gradient is not None
+    toy.optimizer.set_rate(1e-2)
+    toy.optimizer.step()
+    moved = before - toy.named[MATRIX].detach()
+    u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
+    inner = torch.nn.functional.cosine_similarity((u @ vh).flatten(), moved.flatten(), dim=0)
+    assert inner > 0.95
+    assert moved.square().mean().sqrt().item() == pytest.approx(0.2 * 1e-2, rel=0.25)
+
+
+def test_muon_takes_matrices_of_blocks_and_adamw_the_rest() -> None:
+    muon, adamw = Toy("muon").steps(0, 3), Toy("adamw").steps(0, 3)
+    for name in SHAPES:
+        same = torch.equal(muon.named[name], adamw.named[name])
+        assert same == (name != MATRIX), name
+    assert {name for name in SHAPES if "momentum_buffer" in muon.optimizer.state(name)} == {MATRIX}
+
+
+def test_muon_decays_its_matrices() -> None:
+    free, decaying = Toy("muon", weight_decay=0.0).steps(0, 1), Toy("muon", weight_decay=0.5).steps(0, 1)
+    expected = free.named[MATRIX].detach() - 1e-2 * 0.5 * Toy().named[MATRIX].detach()
+    torch.testing.assert_close(decaying.named[MATRIX].detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("names", [[MATRIX], [BIAS, EMBED]])
+def test_muon_with_only_one_kind_of_weight(names: list[str]) -> None:
+    """As when all else is frozen."""
+    named = {name: nn.Parameter(torch.ones(SHAPES[name])) for name in names}
+    optimizer = make_optimizer(named, OptimizerConfig(type="muon"), CPU)
+    optimizer.prepare_state()
+    assert all(optimizer.state(name) for name in names)
+
+
+# --- a step that must not be taken ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_skipped_step_changes_nothing_and_leaves_no_trace(kind: str, at: int) -> None:
+    """The first step too; gradients that are not finite do not get in by any way."""
+    toy, untroubled = Toy(kind).steps(0, at), Toy(kind).steps(0, 5)
+    toy.optimizer.prepare_state()
+    before = toy.all()
+    for bad in (float("nan"), float("inf")):
+        for parameter in toy.named.values():
+            parameter.grad = torch.full_like(parameter, bad)
+        toy.optimizer.set_rate(0.5)
+        toy.optimizer.step(skip=torch.ones(()))
+        assert_same(toy.all(), before)
+    assert_same(toy.steps(at, 5).all(), untroubled.all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_not_skipping_is_the_plain_step(kind: str) -> None:
+    asked, plain = Toy(kind).steps(0, 2), Toy(kind).steps(0, 3)
+    asked.gradients(2)
+    asked.optimizer.set_rate(rate(2))
+    asked.optimizer.step(skip=torch.zeros(()))
+    assert_same(asked.all(), plain.all())
+
+
+def test_adamw_does_not_ask_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy().steps(0, 1)
+
+    def asked(self: Tensor) -> Any:
+        raise AssertionError("the host waits for the device")
+
+    for way in ("__bool__", "item", "__float__", "tolist"):
+        monkeypatch.setattr(Tensor, way, asked)
+    toy.optimizer.step(skip=torch.ones(()))
+
+
+# --- state ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preparing_makes_the_state_of_step_0_and_moves_no_weight(kind: str) -> None:
+    toy, fresh = Toy(kind), Toy(kind)
+    assert all(toy.optimizer.state(name) == {} for name in SHAPES)
+    toy.optimizer.prepare_state()
+    assert all(torch.equal(toy.named[name], fresh.named[name]) for name in SHAPES)
+    assert all(not value.any() for name in SHAPES for value in toy.optimizer.state(name).values())
+    assert_same(toy.steps(0, 4).all(), fresh.steps(0, 4).all())
+    prepared = toy.all()
+    toy.optimizer.prepare_state()
+    assert_same(toy.all(), prepared)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_run_goes_on_from_what_state_lists_bit_for_bit(kind: str, at: int) -> None:
+    """Two steps after loading: the first does not show lost moments."""
+    unbroken = Toy(kind).steps(0, at)
+    unbroken.optimizer.prepare_state()
+    saved, resumed = unbroken.all(), Toy(kind)
+    resumed.optimizer.prepare_state()
+    with torch.no_grad():
+        for name, parameter in resumed.named.items():
+            parameter.copy_(saved[f"param/{name}"])
+            for what, value in resumed.optimizer.state(name).items():
+                value.view(-1).copy_(saved[f"{what}/{name}"].view(-1))
+    assert_same(resumed.steps(at, at + 3).all(), unbroken.steps(at, at + 3).all())
+
+
+def test_adamw_remembers_two_float32_moments_and_a_float32_count() -> None:
+    toy = Toy().steps(0, 2)
+    state = toy.optimizer.state(MATRIX)
+    described = {kind: (value.dtype, tuple(value.shape)) for kind, value in state.items()}
+    float32 = torch.float32
+    assert described == {"step": (float32, ()), "exp_avg": (float32, (72, 60)), "exp_avg_sq": (float32, (72, 60))}
+
+
+@pytest.mark.parametrize("kind", [EIGHT_BIT])
+def test_8_bit_state_is_listed_by_its_own_dtypes(kind: str) -> None:
+    toy = Toy(kind).steps(0, 2)
+    large = {what: (value.dtype, value.numel()) for what, value in toy.optimizer.state(MATRIX).items()}
+    blocks = -(-72 * 60 // 256)
+    assert large == {
+        "step": (torch.int64, 1),
+        "state1": (torch.uint8, 4320),
+        "state2": (torch.uint8, 4320),
+        "absmax1": (torch.float32, blocks),
+        "absmax2": (torch.float32, blocks),
+    }
+    small = {what: value.dtype for what, value in toy.optimizer.state(BIAS).items()}
+    assert small == {"step": torch.int64, "state1": torch.float32, "state2": torch.float32}
+
+
+@pytest.mark.parametrize("kind", [EIGHT_BIT])
+def test_8_bit_learns_as_adamw_does_to_its_precision(kind: str) -> None:
+    coarse, exact, start = Toy(kind).steps(0, 20), Toy("adamw").steps(0, 20), Toy()
+    for name in SHAPES:
+        way = (exact.named[name] - start.named[name]).norm()
+        assert (coarse.named[name] - exact.named[name]).norm() < 0.05 * way, name
+
+
+def test_8_bit_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="run `pip install bitsandbytes`"):
+        Toy("adamw8bit")
+
+
+def test_zero_grad_forgets_gradients() -> None:
+    toy = Toy("muon").steps(0, 1)
+    toy.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in toy.named.values())
+
+
+# --- sharded weights --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_weights_learn_and_are_skipped_like_whole_ones(one_process: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 4)
+    sharded = nn.Linear(6, 4)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    optimizers = []
+    for module in (whole, sharded):
+        optimizer = make_optimizer(dict(module.named_parameters()), OptimizerConfig(lr=0.1), CPU)
+        optimizer.prepare_state()
+        for step, skip in enumerate((0.0, 1.0, 0.0)):
+            optimizer.zero_grad()
+            module(torch.full((2, 6), 1.0 + step)).square().sum().backward()
+            optimizer.step(skip=torch.tensor(skip))
+        optimizers.append(optimizer)
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.to_local(), dict(whole.named_parameters())[name])
+        moment, count = optimizers[1].state(name)["exp_avg"], optimizers[1].state(name)["step"]
+        assert isinstance(moment, DTensor)
+        assert torch.equal(moment.to_local(), optimizers[0].state(name)["exp_avg"])
+        assert count.item() == 2

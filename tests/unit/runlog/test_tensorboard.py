@@ -1,0 +1,92 @@
+"""TensorBoard shows the curves of a run once, however often it was started."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from sd3_light.runlog import RunLog
+from sd3_light.runlog.tensorboard import LARGEST_SIDE, bounded
+
+
+@pytest.fixture(autouse=True)
+def _main(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds since 1970: event files are read in the order of their names, which begin with the second."""
+    now = [1.8e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
+def read(folder: Path) -> EventAccumulator:
+    seen = EventAccumulator(str(folder / "tensorboard"))
+    seen.Reload()
+    return seen
+
+
+def curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    return [(point.step, float(point.tensor_proto.float_val[0])) for point in read(folder).Tensors(name)]
+
+
+def steps(log: RunLog, first: int, last: int, loss: float) -> None:
+    for step in range(first, last + 1):
+        log.event("step", step=step, samples=64 * step, loss=loss)
+        if step % 4 == 0:
+            log.event("eval", step=step, samples=64 * step, set="held", weights="ema", flow=loss)
+
+
+@pytest.mark.parametrize(("axis", "unit"), [("step", 1), ("samples", 64)])
+def test_a_resumed_run_draws_no_step_twice(tmp_path: Path, clock: list[float], axis: str, unit: int) -> None:
+    with RunLog(tmp_path, x_axis=axis) as log:
+        log.event("start", step=0, samples=0)
+        steps(log, 1, 9, loss=1.0)
+    clock[0] += 10
+    with RunLog(tmp_path, x_axis=axis) as log:
+        log.event("resume", step=6, samples=6 * 64)
+        steps(log, 7, 7, loss=2.0)
+    # step 8, and the evaluation there, are of a life that the run did not lead
+    assert curve(tmp_path, "train/loss") == [*((at * unit, 1.0) for at in range(1, 7)), (7 * unit, 2.0)]
+    assert curve(tmp_path, "eval/held/ema/flow") == [(4 * unit, 1.0)]
+
+
+def test_a_run_that_begins_anew_in_its_folder_hides_the_first_try(tmp_path: Path, clock: list[float]) -> None:
+    for loss in (1.0, 2.0):
+        clock[0] += 10
+        with RunLog(tmp_path) as log:
+            log.event("start", step=0, samples=0)
+            log.event("eval", step=0, samples=0, set="held", weights="raw", flow=loss)
+            steps(log, 1, 3, loss)
+    assert curve(tmp_path, "train/loss") == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert curve(tmp_path, "eval/held/raw/flow") == [(0, 2.0)]
+
+
+def test_a_picture_is_there_as_it_was(tmp_path: Path) -> None:
+    picture = Image.fromarray(np.arange(8 * 5 * 3, dtype=np.uint8).reshape(8, 5, 3))
+    with RunLog(tmp_path) as log:
+        log.picture("samples/ema", picture, step=42)
+    (point,) = read(tmp_path).Tensors("samples/ema")
+    width, height, data = point.tensor_proto.string_val
+    assert (point.step, width, height) == (42, b"5", b"8")
+    (tmp_path / "shown.png").write_bytes(data)
+    with Image.open(tmp_path / "shown.png") as shown:
+        assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(picture))
+
+
+def test_a_large_picture_is_shown_smaller_and_is_not_touched() -> None:
+    picture = Image.new("RGBA", (2 * LARGEST_SIDE, 30))
+    shown = bounded(picture)
+    assert (shown.size, shown.mode) == ((LARGEST_SIDE, 15), "RGB")
+    assert (picture.size, picture.mode) == ((2 * LARGEST_SIDE, 30), "RGBA")
+
+
+def test_a_run_without_curves_has_no_tensorboard_folder(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.event("start", step=0, samples=0)
+    assert not (tmp_path / "tensorboard").exists()

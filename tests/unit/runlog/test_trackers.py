@@ -1,0 +1,331 @@
+"""Trackers show what the log holds, keep to one run, keep no secret, and never stop training."""
+
+import json
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sd3_light.config import MonitoringConfig, UserError
+from sd3_light.runlog import RunLog, open_trackers, set_main_process
+from sd3_light.runlog.trackers import REMEMBERED
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {"seed": 1, "model": {"size": "tiny2"}}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_API_KEY", "none")  # so that it is put back after a test that sets it
+    monkeypatch.delenv("WANDB_API_KEY")
+
+
+class Fault(Exception):
+    """wandb.Error"""
+
+
+class UsageFault(Fault):
+    """wandb.errors.UsageError"""
+
+
+class LoginFault(Fault):
+    """wandb.errors.AuthenticationError"""
+
+
+class FakeRun:
+    def __init__(self, **init: Any) -> None:
+        self.init, self.step, self.logged, self.finished = init, 0, list[tuple[int, dict[str, Any]]](), 0
+        self.fault: Exception | None = None
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        if self.fault is not None:
+            raise self.fault
+        assert step is not None
+        self.logged.append((step, data))
+        self.step = max(self.step, step)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.finished += 1
+        if self.fault is not None:
+            raise self.fault
+
+
+class FakeWandb(ModuleType):
+    """The part of wandb 0.30 that is used, by its own signatures."""
+
+    Error = Fault
+    errors = SimpleNamespace(UsageError=UsageFault, AuthenticationError=LoginFault)
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: list[FakeRun] = []
+        self.mode, self.account, self.fault = "online", True, None
+        self.key: str | None = None
+
+    def setup(self) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
+
+    def login(self, key: str | None = None, *, verify: bool = True, prompt: bool = True) -> bool:
+        assert key is None, "a key that is given here goes to the user's .netrc"
+        assert not prompt, "nobody may be there to answer"
+        self.key = os.environ.get("WANDB_API_KEY")
+        return self.account
+
+    def init(
+        self,
+        *,
+        project: str,
+        name: str,
+        id: str,
+        dir: str,
+        config: dict[str, Any],
+        resume: str | None,
+        reinit: str,
+        settings: Any,
+    ) -> FakeRun:
+        if self.fault is not None:
+            raise self.fault
+        self.runs.append(FakeRun(project=project, name=name, id=id, dir=dir, config=config, resume=resume))
+        return self.runs[-1]
+
+    @staticmethod
+    def Settings(*, console: str, finish_timeout: float) -> dict[str, Any]:  # noqa: N802
+        return {"console": console, "finish_timeout": finish_timeout}
+
+    @staticmethod
+    def Image(image: Image.Image) -> tuple[str, tuple[int, int]]:  # noqa: N802
+        return "picture", image.size
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def wish(**keys: Any) -> MonitoringConfig:
+    return MonitoringConfig.model_validate(keys)
+
+
+def train(folder: Path, monitoring: MonitoringConfig, first: int, last: int) -> None:
+    """A short run: a step each, and at the end an evaluation and a picture."""
+    trackers = open_trackers(monitoring, folder, CONFIG)
+    with RunLog(folder, tensorboard=False, trackers=trackers) as log:
+        log.event("start" if first == 1 else "resume", step=first - 1)
+        for step in range(first, last + 1):
+            log.event("step", step=step, loss=1 / step)
+        log.event("eval", step=last, set="held", weights="ema", flow=0.25)
+        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=last)
+
+
+def test_nothing_is_opened_unasked_or_on_other_ranks(tmp_path: Path, wandb: FakeWandb) -> None:
+    assert open_trackers(wish(), tmp_path, CONFIG) == []
+    set_main_process(False)
+    assert open_trackers(wish(enable_wandb=True), tmp_path, CONFIG) == []
+    assert not (tmp_path / REMEMBERED).exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_package_is_the_users_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("sd3_light.runlog.trackers.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"monitoring.enable_{name}: .* pip install 'sd3-light\[{name}\]'"):
+        open_trackers(wish(**{f"enable_{name}": True}), tmp_path, CONFIG)
+
+
+def test_wandb_gets_the_points_and_the_pictures(tmp_path: Path, wandb: FakeWandb) -> None:
+    train(tmp_path / "my_run", wish(enable_wandb=True, wandb_tracker_name="project"), 1, 3)
+    (run,) = wandb.runs
+    assert (run.init["project"], run.init["name"], run.init["config"]) == ("project", "my_run", CONFIG)
+    assert run.logged == [
+        (1, {"train/loss": 1.0}),
+        (2, {"train/loss": 0.5}),
+        (3, {"train/loss": 1 / 3}),
+        (3, {"eval/held/ema/flow": 0.25}),
+        (3, {"samples/ema": ("picture", (8, 4))}),
+    ]
+    assert run.finished == 1
+
+
+def test_a_restart_goes_on_with_the_same_wandb_run_and_repeats_nothing(tmp_path: Path, wandb: FakeWandb) -> None:
+    monitoring = wish(enable_wandb=True, wandb_run_name="named")
+    train(tmp_path, monitoring, 1, 5)
+    init = wandb.init
+    wandb.init = lambda **keys: vars(run := init(**keys)).update(step=5) or run  # type: ignore[method-assign, func-returns-value]
+    train(tmp_path, monitoring, 3, 6)
+    first, second = (run.init for run in wandb.runs)
+    assert first["id"] == second["id"] == json.loads((tmp_path / REMEMBERED).read_text())["wandb_id"]
+    assert (second["resume"], second["name"]) == ("allow", "named")
+    assert [step for step, _ in wandb.runs[1].logged] == [5, 6, 6, 6]
+    train(tmp_path / "other", monitoring, 1, 1)
+    assert wandb.runs[2].init["id"] != first["id"]
+
+
+def test_offline_wandb_asks_nobody(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.mode, wandb.account = "offline", False
+    train(tmp_path, wish(enable_wandb=True), 1, 1)
+    assert wandb.runs[0].init["resume"] is None
+
+
+def test_the_key_reaches_wandb_by_the_environment_and_no_file(tmp_path: Path, wandb: FakeWandb) -> None:
+    train(tmp_path, wish(enable_wandb=True, wandb_api_key=SECRET), 1, 1)
+    assert wandb.key == SECRET
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("fault", [UsageFault("no key"), LoginFault("wrong key"), None])
+def test_no_account_is_the_users_fault(tmp_path: Path, wandb: FakeWandb, fault: Any) -> None:
+    wandb.fault, wandb.account = fault, fault is not None
+    with pytest.raises(UserError, match="WANDB_API_KEY"):
+        open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
+
+
+def test_a_wandb_that_does_not_answer_is_done_without(
+    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb.fault = Fault("no network\nmore")
+    train(tmp_path, wish(enable_wandb=True), 1, 2)
+    assert "wandb does not answer (no network); training goes on" in capsys.readouterr().err
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("fault", [Fault("gone"), ConnectionResetError("gone")])
+def test_a_wandb_that_fails_later_is_said_once(
+    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], fault: Exception
+) -> None:
+    trackers = open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
+    wandb.runs[0].fault = fault
+    with RunLog(tmp_path, tensorboard=False, trackers=trackers) as log:
+        for step in range(3):
+            log.event("step", step=step, loss=1.0)
+        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=2)
+    assert capsys.readouterr().err.count("wandb fails (gone)") == 1
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_fault_of_ours_is_not_hidden(tmp_path: Path, wandb: FakeWandb) -> None:
+    trackers = open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
+    wandb.runs[0].fault = TypeError("ours")
+    with pytest.raises(TypeError):
+        trackers[0].log({"train/loss": 1.0}, step=1)
+
+
+class FakeTrackio(ModuleType):
+    """The part of trackio 0.43 that is used, by its own signatures."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.runs: list[FakeTrackioRun] = []
+        self.fault: Exception | None = None
+
+    def init(
+        self,
+        project: str,
+        name: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        resume: str = "never",
+        embed: bool = True,
+        auto_log_gpu: bool | None = None,
+        auto_log_cpu: bool | None = None,
+    ) -> "FakeTrackioRun":
+        print("* Trackio project initialized")
+        if self.fault is not None:
+            raise self.fault
+        self.runs.append(FakeTrackioRun(project, name, resume))
+        return self.runs[-1]
+
+    Image = staticmethod(FakeWandb.Image)
+
+
+class FakeTrackioRun:
+    def __init__(self, project: str, name: str | None, resume: str) -> None:
+        self.init, self.logged, self.finished = (project, name, resume), list[tuple[int | None, dict[str, Any]]](), 0
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
+    module = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return module
+
+
+def test_trackio_gets_the_points_under_a_name_of_its_own(
+    tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitoring = wish(enable_trackio=True)
+    train(tmp_path / "my_run", monitoring, 1, 5)
+    train(tmp_path / "my_run", monitoring, 3, 6)
+    train(tmp_path / "elsewhere" / "my_run", monitoring, 1, 1)
+    first, second, other = trackio.runs
+    assert first.logged[0] == (1, {"train/loss": 1.0})
+    assert first.logged[-2:] == [(5, {"eval/held/ema/flow": 0.25}), (5, {"samples/ema": ("picture", (8, 4))})]
+    assert first.init == second.init
+    assert first.init[0] == "sd3-light"
+    assert str(first.init[1]).startswith("my_run-")
+    assert first.init[2] == "allow"
+    assert other.init[1] != first.init[1]
+    assert [step for step, _ in second.logged] == [5, 6, 6, 6]
+    assert first.finished == 1
+    assert capsys.readouterr().out == "", "stdout is for results"
+
+
+def test_a_trackio_that_does_not_answer_is_done_without(
+    tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trackio.fault = OSError("no token")
+    assert open_trackers(wish(enable_trackio=True), tmp_path, CONFIG) == []
+    assert "trackio does not answer (no token)" in capsys.readouterr().err
+    trackio.fault = ValueError("server_url must be a full URL")
+    with pytest.raises(UserError, match="full URL"):
+        open_trackers(wish(enable_trackio=True), tmp_path, CONFIG)
+
+
+def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("wandb", reason="needs wandb: pip install 'sd3-light[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    real.teardown()  # its settings are read once a process
+    folder = tmp_path / "my_run"
+    train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 1, 3)
+    train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 3, 4)
+    real.teardown()
+    known = json.loads((folder / REMEMBERED).read_text())["wandb_id"]
+    assert len(list(folder.glob(f"wandb/offline-run-*-{known}"))) in (1, 2)  # named by the second
+    data = b"".join(path.read_bytes() for path in folder.glob("wandb/*/run-*.wandb"))
+    for text in (b"train/loss", b"eval/held/ema/flow", b"samples/ema", b"tiny2"):
+        assert text in data
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert written == []
+
+
+def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read when the package is imported
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    pytest.importorskip("trackio", reason="needs trackio: pip install 'sd3-light[trackio]'")
+    folder = tmp_path / "my_run"
+    train(folder, wish(enable_trackio=True), 1, 3)
+    train(folder, wish(enable_trackio=True), 3, 4)
+    with sqlite3.connect(tmp_path / "trackio" / "sd3-light.db") as data:
+        points = data.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {name for name, _, _ in points} == {json.loads((folder / REMEMBERED).read_text())["trackio_name"]}
+    losses = [(step, json.loads(text)["train/loss"]) for _, step, text in points if b"train/loss" in bytes(text)]
+    assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3), (3, 1 / 3), (4, 0.25)]
+    assert len(list(tmp_path.glob("trackio/media/**/*.png"))) == 2

@@ -1,0 +1,30 @@
+"""`check` finds a library that the config needs and that is not installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sd3_light.config import Fault
+from sd3_light.stages.check import disk
+from sd3_light.stages.check.disk import disk_faults
+
+EIGHT_BIT = '[optimizer]\ntype = "adamw8bit"'
+
+
+def test_8_bit_adamw_without_its_library(
+    monkeypatch: pytest.MonkeyPatch, place: Any, only_fault: Callable[..., Fault]
+) -> None:
+    monkeypatch.setattr(disk, "find_spec", lambda name: None)
+    fault = only_fault(tables=EIGHT_BIT)
+    assert fault.key == "optimizer.type"
+    assert "bitsandbytes" in fault.problem
+    assert fault.hint is not None
+    assert "`pip install bitsandbytes`" in fault.hint
+    assert disk_faults(place.load(tables=EIGHT_BIT), caching=True) == [], "a cache needs no optimizer"
+    assert disk_faults(place.load(tables='[optimizer]\ntype = "muon"')) == []
+
+
+def test_8_bit_adamw_with_its_library(monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    monkeypatch.setattr(disk, "find_spec", lambda name: object())
+    assert disk_faults(place.load(tables=EIGHT_BIT)) == []
