@@ -161,9 +161,7 @@ def export(
     ] = None,
     ema_length: Annotated[
         float | None,
-        typer.Option(
-            help="Rebuild an average of this length (a share of the training) from the power tracks."
-        ),
+        typer.Option(help="Rebuild an average of this length (a share of the training) from the power tracks."),
     ] = None,
 ) -> None:
     """A diffusers folder from a checkpoint, reloaded and compared before it is announced."""

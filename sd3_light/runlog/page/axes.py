@@ -52,7 +52,8 @@ def label(value: float) -> str:
     """A mark in few letters: ``250k``, ``0.55``, ``1e-4``."""
     size = abs(value)
     if size and size < 1e-3:
-        return f"{value:.3g}".replace("e-0", "e-")
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"

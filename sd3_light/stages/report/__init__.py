@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from sd3_light.stages.report.gather import RunReport, gather
+from sd3_light.stages.report.gather import RunReport, read_run
 from sd3_light.stages.report.page import write_page
 from sd3_light.stages.report.words import count, duration, moment, number, state
 
@@ -14,7 +14,7 @@ __all__ = ["RunReport", "render", "run", "write_page"]
 
 def run(folder: Path) -> RunReport:
     """Read a run's log.jsonl. Steps that a resumed run repeated count once, as last logged."""
-    return gather(folder)
+    return read_run(folder)
 
 
 def render(report: RunReport) -> Table:

@@ -103,7 +103,7 @@ class RunReport:
         return int(self.last.get("step", {}).get("skipped", 0))
 
 
-def gather(folder: Path) -> RunReport:
+def read_run(folder: Path) -> RunReport:
     """Read a run's log.jsonl. Raises UserError where there is none."""
     path = folder / "log.jsonl"
     report = RunReport(folder)
@@ -160,7 +160,7 @@ def _draw(path: Path, report: RunReport, survey: _Survey) -> None:
         if event["event"] in _BEGINS:
             part = next(parts)
         if part is not None:
-            part.end = event.get("time", part.end)
+            part.end = max(part.end, event.get("time", part.end))
             if event.get("step", 0) > part.limit:
                 continue
         if event["event"] == "step":

@@ -7,7 +7,7 @@ from sd3_light.data.files import write_atomically
 from sd3_light.runlog.page.frame import document, links, make_room, notes, section, tile
 from sd3_light.runlog.page.html import Html, tag
 from sd3_light.stages.report import charts
-from sd3_light.stages.report.gather import RunReport, gather
+from sd3_light.stages.report.gather import RunReport, read_run
 from sd3_light.stages.report.grids import Grids, load_grids, show_grids
 from sd3_light.stages.report.happenings import happenings
 from sd3_light.stages.report.style import SCRIPT, STYLE
@@ -20,7 +20,7 @@ def write_page(folder: Path, out: Path) -> list[str]:
     """Write the page of a run to ``out``; returns notes of what could not be shown. No log, or no place to write to,
     raises UserError."""
     make_room(out)
-    report = gather(folder)
+    report = read_run(folder)
     told: list[str] = []
     grids = load_grids(report, told)
     config = _read_config(folder, told)

@@ -3,6 +3,7 @@
 import math
 from datetime import UTC, datetime
 
+from sd3_light.runlog.page.axes import label
 from sd3_light.stages.report.gather import RunReport
 
 
@@ -12,7 +13,7 @@ def number(value: float, digits: int = 4) -> str:
         return "not finite"
     if 1000 <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
+    return label(value) if 0 < abs(value) < 1e-3 else f"{value:.{digits}g}"
 
 
 def count(how_many: int, what: str) -> str:

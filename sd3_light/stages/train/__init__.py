@@ -19,7 +19,7 @@ from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.stages.train.duties import Duties
+from sd3_light.stages.train.duties import Duties, make_sampler
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.restore import Resume, choose_checkpoint, open_saved, require_start, settings_in_force
 from sd3_light.training.feed import flops_counter, make_order, open_cache, training_steps
@@ -49,6 +49,8 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         order = make_order(data, loaded, launch)
         if saved is None:
             MicroBatches(data, order, launch.rank, launch.world, config.gradient_accumulation_steps).warm(0)
+        # before the engine takes the GPU: prompts that the cache does not have are encoded now
+        sampler = make_sampler(loaded, config, data, launch)
         pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
         freeze(pipeline, config.freeze)
         if config.compile:
@@ -83,14 +85,14 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         )
         folder.announce(start.sentence, progress, total, order, launch, device, saved.path if saved else None)
         folder.tell_dropped(data, order)
-        with watch, Duties(loaded, config, launch, groups, order, data, pipeline, training, folder) as duties:
+        with watch, Duties(loaded, config, launch, groups, order, sampler, pipeline, training, folder) as duties:
             training.duties = duties.of_run(total)
             if config.eval_before_first_step and progress.step == 0:
                 duties.evaluate(progress)
             done = train(training)
             duties.finish(done)
     _require_progress(progress, done)
-    if watch.signal or (watch.quit and watch.reason != "save_quit"):
+    if watch.quit and watch.reason != "save_quit" and done.step < total:
         raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
     return done
 

@@ -36,6 +36,13 @@ from sd3_light.training.saver import Saver
 RAW = "raw"
 
 
+def make_sampler(loaded: LoadedConfig, config: TrainConfig, data: CachedDataset, launch: Launch) -> Sampler | None:
+    """What draws the config's prompts; None where there are none."""
+    if not config.sampling.prompts:
+        return None
+    return Sampler.of_config(config, loaded.dataset.cache_dir, data, launch, launch.device())
+
+
 @dataclass
 class Duties:
     """The duties of a run, over the parts they need. Writing goes on in the background while the run trains."""
@@ -45,7 +52,7 @@ class Duties:
     launch: Launch
     groups: Groups
     order: Order
-    data: CachedDataset
+    sampler: Sampler | None
     pipeline: LightSD3Pipeline
     training: Run
     folder: RunFolder
@@ -63,7 +70,6 @@ class Duties:
         self.saver = Saver(self.config, self.pipeline.transformer, self.folder.path / "exports")
         self._news: list[Saved | Failed | Done] = []
         self._failed: dict[str, str] = {}
-        self._sampler: Sampler | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -86,9 +92,9 @@ class Duties:
         return [
             Duty("tell", lambda a, b: self._has_news(), lambda _: self.tell()),
             Duty("evaluate", lambda a, b: bool(self.loaded.eval_datasets) and judge(a, b), self.evaluate),
-            Duty("sample", lambda a, b: bool(c.sampling.prompts) and draw(a, b), self.sample),
+            Duty("sample", lambda a, b: self.sampler is not None and draw(a, b), self.sample),
             Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
-            Duty("snapshot", lambda a, b: snap(a, b), self.snapshot),
+            Duty("snapshot", lambda a, b: bool(power_tracks(c.ema)) and snap(a, b) | last(a, b), self.snapshot),
             Duty("export", lambda a, b: save(a, b) | last(a, b), self.export),
         ]
 
@@ -124,13 +130,11 @@ class Duties:
 
     def sample(self, progress: Progress) -> None:
         """A grid of the config's prompts, of which every rank draws its share."""
-        if self._sampler is None:
-            place = self.loaded.dataset.cache_dir
-            self._sampler = Sampler.of_config(self.config, place, self.data, self.launch, self.launch.device())
+        assert self.sampler is not None
         path, weights = self.folder.path / "samples" / f"{checkpoint_name(progress.step)}.png", self.best
         facts = {**progress.counts(), "weights": weights}
         with self.shown(weights):
-            drawn = self._sampler.sample(self.engine.denoise, path, facts, self.groups.control)
+            drawn = self.sampler.sample(self.engine.denoise, path, facts, self.groups.control)
         if drawn is not None:
             self.folder.picture(*drawn, progress, weights)
 
@@ -165,7 +169,8 @@ class Duties:
             for name in power_tracks(self.config.ema)
             for piece in self.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
         )
-        self.snapshots.save(progress.step, pieces, snapshot_facts(self.config.ema, progress.step))
+        facts = {**snapshot_facts(self.config.ema, progress.step), "progress": progress.as_dict()}
+        self.snapshots.save(progress.step, pieces, facts)
 
     def export(self, progress: Progress) -> None:
         """A proven diffusers folder, of the averaged weights where there are any, made while the run goes on."""

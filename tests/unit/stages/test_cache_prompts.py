@@ -13,7 +13,7 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.sampling.prompts import FOLDER, prompt_file, read_prompt
-from sd3_light.stages import cache
+from sd3_light.stages import cache, train
 from sd3_light.stages.cache import prompts as stage_prompts
 
 Project = Any  # the class is in tests/conftest.py
@@ -186,3 +186,15 @@ def test_a_cache_at_a_url_is_read_and_not_written(project: Project) -> None:
     assert read_prompt(url, PROMPTS[1], made_of) is None
     project.build_cache(*sampling(*PROMPTS), f'cache_dir="{url}"')
     assert files(project) == names(project, PROMPTS[0])
+
+
+def test_a_run_draws_its_grids_without_a_text_encoder(
+    project: Project, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (*sampling(*PROMPTS), "sampling.steps=2", "max_steps=2", "checkpoint_every_n_steps=2")
+    project.build_cache(*keys)
+    request.getfixturevalue("no_encoders")
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    train.run(project.load(*keys))
+    (event,) = project.events("sample")
+    assert (project.run / event["file"]).is_file()

@@ -227,7 +227,7 @@ def test_every_picture_decodes_and_lies_in_the_page(page: Page) -> None:
     sources = [found["src"] or "" for found in page.of("img")]
     assert len(sources) == 7 * 2 + 1 + 2  # originals and decoded, one mask, two rejects that open
     for source in sources:
-        kind, data = re.fullmatch(r"data:image/(png|jpeg);base64,(.+)", source).groups()  # type: ignore[union-attr]
+        kind, data = re.fullmatch(r"data:image/(png|webp);base64,(.+)", source).groups()  # type: ignore[union-attr]
         image = Image.open(io.BytesIO(base64.b64decode(data)))
         image.load()
         assert image.format == kind.upper()

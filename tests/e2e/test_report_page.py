@@ -1,0 +1,158 @@
+"""The page of `sd3-light report` as a person sees it: a real browser opens what a run became."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sd3_light.stages.report import write_page
+from tests.e2e.browser import CONTRAST, Browser, assert_loads_alone, assert_nothing_runs_over, start_browser
+
+GRIDS = (50, 100, 150)
+
+
+def events() -> Iterator[dict[str, Any]]:
+    """200 steps with a resume, a skip, evaluations, grids, and a failed save with words that do not break."""
+    start = {"total": 200, "world": 8, "device": "NVIDIA H200", "engine": "torch ddp"}
+    yield {"event": "start", "step": 0, **start}
+    for step in range(1, 201):
+        if step == 120:
+            yield {"event": "resume", "step": 119, "checkpoint": "step-00000119", **start}
+        loss = 0.5 + math.exp(-step / 40)
+        yield {
+            **{"event": "step", "step": step, "samples": 64 * step, "skipped": 1, "epoch": step / 100},
+            **{"loss": "nan" if step == 60 else loss, "flow": loss, "text_recon": 0.1, "lr": 1e-4, "param_norm": 50.0},
+            **{"grad_norm": 900.0 if step == 70 else 0.5, "samples_per_second": 1000.0, "data_wait": 0.02, "mfu": 0.4},
+            **{"band": {f"0.{at}-0.{at + 1}": loss + at / 10 for at in range(9)}, "ema_decay": {"ema": 0.99}},
+            **{"gpu_memory_gib": 60.0, "gpu_reserved_gib": 70.0, "host_memory_gib": 20.0},
+        }
+        if step in GRIDS:
+            quantiles = {f"flow@0.{at}": loss + at / 10 for at in range(1, 10)}
+            yield {"event": "eval", "step": step, "set": "held_out", "weights": "ema", "flow": loss, **quantiles}
+            file = f"samples/step-{step:08d}.png"
+            yield {"event": "sample", "step": step, "samples": 64 * step, "weights": "ema", "file": file}
+    yield {"event": "skip", "step": 60, "loss": "nan", "grad_norm": "inf"}
+    yield {"event": "checkpoint_failed", "step": 200, "reason": "unbroken" * 60}
+    yield {"event": "stop", "step": 200, "reason": "finished"}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("report") / f"run_{'long' * 20}"
+    (run / "samples").mkdir(parents=True)
+    lines = [json.dumps({**event, "time": 1.8e9 + at}) + "\n" for at, event in enumerate(events())]
+    (run / "log.jsonl").write_text("".join(lines))
+    (run / "config.toml").write_text(f'output_dir = "{"long" * 60}"\n[sampling]\nprompts = ["一只红色的猫"]\n')
+    for step in GRIDS:
+        Image.new("RGB", (900, 300), (step, 80, 120)).save(run / "samples" / f"step-{step:08d}.png")
+    out = run.parent / "page.html"
+    assert write_page(run, out) == []
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = start_browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Callable[..., Browser]:
+    """The page in the browser, at a width and in a scheme."""
+
+    def show(width: int = 1280, scheme: str = "light") -> Browser:
+        browser.open(page, width, scheme)
+        return browser
+
+    return show
+
+
+def test_the_page_loads_without_the_network_or_an_error(opened: Callable[..., Browser], page: Path) -> None:
+    assert_loads_alone(opened(), page)
+
+
+def test_the_curves_are_drawn_within_their_frames(opened: Callable[..., Browser]) -> None:
+    seen = opened()
+    sizes = seen.value(
+        "[...document.querySelectorAll('.area')].map(area => {"
+        " const box = area.getBoundingClientRect();"
+        " return [...area.querySelectorAll('polyline')].map(line => {"
+        "  const own = line.getBoundingClientRect();"
+        "  return own.width > box.width / 4 && own.left >= box.left - 3 && own.right <= box.right + 3"
+        "   && own.top >= box.top - 3 && own.bottom <= box.bottom + 3; }); })"
+    )
+    assert len(sizes) == 15
+    assert all(all(lines) and lines for lines in sizes)
+    strokes = seen.value(
+        "[...document.querySelectorAll('polyline')].map(line => getComputedStyle(line).stroke)"
+        ".filter(stroke => stroke === 'none' || /, 0\\)$/.test(stroke))"
+    )
+    assert strokes == []
+
+
+def shown(seen: Browser) -> list[str]:
+    found: list[str] = seen.value(
+        "[...document.images].filter(image => image.offsetParent && image.naturalWidth).map(image => image.alt)"
+    )
+    return found
+
+
+def test_the_slider_changes_the_picture(opened: Callable[..., Browser]) -> None:
+    seen = opened()
+    assert shown(seen) == ["samples at step 150"]
+    seen.value("document.querySelector('.slider input').focus()")
+    for key, step in (("ArrowLeft", 100), ("ArrowLeft", 50), ("ArrowLeft", 50), ("ArrowRight", 100)):
+        code = {"ArrowLeft": 37, "ArrowRight": 39}[key]
+        seen.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code)
+        seen.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+        assert shown(seen) == [f"samples at step {step}"]
+        assert f"step {step} · {64 * step:,} samples seen" in seen.value("document.querySelector('output').textContent")
+
+
+def test_the_pointer_tells_values(opened: Callable[..., Browser]) -> None:
+    seen = opened()
+    x, y = seen.value(
+        "(() => { const box = document.querySelector('.area').getBoundingClientRect();"
+        " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+    )
+    seen.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = seen.value("document.querySelector('.area .tip:not([hidden])').innerText").split("\n")
+    assert tip[0] == "step 101"
+    name, value = tip[1].split()
+    assert name == "logged"
+    assert float(value) == pytest.approx(0.5 + math.exp(-101 / 40), abs=0.01)
+
+
+def test_without_its_script_the_page_shows_every_picture(browser: Browser, page: Path) -> None:
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(page)
+        root = browser.call("DOM.getDocument")["root"]["nodeId"]
+        figures = browser.call("DOM.querySelectorAll", nodeId=root, selector="figure")["nodeIds"]
+        heights = [browser.call("DOM.getBoxModel", nodeId=node)["model"]["height"] for node in figures]
+        slider = browser.call("DOM.querySelector", nodeId=root, selector=".slider")["nodeId"]
+        hidden = browser.call("DOM.getAttributes", nodeId=slider)["attributes"]
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert len(heights) == len(GRIDS)
+    assert min(heights) > 300
+    assert "hidden" in hidden
+
+
+@pytest.mark.parametrize("width", [400, 800, 1280])
+def test_nothing_runs_over_the_edge(opened: Callable[..., Browser], width: int) -> None:
+    assert_nothing_runs_over(opened(width), width)
+
+
+def test_light_and_dark_can_both_be_read(opened: Callable[..., Browser]) -> None:
+    grounds = {}
+    for scheme in ("light", "dark"):
+        seen = opened(scheme=scheme)
+        grounds[scheme] = seen.value("getComputedStyle(document.body).backgroundColor")
+        assert seen.value(CONTRAST) >= 4.5, scheme  # what WCAG asks for text
+    assert grounds["light"] != grounds["dark"]

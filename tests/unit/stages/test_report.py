@@ -1,0 +1,243 @@
+"""What a run's log tells: repeated steps once, spikes kept, memory bounded, nothing taken for granted."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sd3_light.config.faults import UserError
+from sd3_light.stages import report as stage
+from sd3_light.stages.report.gather import MOST_EVENTS, MOST_WHOLE, Kept
+from sd3_light.stages.report.thin import BUCKETS, Thinner
+from sd3_light.stages.report.words import duration, number
+
+Event = dict[str, Any]
+Write = Callable[..., Path]
+
+
+def event(kind: str, at: float, **fields: Any) -> Event:
+    return {"event": kind, "time": 1.8e9 + at, **fields}
+
+
+def step(at: int, loss: float | str, **fields: Any) -> Event:
+    return event("step", at, step=at, samples=64 * at, skipped=0, loss=loss, **fields)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to_log(events: Iterable[Event], tail: str = "") -> Path:
+        with (tmp_path / "log.jsonl").open("w") as file:
+            file.writelines(json.dumps(one) + "\n" for one in events)
+            file.write(tail)
+        return tmp_path
+
+    return to_log
+
+
+def screen(folder: Path) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(stage.render(stage.run(folder)))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def loss_of(folder: Path) -> list[tuple[float, float]]:
+    return stage.run(folder).steps["loss"].points
+
+
+# --- what counts ------------------------------------------------------------------------------
+
+
+def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write) -> None:
+    folder = write(
+        [
+            event("start", 0, step=0, total=8),
+            *(step(at, 1.0) for at in range(1, 7)),
+            event("eval", 6, step=6, set="held", weights="ema", flow=1.0),
+            event("resume", 100, step=4, total=8),
+            step(5, 2.0),
+            event("resume", 200, step=2, total=8),
+            step(3, 3.0),
+        ]
+    )
+    found = stage.run(folder)
+    # what lay beyond the last resume was another life of the run
+    assert found.steps["loss"].points == [(1, 1.0), (2, 1.0), (3, 3.0)]
+    assert found.evals == {}
+    assert found.last["step"]["step"] == 3
+    assert found.resumes == [(4, 1.8e9 + 100), (2, 1.8e9 + 200)]
+    assert found.seconds == pytest.approx(6 + 0 + 0)
+
+
+def test_a_start_from_the_beginning_forgets_what_was(write: Write) -> None:
+    folder = write([event("start", 0, step=0), step(1, 1.0), step(2, 1.0), event("start", 9, step=0), step(1, 2.0)])
+    assert loss_of(folder) == [(1, 2.0)]
+
+
+def test_evaluations_are_apart_by_set_and_weights(write: Write) -> None:
+    keys = [("held", "raw"), ("held", "ema"), ("coco", "ema")]
+    losses = {"flow": 0.5, "flow@0.1": 0.25, "flow@0.9": "nan"}
+    folder = write(event("eval", 1, step=at, set=name, weights=kind, **losses) for at in (0, 10) for name, kind in keys)
+    evals = stage.run(folder).evals
+    assert list(evals) == keys
+    assert evals["held", "ema"]["flow@0.1"].points == [(0, 0.25), (10, 0.25)]
+    assert evals["held", "ema"]["flow@0.9"].points == []
+
+
+# --- thinning ---------------------------------------------------------------------------------
+
+
+def test_spikes_means_and_broken_values_survive_thinning() -> None:
+    count = 20 * BUCKETS
+    thinner = Thinner(count, ["loss"], ["band"])
+    for at in range(count):
+        value: Any = {7001: 51.0, 7003: -49.0, 9000: "nan"}.get(at, 1.0)
+        thinner.add(at, {"loss": value, "band": {"a": 2.0}} if at % 2 else {"loss": value})
+    thinner.finish()
+    loss, band = thinner.curves["loss"], thinner.curves["band/a"]
+    assert len(loss.x) == BUCKETS
+    assert len(loss.extremes) <= 2 * BUCKETS
+    assert (7001, 51.0) in loss.extremes
+    assert (7003, -49.0) in loss.extremes
+    assert loss.broken == [9000]
+    assert sum(loss.mean) / BUCKETS == pytest.approx(1.0)
+    assert band.mean == [2.0] * BUCKETS
+    assert loss.last == 1.0
+
+
+def test_smoothing_keeps_a_level_and_a_slope() -> None:
+    thinner = Thinner(400, ["level", "slope"])
+    for at in range(400):
+        thinner.add(at, {"level": 3.0, "slope": float(at)})
+    smooth, records = thinner.curves["level"].smooth()
+    assert records == 11
+    assert {y for _, y in smooth} == {3.0}
+    slope, _ = thinner.curves["slope"].smooth()
+    assert slope[100:300] == [(at, at) for at in range(100, 300)]
+
+
+def test_kept_events_are_an_even_choice_with_the_last() -> None:
+    kept = Kept()
+    for at in range(10 * MOST_EVENTS + 1):
+        kept.add({"step": at})
+    shown = [one["step"] for one in kept]
+    assert MOST_EVENTS <= len(shown) <= 2 * MOST_EVENTS + 1
+    assert (shown[0], shown[-1]) == (0, 10 * MOST_EVENTS)
+    assert len({b - a for a, b in pairwise(shown[:-1])}) == 1
+    assert kept.seen == 10 * MOST_EVENTS + 1
+
+
+def test_a_long_log_is_glimpsed_at_and_its_spikes_are_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.stages.report.gather.MOST_WHOLE", 100)
+
+    def events() -> Iterable[Event]:
+        yield event("start", 0, step=0)
+        for at in range(1, 1001):
+            loss: float | str = {501: 9.0, 701: "nan"}.get(at, 1.0)
+            yield step(at, loss, grad_norm=7.0 if at == 333 else 0.5, lr=1e-4)
+
+    found = stage.run(write(events()))
+    assert (501, 9.0) in found.steps["loss"].extremes
+    assert (333, 7.0) in found.steps["grad_norm"].extremes
+    assert found.steps["loss"].broken == [701]
+    assert found.last["step"]["lr"] == 1e-4
+    assert found.last["step"]["step"] == 1000
+    assert set(found.steps["lr"].mean) == {1e-4}
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> None:
+    line = step(1, 0.5123456789012345, lr=1e-4, grad_norm=0.31234567890123456)
+    line |= dict.fromkeys(("param_norm", "samples_per_second", "data_wait", "mfu", "flow"), 0.123456789012345)
+    line["band"] = {f"0.{at}": 0.123456789012345 for at in range(10)}
+    text = json.dumps(line)
+    assert 10 * MOST_WHOLE == 500_000
+    with (tmp_path / "log.jsonl").open("w") as file:
+        file.write(json.dumps(event("start", 0, step=0)) + "\n")
+        file.writelines(text.replace('"step": 1,', f'"step": {at},') + "\n" for at in range(1, 500_001))
+    code = (
+        "import resource, sys; from pathlib import Path; from sd3_light.stages.report import write_page;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        f"write_page(Path({str(tmp_path)!r}), Path({str(tmp_path / 'page.html')!r}));"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    assert seconds < 10
+    assert int(ended.stdout) < 50 * 1024  # kB
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
+
+
+# --- logs of all sorts ------------------------------------------------------------------------
+
+
+def test_the_screen_tells_state_losses_and_speed(write: Write) -> None:
+    folder = write(
+        [
+            event("start", 0, step=0, total=100),
+            *(step(at, 1 / at, samples_per_second=103.26, data_wait=0.125, mfu=0.41) for at in range(1, 101)),
+            event("eval", 100, step=100, set="held", weights="ema", flow=0.25),
+            event("checkpoint", 101, step=100, file="step-00000100"),
+            event("checkpoint_failed", 102, step=100, reason="disk full"),
+            event("stop", 103, step=100, reason="finished"),
+        ]
+    )
+    text = screen(folder)
+    for words in ("finished at step 100", "loss near step 1 ", "0.4567", "validation loss (held, ema)", "0.25"):
+        assert words in text
+    for words in ("6,400", "103.3 samples/s, data wait 12%", "41.0%", "step-00000100", "at step 100: disk full"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([], "no step yet"),
+        ([event("start", 0)], "no step yet"),
+        ([event("start", 0, step=0, total=9), step(3, 1.0)], "at step 3; it runs, or was killed"),
+        ([event("start", 0, step=0, total=3), step(3, 1.0)], "finished at step 3"),
+        ([event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")], "by SIGTERM"),
+        (
+            [event("stop", 4, step=3, reason="SIGTERM"), event("resume", 5, step=3), step(4, 1.0)],
+            "at step 4; it runs, or was killed",
+        ),
+        ([step(1, "nan"), step(2, "inf")], "at step 2"),
+        ([{"event": "step", "time": 1.8e9, "step": 1}], "at step 1"),
+        ([event("new", 0, step=1, thing={"a": 1})], "no step yet"),
+    ],
+)
+def test_logs_of_all_sorts_are_shown(write: Write, tmp_path: Path, events: list[Event], words: str) -> None:
+    folder = write(events)
+    assert words in screen(folder)
+    assert stage.write_page(folder, tmp_path / "page.html") == []
+    assert words in (tmp_path / "page.html").read_text()
+
+
+def test_a_cut_last_line_is_passed_over_and_a_broken_one_named(write: Write) -> None:
+    assert loss_of(write([step(1, 1.0)], tail='{"event": "st')) == [(1, 1.0)]
+    folder = write([step(1, 1.0)], tail="{oops\n")
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        stage.run(folder)
+
+
+def test_no_log_is_the_users_fault(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such log"):
+        stage.run(tmp_path)
+
+
+def test_words() -> None:
+    assert [duration(seconds) for seconds in (0.44, 12, 482, 7500, 270_000, 86_400)] == [
+        *("0.4 s", "12 s", "8 min 2 s", "2 h 5 min", "3 d 3 h", "1 d")
+    ]
+    assert [number(value) for value in (0.51234, 12345.6, 1e-4, math.nan)] == ["0.5123", "12,346", "1e-4", "not finite"]
