@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sd3_light.checkpoint.host import HostCopies
+from sd3_light.checkpoint.host import HostCopies, room
 from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, start_fresh, temporary_folder, write_part
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import Piece
 
 _MESSAGE_BYTES = 1024
+_ROOM = "room in host memory"
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ class CheckpointKeeper:
         self._background = Background("checkpoints")
         self._ended: list[Done] = []
 
+    def prepare(self, pieces: Iterable[Piece]) -> None:
+        """Make pinned room for copies of these pieces in the background, so that the first save need not."""
+        held = list(pieces)
+        if self.rank < self.writers and any(piece.values.is_cuda for piece in held):
+            nbytes = room(held)
+            self._background.submit(_ROOM, lambda: self._copies.reserve(nbytes))
+
     def save(self, step: int, pieces: Iterable[Piece], facts: Mapping[str, Any]) -> float:
         """Copy the pieces and begin to write them; the seconds that this took, an earlier save's end included."""
         if self.rank >= self._members:
@@ -167,7 +175,7 @@ class CheckpointKeeper:
         for one in ended:
             if one.error is not None:
                 raise one.error
-        return [one.result for one in ended]
+        return [one.result for one in ended if one.name != _ROOM]
 
     def _write(self, step: int, pieces: list[Piece], facts: dict[str, Any], stall: float) -> Saved | Failed:
         """In the thread. Nobody writes before leftovers are gone, and nobody commits before all have written."""

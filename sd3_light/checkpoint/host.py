@@ -24,19 +24,27 @@ class HostCopies:
     @torch.no_grad()
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Copies of the pieces that this rank writes; the last ones taken are overwritten."""
-        wanted = [piece for piece in pieces if piece.writes]
-        devices = {piece.values.device for piece in wanted if piece.values.is_cuda}
+        devices: set[torch.device] = set()
         copies: list[Piece] = []
         position = 0
-        for piece in wanted:
-            for at, place in self._places(piece.values, position, pinned=bool(devices)):
+        for piece in pieces:  # one after the other: some are made on the way, and need not lie side by side
+            if not piece.writes:
+                continue
+            if piece.values.is_cuda:
+                devices.add(piece.values.device)
+            for at, place in self._places(piece.values, position, pinned=piece.values.is_cuda):
                 place.copy_(piece.values[at : at + len(place)], non_blocking=True)
                 copies.append(replace(piece, values=place, start=piece.start + at))
-            position += -(-piece.values.nbytes // _ALIGNED) * _ALIGNED
+            position += _room(piece)
         del self._blocks[-(-position // BLOCK_BYTES) :]
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+    def reserve(self, nbytes: int) -> None:
+        """Make pinned room ahead of the first copy: the system takes seconds for many GB."""
+        while len(self._blocks) * BLOCK_BYTES < nbytes:
+            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
 
     def _places(self, values: Tensor, position: int, pinned: bool) -> Iterable[tuple[int, Tensor]]:
         """Where elements go from byte ``position`` of all blocks on: their first, and room for them."""
@@ -51,3 +59,12 @@ class HostCopies:
             places.append((at, self._blocks[number][offset : offset + count * size].view(values.dtype)))
             at += count
         return places
+
+
+def room(pieces: Iterable[Piece]) -> int:
+    """Bytes of host memory that copies of the written pieces take."""
+    return sum(_room(piece) for piece in pieces if piece.writes)
+
+
+def _room(piece: Piece) -> int:
+    return -(-piece.values.nbytes // _ALIGNED) * _ALIGNED

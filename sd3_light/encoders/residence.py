@@ -1,8 +1,6 @@
 """Which frozen parts are on the device: all of them where they fit, else only the one in use."""
 
 import gc
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.encoders.batching import AREA
+from sd3_light.model.folder import stored_weights
 
 GIB = 1 << 30
 RESERVE = GIB
@@ -38,20 +37,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     """What a part will weigh in ``dtype``, by the headers of the files that are loaded without naming a variant."""
-    total = 0
-    for path in _loaded_files(folder):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                total += math.prod(tensor["shape"]) * _bytes_a_value(name, dtype)
-    return total
-
-
-def _loaded_files(folder: Path) -> list[Path]:
-    for index in folder.glob("*.safetensors.index.json"):  # a variant's ends otherwise
-        return [folder / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
-    return [path for name in ("model", "diffusion_pytorch_model") if (path := folder / f"{name}.safetensors").is_file()]
+    return sum(count * _bytes_a_value(name, dtype) for name, count in stored_weights(folder))
 
 
 def _bytes_a_value(name: str, dtype: torch.dtype) -> int:

@@ -3,6 +3,8 @@
 Only names and JSON are read here, never weights.
 """
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,3 +138,20 @@ def vae_shape(folder: Path) -> tuple[int, int]:
     """(latent channels, pixels a latent pixel covers each way) of a folder's VAE."""
     config = read_json(folder / "vae" / "config.json")
     return int(config.get("latent_channels", 4)), 2 ** (len(config.get("block_out_channels", [64])) - 1)
+
+
+def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
+    """(name, number of values) of all tensors of a part, such as `vae`, by the headers of the files that are loaded
+    without naming a variant."""
+    for path in _loaded_files(part):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                yield name, math.prod(tensor["shape"])
+
+
+def _loaded_files(part: Path) -> list[Path]:
+    for index in part.glob("*.safetensors.index.json"):  # a variant's ends otherwise
+        return [part / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
+    return [path for name in ("model", "diffusion_pytorch_model") if (path := part / f"{name}.safetensors").is_file()]

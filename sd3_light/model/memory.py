@@ -15,6 +15,7 @@ from sd3_light.config import ModelSize
 from sd3_light.model.cost import Amount, Tokens, block_weights
 
 GIB = 1 << 30
+_GPUS_A_MACHINE = 8  # replicas of one machine share the writing
 
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA's context with torch's kernels, and the workspaces of cuBLAS."""
@@ -100,6 +101,7 @@ class Case:
     world: int = 1
     parallel: str = "ddp"
     evaluates: bool = False
+    beside: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
 
     @property
     def shards(self) -> int:
@@ -168,7 +170,18 @@ def state_bytes(case: Case) -> Amount:
         terms["gradient buckets"] = 4.0  # DDP's; gradients are views of them
     words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
     formula = f"P·({words})" + (f" / {case.shards} GPUs" if case.shards > 1 else "")
-    return Amount(round(case.parameters * sum(terms.values()) / case.shards), formula)
+    if case.beside:
+        formula += f" + {_size(case.beside)} of other models"
+    return Amount(round(case.parameters * sum(terms.values()) / case.shards) + case.beside, formula)
+
+
+def copies_bytes(case: Case) -> Amount:
+    """Bytes of host memory for the copies from which a process writes its part of a checkpoint."""
+    terms = {"weights": 4.0, **_optimizer_terms(case), "EMA": 4.0 * case.ema_tracks}
+    words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
+    writers = case.shards if case.shards > 1 else min(case.world, _GPUS_A_MACHINE)
+    formula = f"P·({words})" + (f" / {writers} that write" if writers > 1 else "")
+    return Amount(round(case.parameters * sum(terms.values()) / writers), formula)
 
 
 def _optimizer_terms(case: Case) -> dict[str, float]:

@@ -86,7 +86,7 @@ def test_the_curves_are_drawn_within_their_frames(opened: Callable[..., Browser]
         "  return own.width > box.width / 4 && own.left >= box.left - 3 && own.right <= box.right + 3"
         "   && own.top >= box.top - 3 && own.bottom <= box.bottom + 3; }); })"
     )
-    assert len(sizes) == 15
+    assert len(sizes) == 14
     assert all(all(lines) and lines for lines in sizes)
     strokes = seen.value(
         "[...document.querySelectorAll('polyline')].map(line => getComputedStyle(line).stroke)"

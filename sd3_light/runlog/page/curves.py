@@ -35,7 +35,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis. ``share`` values are shown in per cent; ``zero`` keeps zero on the y axis."""
+    """Curves over one x axis. ``share`` values are shown in per cent; ``zero`` keeps zero on the y axis; ``span`` is
+    on the x axis, so that charts of one page can be compared."""
 
     title: str
     lines: Sequence[Line]
@@ -43,6 +44,7 @@ class Chart:
     marks: Sequence[Mark] = ()
     zero: bool = False
     share: bool = False
+    span: Sequence[float] = ()
     x_name: str = "step"
 
     def draw(self) -> Html:
@@ -53,7 +55,7 @@ class Chart:
             broken = any(mark.kind == "broken" for mark in self.marks)
             words = "No value was finite." if broken else "Nothing was logged."
             return tag("div", *head, tag("p", words, class_="soft"), class_="chart")
-        x, y = _x_axis(lines, self.marks), axis_of([value for line in lines for _, value in line.points], self.zero)
+        x, y = _x_axis(self), axis_of([value for line in lines for _, value in line.points], self.zero)
         return tag("div", *head, _legend(lines, self), _plot(self, lines, x, y), class_="chart")
 
     def text(self, value: float) -> str:
@@ -61,9 +63,10 @@ class Chart:
         return f"{100 * value:.3g}%" if self.share else label(value)
 
 
-def _x_axis(lines: Sequence[Line], marks: Sequence[Mark]) -> Axis:
+def _x_axis(chart: Chart) -> Axis:
     """It ends where the data end, if they have a length."""
-    places = [at for line in lines for at, _ in line.points] + [mark.x for mark in marks]
+    places = [at for line in chart.lines for at, _ in line.points]
+    places += [*chart.span, *(mark.x for mark in chart.marks)]
     low, high = min(places), max(places)
     return Axis(low, high) if high > low else Axis(low - 1, high + 1)
 

@@ -19,8 +19,8 @@ from sd3_light.data.buckets import Bucket
 from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes, sample_bytes
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
-from sd3_light.model.folder import TextShape, text_shape
-from sd3_light.model.memory import Case, GpuMemory, gpu_memory
+from sd3_light.model.folder import TextShape, stored_weights, text_shape
+from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.stages.check.count import Cell, Counts, count
 
@@ -111,7 +111,7 @@ def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
         total_steps=steps,
         epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
-        host=_host(train, data, evals),
+        host=_host(train, data, evals, copies_bytes(ruler.case(Tokens(0, 0), 0))),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=ruler.gpu(Tokens(0, 0), 0)),
     )
 
@@ -195,8 +195,11 @@ class _Ruler:
         )
 
     def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
-        train = self.train
-        case = Case(
+        return gpu_memory(self.case(tokens, micro))
+
+    def case(self, tokens: Tokens, micro: int) -> Case:
+        train, draws = self.train, bool(self.train.sampling.prompts)
+        return Case(
             self.start.size,
             tokens,
             micro,
@@ -208,9 +211,14 @@ class _Ruler:
             optimizer=train.optimizer.type,
             world=self.world,
             parallel=train.parallel,
-            evaluates=bool(train.eval_datasets),
+            evaluates=bool(train.eval_datasets) or draws,
+            beside=_vae_bytes(train) if draws else 0,
         )
-        return gpu_memory(case)
+
+
+def _vae_bytes(train: TrainConfig) -> int:
+    """The VAE that decodes samples, in float32."""
+    return 4 * sum(count for _, count in stored_weights(train.model.diffusers_path / "vae"))
 
 
 def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:
@@ -225,14 +233,15 @@ def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextS
     return Amount(total, f"pictures·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
-def _host(train: TrainConfig, data: DatasetSurvey, evals: Sequence[DatasetSurvey]) -> Amount:
-    """The training loader, and while an evaluation runs that of its set beside it."""
+def _host(train: TrainConfig, data: DatasetSurvey, evals: Sequence[DatasetSurvey], copies: Amount) -> Amount:
+    """The training loader, beside it that of an evaluation while one runs, and what checkpoints are written from."""
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
     beside = max((_loader(train, one, 1)[0].value for one in evals), default=0)
     formula = f"{loader.formula}; micro-batch {micro_batch.value / (1 << 20):.1f} MiB = {micro_batch.formula}"
     if beside:
         formula += f"; + {beside / (1 << 20):.0f} MiB by the same formula while evaluating"
-    return Amount(loader.value + beside, formula)
+    formula += f"; + {copies.value / (1 << 20):.0f} MiB copies for checkpoints = {copies.formula}"
+    return Amount(loader.value + beside + copies.value, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetSurvey, in_use: int) -> tuple[Amount, Amount]:

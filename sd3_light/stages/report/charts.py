@@ -109,7 +109,7 @@ def _chart(
 ) -> Chart:
     marks = [Mark(step, f"resumed {moment(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
     marks += [Mark(x, "not finite", "broken") for x in broken]
-    return Chart(title, lines, remark, marks, zero, share)
+    return Chart(title, lines, remark, marks, zero, share, report.span)
 
 
 def _single(

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ class RunReport:
     def resumes(self) -> list[tuple[float, float]]:
         """Step and time of every resume."""
         return [(part.begin.get("step", 0), part.begin["time"]) for part in self.parts if _is_resume(part.begin)]
+
+    @cached_property
+    def span(self) -> list[float]:
+        """The first and the last step of any curve; nothing where there is none."""
+        curves = [*self.steps.values(), *(curve for each in self.evals.values() for curve in each.values())]
+        ends = [at for curve in curves for at in (*curve.broken, *(x for x, _ in curve.extremes))]
+        return [min(ends), max(ends)] if ends else []
 
     @property
     def seconds(self) -> float:

@@ -65,6 +65,7 @@ class Duties:
         self.evaluator = Evaluator(self.loaded, self.launch, engine, self.pipeline.preparer)
         folder, keep = self.folder.path / "checkpoints", self.config.keep_last_n_checkpoints
         self.keeper = CheckpointKeeper(folder, rank, engine.writers, self.groups.saving, keep)
+        self.keeper.prepare(self.pieces())
         self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
         self.exports = Background()
         self.saver = Saver(self.config, self.pipeline.transformer, self.folder.path / "exports")

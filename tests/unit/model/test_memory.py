@@ -17,7 +17,15 @@ from sd3_light.config import SIZES, ModelSize
 from sd3_light.flow.objective import flow_loss
 from sd3_light.model.cost import Tokens
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.model.memory import FLASH_BACKWARD, SLACK, Case, activation_bytes, gpu_memory, state_bytes
+from sd3_light.model.memory import (
+    FLASH_BACKWARD,
+    SLACK,
+    Case,
+    activation_bytes,
+    copies_bytes,
+    gpu_memory,
+    state_bytes,
+)
 from sd3_light.optim.groups import is_block_matrix
 
 LIGHT = Case(SIZES["sd3_light"], Tokens(256, 333), 64)
@@ -233,3 +241,15 @@ def test_parameters_of_a_block() -> None:
     block = SD3Transformer2DModel(**small().transformer_config()).transformer_blocks[0]
     case = replace(LIGHT, size=small())
     assert case.block_parameters == sum(p.numel() for p in block.parameters())
+
+
+def test_copies_for_checkpoints_are_shared_by_those_that_write() -> None:
+    one = replace(LIGHT, ema_tracks=2)
+    assert copies_bytes(one).value == one.parameters * (4 + 8 + 8)
+    assert copies_bytes(replace(one, world=4)).value == one.parameters * 20 // 4
+    assert copies_bytes(replace(one, world=16)).value == one.parameters * 20 // 8, "only one machine writes replicas"
+    assert copies_bytes(replace(one, world=16, parallel="fsdp2")).value == one.parameters * 20 // 16
+
+
+def test_what_stays_beside_the_denoiser_is_counted() -> None:
+    assert gpu_memory(replace(LIGHT, beside=123)).total == gpu_memory(LIGHT).total + 123

@@ -55,6 +55,13 @@ def test_a_chart_holds_every_point_where_it_belongs() -> None:
     assert [y for _, y in points] == pytest.approx([45.5, 954.5, 500], abs=0.1)
 
 
+def test_charts_of_one_span_have_one_x_axis() -> None:
+    root = drawn(Chart("Loss", [Line("raw", [(10, 3.0), (20, 1.0)])], span=(0, 40)))
+    polyline = root.find(".//polyline")
+    assert polyline is not None
+    assert [float(pair.split(",")[0]) for pair in polyline.attrib["points"].split()] == [250, 500]
+
+
 def test_a_chart_says_what_it_shows() -> None:
     root = drawn(Chart("A & B", [Line("<raw>", [(1, 0.25), (2, 0.125)], last=0.125)], share=True))
     assert root.findtext(".//title") == "A & B"
