@@ -264,9 +264,8 @@ def report(
     if out is None:
         Console().print(stage.render(stage.run(run)))
         return
-    from sd3_light.stages.report.page import write_page
-
-    write_page(run, out)
+    for note in stage.write_page(run, out):
+        _say(f"note: {note}")
     _say(f"look at {out}")
 
 

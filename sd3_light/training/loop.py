@@ -12,7 +12,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
-from sd3_light.training.watch import Watch
+from sd3_light.training.watch import NUM_WISHES, Watch
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Duty:
 
 
 def _nobody() -> Watch:
-    return Watch(None, None, Agreement(None, 2))
+    return Watch(None, None, Agreement(None, NUM_WISHES))
 
 
 @dataclass
@@ -110,8 +110,8 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
-        speed = f"{fields['samples_per_second']:.4g}/s"
-        bar.advance(progress.step - bar.done, loss=fields["loss"], lr=lr, samples=speed)
+        speed = fields["samples_per_second"]
+        bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
 
 
 def every(

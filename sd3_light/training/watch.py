@@ -11,8 +11,11 @@ from sd3_light.engines.processes import Agreement
 from sd3_light.runlog import say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVE_QUIT = "save_quit"
 LOOK_EVERY = 1.0
 """Seconds between two looks for the files."""
+NUM_WISHES = 3
+"""What ranks agree on: to save, to quit for a file, to quit for a signal."""
 IMPATIENT = 3.0
 """Seconds after which a second Ctrl-C means at once. Launchers pass the first one on, so it may come twice."""
 
@@ -27,7 +30,7 @@ class Watch:
     def __init__(self, folder: Path | None, minutes: float | None, agreement: Agreement) -> None:
         self.folder, self.minutes, self.agreement = folder, minutes, agreement
         self.save = self.quit = False
-        self.reason: str | None = None
+        self.reason: str | None = None  # of the end; whether it is a file's wish is the same on all ranks
         self.signal: str | None = None
         self._last_save = self._last_look = time.monotonic()
         self._signalled = 0.0
@@ -36,26 +39,31 @@ class Watch:
     def ask(self) -> None:
         """Look at all wishes and agree."""
         save, leave = self._files()
-        save |= self.minutes is not None and time.monotonic() - self._last_save >= 60 * self.minutes
-        asked = (save and self.folder is not None, leave or self.signal is not None)
-        wishes_save, self.quit = self.agreement.ask(asked)
+        asked = (save or self._is_time(), leave, self.signal is not None)
+        wishes_save, by_file, by_signal = self.agreement.ask(asked)
+        self.quit = by_file or by_signal
         self.save = wishes_save or self.quit
         if self.quit and self.reason is None:
-            self.reason = self.signal or "another process was asked to stop"
+            self.reason = SAVE_QUIT if by_file else self.signal or "another process was asked to stop"
 
     def saved(self) -> None:
         """A checkpoint was made, for whatever reason."""
         self._last_save = time.monotonic()
+
+    def _is_time(self) -> bool:
+        """Whether the last checkpoint is old; only once, for with several ranks the answer comes a step later."""
+        now = time.monotonic()
+        if self.folder is None or self.minutes is None or now - self._last_save < 60 * self.minutes:
+            return False
+        self._last_save = now
+        return True
 
     def _files(self) -> tuple[bool, bool]:
         now = time.monotonic()
         if self.folder is None or now - self._last_look < LOOK_EVERY:
             return False, False
         self._last_look = now
-        save, leave = (self._take(name) for name in ("save", "save_quit"))
-        if leave:
-            self.reason = "save_quit"
-        return save, leave
+        return self._take("save"), self._take(SAVE_QUIT)
 
     def _take(self, name: str) -> bool:
         assert self.folder is not None

@@ -38,9 +38,10 @@ def _losses(report: RunReport, table: Table) -> None:
     if loss is None or not loss.x:
         return
     size = len(loss.x)
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+    places = dict.fromkeys(round(share * (size - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    for at in places:
         # the mean over a twentieth of the run: single steps are noisy
-        at, width = round(share * (size - 1)), max(1, size // 20)
+        width = max(1, size // 20)
         start = min(at, size - width)
         near = loss.mean[start : start + width]
         table.add_row(f"loss near step {loss.x[at]:,.0f}", f"{sum(near) / len(near):.4f}")

@@ -15,20 +15,16 @@ _COLOURS = tuple(f"c{at}" for at in range(6))
 
 def losses(report: RunReport) -> list[Html]:
     """The loss, its parts, and the loss by timestep."""
-    loss = report.steps.get("loss", Curve())
-    smooth, records = loss.smooth()
-    behind = "every one" if loss.per == 1 else f"the least and the greatest of each {loss.per:,}"
-    remark = f"Bold: the mean of the {records:,} logged values around; faint: {behind}."
-    lines = [Line("logged", loss.extremes, "c0", faint=True), Line("smoothed", smooth, "c0", _last(smooth))]
-    charts = [_chart(report, "Loss", lines, remark, loss.broken)]
+    charts = [_single(report, "loss", "Loss")]
     parts = [(name, title) for name, title in _PARTS if name in report.steps]
     if len(parts) > 1:
         charts.append(_chart(report, "Its parts", _smoothed(report, parts), "Smoothed the same way."))
     bands = sorted(name for name in report.steps if name.startswith("band/"))
     if bands:
         names = [(name, f"t {name.removeprefix('band/')}") for name in bands]
+        colours = [_ramp(name.removeprefix("band/").partition("-")[0], first=0) for name in bands]
         remark = "The flow loss of samples by their time t: near 0 hardly any noise, near 1 noise only. Smoothed."
-        charts.append(_chart(report, "Loss by timestep", _smoothed(report, names, _RAMP), remark))
+        charts.append(_chart(report, "Loss by timestep", _smoothed(report, names, colours), remark))
     return _wide_first(charts)
 
 
@@ -44,8 +40,8 @@ def validation(report: RunReport) -> list[Html]:
         ]
         charts.append(_chart(report, f"{name or 'Validation'}: mean over all t", lines))
         for weights, curves in kinds.items():
-            quantiles = [quantile for quantile in curves if quantile.startswith("flow@")]
-            lines = [_line(f"t {one.removeprefix('flow@')}", curves[one], _ramp(one)) for one in quantiles]
+            times = [key.removeprefix("flow@") for key in curves if key.startswith("flow@")]
+            lines = [_line(f"t {time}", curves[f"flow@{time}"], _ramp(time)) for time in times]
             if lines:
                 of = f" with {weights} weights" if weights else ""
                 charts.append(_chart(report, f"{name or 'Validation'}: at each t,{of}".rstrip(","), lines))
@@ -116,12 +112,14 @@ def _single(
     report: RunReport, name: str, title: str, remark: str = "", zero: bool = False, share: bool = False
 ) -> Chart:
     """One noisy curve: all values faint behind the smoothed ones, unless they are too few to be smoothed."""
-    curve = report.steps[name]
+    curve = report.steps.get(name, Curve())
     smooth, records = curve.smooth()
-    lines = [Line("smoothed" if records > 1 else title.lower(), smooth, "c0", _last(smooth))]
+    lines = [Line("smoothed" if records > 1 else "logged", smooth, "c0", _last(smooth))]
     if records > 1:
         lines.insert(0, Line("logged", curve.extremes, "c0", faint=True))
-    return _chart(report, title, lines, remark, curve.broken, zero, share)
+        behind = "every one" if curve.per == 1 else f"the least and the greatest of each {curve.per:,}"
+        remark += f" Bold: the mean of the {records:,} logged values around; faint: {behind}."
+    return _chart(report, title, lines, remark.strip(), curve.broken, zero, share)
 
 
 def _smoothed(
@@ -143,8 +141,13 @@ def _peaks(name: str, curve: Curve, colour: str) -> Line:
     return Line(name, curve.extremes, colour, _last(curve.extremes))
 
 
-def _ramp(quantile: str) -> str:
-    return _RAMP[min(9, max(0, round(10 * float(quantile.removeprefix("flow@"))) - 1))]
+def _ramp(time: str, first: int = 1) -> str:
+    """The colour of a time t in tenths, the ``first`` of which is the coldest."""
+    try:
+        at = round(10 * float(time)) - first
+    except ValueError:
+        at = 0
+    return _RAMP[min(len(_RAMP) - 1, max(0, at))]
 
 
 def _last(points: Sequence[tuple[float, float]]) -> float | None:

@@ -27,7 +27,7 @@ from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
 from sd3_light.training.module import DiffusionTrainingModule
-from sd3_light.training.watch import Watch
+from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 
 __all__ = ["Resume", "require_start", "run"]
 
@@ -62,7 +62,9 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         total = total_steps(config, order, progress)
 
         watch = Watch(
-            folder.path if launch.is_main else None, config.checkpoint_every_n_minutes, Agreement(groups.control, 2)
+            folder.path if launch.is_main else None,
+            config.checkpoint_every_n_minutes,
+            Agreement(groups.control, NUM_WISHES),
         )
         meter = Meter(launch.world, _peak(device, config), restored.window if restored else None)
         start = where_weights_start(config.model)
@@ -92,7 +94,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
             done = train(training)
             duties.finish(done)
     _require_progress(progress, done)
-    if watch.quit and watch.reason != "save_quit" and done.step < total:
+    if watch.quit and watch.reason != SAVE_QUIT and done.step < total:
         raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
     return done
 

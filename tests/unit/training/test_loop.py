@@ -17,7 +17,7 @@ from sd3_light.engines.protocol import Piece, Prepared, StepNumbers
 from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import Duty, Run, every, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.watch import Watch
+from sd3_light.training.watch import NUM_WISHES, Watch
 
 
 class Result:
@@ -315,7 +315,7 @@ class AskedToQuit(Watch):
     """Somebody asks to stop after some steps."""
 
     def __init__(self, after: int) -> None:
-        super().__init__(None, None, Agreement(None, 2))
+        super().__init__(None, None, Agreement(None, NUM_WISHES))
         self.after = after
 
     def ask(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sd3_light.engines.processes import Agreement
 from sd3_light.training import watch
-from sd3_light.training.watch import Watch
+from sd3_light.training.watch import NUM_WISHES, Watch
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def asked(watch: Watch) -> tuple[bool, bool]:
 
 
 def make(folder: Path | None = None, minutes: float | None = None) -> Watch:
-    return Watch(folder, minutes, Agreement(None, 2))
+    return Watch(folder, minutes, Agreement(None, NUM_WISHES))
 
 
 def test_nothing_is_wished(tmp_path: Path, clock: list[float]) -> None:
@@ -96,3 +96,43 @@ def test_a_second_interrupt_at_once_is_the_launchers_and_a_later_one_is_impatien
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert one.signal == "SIGINT"
+
+
+class OneStepLate(Agreement):
+    """Answers as it does among several ranks: a call later."""
+
+    def __init__(self) -> None:
+        super().__init__(None, NUM_WISHES)
+        self.told: tuple[bool, ...] = (False,) * NUM_WISHES
+
+    def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        answer, self.told = self.told, wishes
+        return answer
+
+
+def test_the_clock_wishes_for_one_checkpoint_though_the_answer_comes_late(tmp_path: Path, clock: list[float]) -> None:
+    one = Watch(tmp_path, 1, OneStepLate())
+    found = []
+    for step in range(1, 16):
+        clock[0] += 10.0
+        if asked(one)[0]:
+            found.append(step)
+            one.saved()
+    assert found == [7, 14]
+
+
+def test_a_file_and_a_signal_are_told_apart_by_every_rank(tmp_path: Path, clock: list[float]) -> None:
+    """A rank that sees neither must end with the same code as the others."""
+
+    class Told(Agreement):
+        def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+            return answer
+
+    for answer, reason in (
+        ((False, True, False), "save_quit"),
+        ((False, False, True), "another process was asked to stop"),
+        ((False, True, True), "save_quit"),
+    ):
+        one = Watch(None, None, Told(None, NUM_WISHES))
+        assert asked(one) == (True, True)
+        assert one.reason == reason
