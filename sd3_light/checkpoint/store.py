@@ -35,6 +35,7 @@ __all__ = [
     "newest_checkpoint",
     "open_checkpoint",
     "read_checkpoint",
+    "remove",
     "start_fresh",
     "sweep",
     "temporary_folder",
@@ -135,7 +136,7 @@ def _put(temporary: Path, final: Path) -> Path:
     aside = final.with_name(f".{final.name}.old")
     replaces = final.exists()
     if replaces:
-        _remove(aside)
+        remove(aside)
         os.replace(final, aside)
     try:
         os.replace(temporary, final)
@@ -145,7 +146,7 @@ def _put(temporary: Path, final: Path) -> Path:
         raise
     _sync_folder(final.parent)
     with suppress(OSError):  # the new one is in place; the next run sweeps this away
-        _remove(aside)
+        remove(aside)
     return final
 
 
@@ -194,7 +195,7 @@ def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[P
     whole = [path for path in _steps(folder) if incomplete(path) is None]
     old = [path for path in whole[:-count] if path != written] if count else []
     for path in old:
-        _remove(path)
+        remove(path)
     return old
 
 
@@ -218,23 +219,25 @@ def set_aside_after(chosen: Path, folder: Path) -> list[str]:
 def sweep(folder: Path) -> list[str]:
     """Clear up after a killed run, before this one writes: the names of what was found.
 
-    Parts of unfinished checkpoints go. A checkpoint that had stepped aside for its replacement comes back if the
-    replacement is not there.
+    Parts of unfinished checkpoints, exports and pictures go. What had stepped aside for its replacement comes back if
+    the replacement is not there.
     """
     found = []
     for path in sorted(folder.glob(".step-*.*")):  # .old before .tmp
-        final = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        final = path.with_name(path.name.split(".")[1])
         if path.suffix == ".old" and not final.exists():
             os.replace(path, final)
+        elif path.suffix == ".part":
+            path.unlink()
         elif path.suffix in (".old", ".tmp", ".gone"):
-            _remove(path)
+            remove(path)
         else:
             continue
         found.append(path.name)
     return found
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Delete a folder under a name that counts for nothing: killed in between, it never passes for a checkpoint."""
     gone = path.with_name(f".{path.name.removeprefix('.')}.gone") if path.suffix != ".gone" else path
     with suppress(FileNotFoundError):

@@ -16,6 +16,9 @@ from torch import Tensor
 
 # Runs with nothing of ours imported, so that what it shows is true for any diffusers user.
 _RELOAD = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler's, to all processes: the trainer still wants the answer
+    signal.signal(number, signal.SIG_IGN)
 import sys, torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
@@ -45,7 +48,8 @@ def prove(folder: Path, transformer_config: Mapping[str, Any], weights: Mapping[
         command = [sys.executable, "-c", _RELOAD, str(folder), *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ProofError(f"stock diffusers does not load {folder}: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+            raise ProofError(f"stock diffusers does not load {folder}: {said[-1]}")
         reloaded = load_file(files[1])
     output = reloaded.pop("output")
     difference = _compare(reloaded, weights, output, _run_in_memory(transformer_config, weights, inputs))

@@ -1,6 +1,5 @@
 """Saving during a run: exports for use, in a series with a retention rule."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.checkpoint.state import Progress
-from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import TrainConfig
 from sd3_light.export.folder import ExportSpec, write_folder
 
@@ -66,5 +65,5 @@ class Saver:
         path = self.save_full_model(checkpoint_name(progress.step), trained, weights, progress)
         if self.config.keep_last_n_exports:
             for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
-                shutil.rmtree(old)
+                remove(old)
         return path

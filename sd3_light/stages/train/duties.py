@@ -180,6 +180,21 @@ class Duties:
         if trained is not None:
             self.exports.submit(str(progress.step), lambda: self.saver.save_model(trained, weights, progress))
 
+    def catch_up(self, progress: Progress) -> None:
+        """Write what was due with the checkpoint that the run goes on from and is not there: it was killed before."""
+        places = {"snapshot": "ema", "export": "exports"}
+        name = checkpoint_name(progress.step)
+
+        def missing() -> str:
+            return " ".join(duty for duty, place in places.items() if not (self.folder.path / place / name).exists())
+
+        wanted = (self.groups.by_first(self.launch.is_main, missing) or "").split()
+        samples = progress.samples - self.order.batch_size(progress.position - 1)
+        before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
+        for duty in self.training.duties:
+            if duty.name in wanted and duty.due(before, progress):
+                duty.act(progress)
+
     # --- what the background has done ----------------------------------------------------------
 
     def _has_news(self) -> bool:

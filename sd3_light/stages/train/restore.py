@@ -72,9 +72,9 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
 
 def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
     """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
-    for folder in (output_dir / "checkpoints", output_dir / "ema"):
-        for name in sweep(folder):
-            say(f"cleaned up {folder / name}: a save that was cut short")
+    for kind in ("checkpoints", "ema", "exports", "samples"):
+        for name in sweep(output_dir / kind):
+            say(f"cleaned up {output_dir / kind / name}: a save that was cut short")
     found = find_checkpoint(output_dir, resume)
     if found is None:
         return None
