@@ -4,18 +4,20 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog.console import is_main_process
+from sd3_light.runlog.console import is_main_process, say
 from sd3_light.runlog.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+NEWLINE = b"\n"
 CURVES = ("step", "eval")
 """The events whose numbers are points of curves."""
 
@@ -39,8 +41,9 @@ class Tracker(Protocol):
 class RunLog:
     """The log of a run folder. It is kept by the main process; on other ranks every call does nothing.
 
-    Every line is on disk (in the system's cache) when `event` returns. What a killed run left of its last line is cut
-    off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in a text.
+    Every line is on disk (in the system's cache) when `event` returns. Lines that find no room on the disk wait in
+    memory until there is some, and a mirror that fails is given up: both are said once. What a killed run left of its
+    last line is cut off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in a text.
     `x_axis` names the field of "step" and "eval" events that is the x of their curves. Threads may log at once.
     """
 
@@ -59,10 +62,11 @@ class RunLog:
         self._mirrors: tuple[Tracker, ...] = (*trackers, *filter(None, [self._tensorboard]))
         self._x_axis = x_axis
         self._lock = threading.Lock()
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
+        self._waiting, self._told = b"", False
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
             _repair(self.path)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -79,12 +83,10 @@ class RunLog:
         clean = self._clean(fields)
         line = json.dumps({"event": kind, "time": round(time.time(), 3), **clean}, ensure_ascii=False, allow_nan=False)
         with self._lock:
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+            self._append(line.encode() + b"\n")
             if kind in CURVES:
-                numbers = dict(curves(kind, fields, self._x_axis))
-                for mirror in self._mirrors:
-                    mirror.log(numbers, step=_plain(fields[self._x_axis]))
+                numbers, at = dict(curves(kind, fields, self._x_axis)), _plain(fields[self._x_axis])
+                self._mirror(lambda mirror: mirror.log(numbers, step=at))
             elif kind in ("start", "resume") and self._tensorboard is not None and self._x_axis in fields:
                 self._tensorboard.begin(_plain(fields[self._x_axis]) + (kind == "resume"))
 
@@ -96,17 +98,40 @@ class RunLog:
         if self._file is None:
             return
         with self._lock:
-            for mirror in self._mirrors:
-                mirror.picture(name, image, step=_plain(position[self._x_axis]))
+            self._mirror(lambda mirror: mirror.picture(name, image, step=_plain(position[self._x_axis])))
 
     def close(self) -> None:
         """Close the log and its mirrors; a second call does nothing."""
         if self._file is None:
             return
+        self._append(b"")
+        if self._waiting:
+            say(f"{self.path} lacks its last {self._waiting.count(NEWLINE)} lines: there was no room for them")
         self._file.close()
         self._file = None
+        self._mirror(lambda mirror: mirror.close())
+
+    def _append(self, line: bytes) -> None:
+        """Write the line, and before it those that still wait; a full disk keeps them all waiting."""
+        assert self._file is not None
+        self._waiting += line
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._told:
+                say(f"{self.path} cannot be written ({error.strerror}): its lines wait in memory for room on the disk")
+            self._told = True
+            return
+        self._told = False
+
+    def _mirror(self, show: Callable[[Tracker], None]) -> None:
         for mirror in self._mirrors:
-            mirror.close()
+            try:
+                show(mirror)
+            except OSError as error:
+                say(f"{type(mirror).__name__} is given up until the run is started again: {error.strerror or error}")
+                self._mirrors = tuple(one for one in self._mirrors if one is not mirror)
 
     def __enter__(self) -> Self:
         return self

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.stages.train import Resume
@@ -121,3 +123,38 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
     alone.train('output_dir="back"', resume=Resume(checkpoint(alone, 10, "halves")))
     assert curve(alone, "back", 10) == pytest.approx(curve(alone, "alone", 10), rel=1e-5)
+
+
+def test_halves_of_the_weights_evaluate_and_draw_as_the_whole(
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that looks at the weights while they are cut: averages of two kinds, evaluation, samples, snapshots."""
+    project = fresh_project
+    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    text = project.train_toml.read_text().replace(
+        "seed = 3", 'seed = 3\neval_datasets = ["eval.toml"]\neval_every_n_steps = 2'
+    )
+    text += '[[ema.track]]\nname = "wide"\npower_width = 0.1\nupdate_every = 1\n'
+    text += '[sampling]\nprompts = ["a red circle", "a blue square", "a green star"]\nevery_n_steps = 3\nsteps = 2\n'
+    project.train_toml.write_text(text.replace("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"'))
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    project.train('output_dir="whole"')
+    torchrun(project, output_dir='"cut"', micro_batch_size_per_gpu=2, parallel='"fsdp2"')
+    assert curve_of(project, "cut") == pytest.approx(curve_of(project, "whole"), rel=1e-5)
+    names = ("raw", "ema", "wide")
+    ours, theirs = project.events("eval", "cut"), project.events("eval", "whole")
+    assert [event["weights"] for event in ours] == [*names, *names]
+    assert [event["flow"] for event in ours] == pytest.approx([event["flow"] for event in theirs], rel=1e-5)
+    assert len({event["flow"] for event in theirs}) == 6
+    (picture,) = (event["file"] for event in project.events("sample", "cut"))
+    grids = [np.asarray(Image.open(project.folder / run / picture), dtype=int) for run in ("cut", "whole")]
+    assert np.abs(grids[0] - grids[1]).max() <= 1
+    last = [open_checkpoint(project.folder / run / "ema" / checkpoint_name(4)) for run in ("cut", "whole")]
+    assert last[0].facts == last[1].facts
+    for name in last[1].shapes:
+        assert torch.allclose(*(saved.tensor(name).float() for saved in last), atol=1e-3), name
+
+
+def curve_of(project: Project, run: str) -> list[float]:
+    return [event["loss"] for event in project.events("step", run)]

@@ -91,7 +91,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
             training.duties = duties.of_run(total)
             if config.eval_before_first_step and progress.step == 0:
                 duties.evaluate(progress)
-            if saved and saved.path.parent == folder.path / "checkpoints" and progress.position:
+            if saved and progress.position and saved.path.resolve().parent == (folder.path / "checkpoints").resolve():
                 duties.catch_up(progress)
             done = train(training)
             duties.finish(done)

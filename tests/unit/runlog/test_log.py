@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,48 @@ def test_threads_log_whole_lines(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda at: log.event("checkpoint", step=at, text="x" * 20_000), range(200)))
     assert sorted(event["step"] for event in events(tmp_path)) == list(range(200))
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Sets how long a file of this process may get, which a write meets as a disk without room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_that_find_no_room_wait_for_it(
+    tmp_path: Path, small_files: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(tmp_path, tensorboard=False) as log:
+        log.event("start", text="x" * 100)
+        small_files((tmp_path / "log.jsonl").stat().st_size + 20)  # the next line is torn
+        for step in (1, 2, 3):
+            log.event("step", step=step, loss=0.5)
+        assert [event["event"] for event in events(tmp_path)] == ["start"]
+        small_files(1 << 20)
+        log.event("step", step=4, loss=0.5)
+        assert [event.get("step") for event in events(tmp_path)] == [None, 1, 2, 3, 4]
+        small_files(1)
+        log.event("stop")
+    said = capfd.readouterr().err
+    assert said.count("log.jsonl cannot be written (File too large): its lines wait in memory") == 2
+    assert "log.jsonl lacks its last 1 lines: there was no room for them" in said
+
+
+def test_a_mirror_without_room_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Full(Recorder):
+        def log(self, values: Mapping[str, float], step: int) -> None:
+            super().log(values, step)
+            raise OSError(28, "No space left on device")
+
+    full, other = Full(), Recorder()
+    with RunLog(tmp_path, tensorboard=False, trackers=[full, other]) as log:
+        for step in (1, 2):
+            log.event("step", step=step, loss=0.5)
+    assert [step for step, _ in other.points] == [1, 2]
+    assert ([step for step, _ in full.points], full.closed) == ([1], 0)
+    assert capfd.readouterr().err == "Full is given up until the run is started again: No space left on device\n"
 
 
 def test_another_field_can_be_the_x_axis(tmp_path: Path) -> None:
