@@ -1,6 +1,7 @@
 """Plain words to the person who watches, from the main process only."""
 
 import os
+from contextlib import suppress
 
 from rich.console import Console, RenderableType
 
@@ -22,9 +23,13 @@ def is_main_process() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent."""
+    """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent.
+
+    Where nothing can be printed (a file on a full disk, a terminal that is gone) work goes on without words.
+    """
     if is_main_process():
-        console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):
+            console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def show(table: RenderableType) -> None:

@@ -43,8 +43,8 @@ class RunLog:
 
     Every line is on disk (in the system's cache) when `event` returns. Lines that find no room on the disk wait in
     memory until there is some, and a mirror that fails is given up: both are said once. What a killed run left of its
-    last line is cut off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in a text.
-    `x_axis` names the field of "step" and "eval" events that is the x of their curves. Threads may log at once.
+    last line is cut off when the log is opened again. `secrets` never get in: they become `***` wherever they occur in
+    a text. `x_axis` names the field of "step" and "eval" events that is the x of their curves. Threads may log at once.
     """
 
     def __init__(

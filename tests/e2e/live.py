@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -61,10 +62,8 @@ class Live:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with suppress(ProcessLookupError):  # all of it has ended
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all of it has ended
-            pass
         self.process.wait()
 
     @property

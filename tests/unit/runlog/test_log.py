@@ -1,8 +1,10 @@
 """The log is valid JSON line by line, survives being killed, and keeps no secret."""
 
+import io
 import json
 import math
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import RunLog, is_main_process, read_log, set_main_process
+from sd3_light.runlog import RunLog, is_main_process, read_log, say, set_main_process
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +155,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 
 
 def test_lines_that_find_no_room_wait_for_it(
-    tmp_path: Path, small_files: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, small_files: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("start", text="x" * 100)
@@ -166,12 +168,23 @@ def test_lines_that_find_no_room_wait_for_it(
         assert [event.get("step") for event in events(tmp_path)] == [None, 1, 2, 3, 4]
         small_files(1)
         log.event("stop")
-    said = capfd.readouterr().err
+    said = capsys.readouterr().err
     assert said.count("log.jsonl cannot be written (File too large): its lines wait in memory") == 2
     assert "log.jsonl lacks its last 1 lines: there was no room for them" in said
 
 
-def test_a_mirror_without_room_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_words_that_cannot_be_printed_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    say("is anybody there?")
+    monkeypatch.undo()
+    say("")  # no other test shall meet what still waits
+
+
+def test_a_mirror_without_room_is_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Recorder):
         def log(self, values: Mapping[str, float], step: int) -> None:
             super().log(values, step)
@@ -183,7 +196,7 @@ def test_a_mirror_without_room_is_given_up(tmp_path: Path, capfd: pytest.Capture
             log.event("step", step=step, loss=0.5)
     assert [step for step, _ in other.points] == [1, 2]
     assert ([step for step, _ in full.points], full.closed) == ([1], 0)
-    assert capfd.readouterr().err == "Full is given up until the run is started again: No space left on device\n"
+    assert capsys.readouterr().err == "Full is given up until the run is started again: No space left on device\n"
 
 
 def test_another_field_can_be_the_x_axis(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""A run that is asked to save or to stop does so after the step, and goes on from there when it is started again.
+
+One run is told as a story of four lives, each a real process; every test looks at a part of it.
+"""
+
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.cli import RESUMABLE
+from tests.e2e.live import ROOT, Live, is_alive, leftovers
+
+RESUME = "--resume_from_checkpoint"
+ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000}
+Project = Any  # the class is in tests/conftest.py
+
+
+@dataclass
+class Life:
+    """What one process of the run did: its exit code, words and events, and what was seen while it lived."""
+
+    code: int
+    words: str
+    events: list[dict[str, Any]]
+    seen: dict[str, Any]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def lines(self, start: str) -> list[str]:
+        return [line for line in self.words.splitlines() if line.startswith(start)]
+
+    @property
+    def steps(self) -> list[int]:
+        return [event["step"] for event in self.of("step")]
+
+
+def over(live: Live, **seen: Any) -> Life:
+    """The record of a process that has ended."""
+    live.log.read("stop")
+    return Life(live.process.returncode, live.words, live.log.events, seen)
+
+
+def rival(project: Project) -> subprocess.CompletedProcess[str]:
+    """Another process that wants to train in the same folder."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(project.train_toml), RESUME]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def first_life(project: Project) -> Life:
+    """The file `save` asks for a checkpoint, a second process wants the folder, SIGTERM ends it."""
+    with Live(project, **ENDLESS) as live:
+        live.reach(1)
+        (live.run / "save").touch()
+        asked_at = live.event("checkpoint")["step"]
+        live.reach(asked_at + 2)
+        refused, file_is_gone = rival(project), not (live.run / "save").exists()
+        live.reach(live.reach(1) + 1)
+        live.stop(signal.SIGTERM)
+        return over(live, rival=refused, file_is_gone=file_is_gone)
+
+
+def second_life(project: Project) -> Life:
+    """It finds what killed saves have left, has workers and a clock, and all processes of its group get the Ctrl-C."""
+    folder = project.run / "checkpoints"
+    broken, unfinished = folder / checkpoint_name(900_000), folder / f".{checkpoint_name(900_001)}.tmp"
+    for path in (broken, unfinished):
+        path.mkdir()
+        (path / "rank-00000.safetensors").write_bytes(b"half of it")
+    with Live(project, RESUME, **ENDLESS, checkpoint_every_n_minutes=0.01, num_dataloader_workers=2) as live:
+        live.event("checkpoint", number=1)
+        workers = live.descendants()
+        live.stop(signal.SIGINT, group=True)
+        alive = [worker for worker in workers if is_alive(worker)]
+        return over(live, workers=workers, alive=alive, broken=broken, unfinished=unfinished)
+
+
+def third_life(project: Project) -> Life:
+    """The file `save_quit` ends it."""
+    with Live(project, RESUME, **ENDLESS, num_dataloader_workers=2) as live:
+        live.reach(1)
+        (live.run / "save_quit").touch()
+        live.end()
+        return over(live, file_is_gone=not (live.run / "save_quit").exists())
+
+
+def fourth_life(project: Project) -> Life:
+    """SIGINT ends it, to the main process alone."""
+    with Live(project, RESUME, **ENDLESS) as live:
+        # by then the files of the folder were looked at
+        live.until(lambda: live.log.read("step")[-1:] and _seconds(live) > 2.5)
+        live.stop(signal.SIGINT)
+        return over(live)
+
+
+def _seconds(live: Live) -> float:
+    return float(live.log.events[-1]["time"] - live.log.events[0]["time"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
+    """The project of the story."""
+    return cached_project.copy(tmp_path_factory.mktemp("signals") / "project")
+
+
+@pytest.fixture(scope="module")
+def lives(run: Project) -> list[Life]:
+    return [life(run) for life in (first_life, second_life, third_life, fourth_life)]
+
+
+# --- signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(0, "SIGTERM"), (1, "SIGINT"), (3, "SIGINT")], ids=["SIGTERM", "Ctrl-C", "SIGINT"]
+)
+def test_a_signal_ends_the_run_with_a_saved_step(run: Project, lives: list[Life], number: int, name: str) -> None:
+    life = lives[number]
+    assert life.code == RESUMABLE == 75, life.words
+    last = life.steps[-1]
+    assert [(event["reason"], event["step"]) for event in life.of("stop")] == [(name, last)]
+    assert life.of("checkpoint")[-1]["step"] == last
+    tensors, facts = read_checkpoint(run.run / "checkpoints" / checkpoint_name(last))  # every hash is checked
+    assert facts["progress"]["step"] == last
+    assert len(tensors) > 200
+    assert life.lines("stopped: ") == [
+        f"stopped: {name} at step {last} of 1000000; the checkpoint is saved: resume to go on"
+    ]
+    assert "Traceback" not in life.words
+
+
+def test_each_life_goes_on_at_the_next_step(run: Project, lives: list[Life]) -> None:
+    assert [event["step"] for event in lives[0].of("start")] == [0]
+    for before, after in zip(lives, lives[1:], strict=False):
+        (resume,) = after.of("resume")
+        assert resume["step"] == before.steps[-1]
+        assert resume["checkpoint"] == checkpoint_name(before.steps[-1])
+    steps = [step for life in lives for step in life.steps]
+    assert steps == list(range(1, len(steps) + 1)), "no step twice, none left out"
+
+
+def test_loader_workers_outlive_a_ctrl_c_and_end_with_the_run(lives: list[Life]) -> None:
+    life = lives[1]
+    assert len(life.seen["workers"]) >= 2
+    assert life.seen["alive"] == []
+    assert "DataLoader worker" not in life.words
+
+
+# --- files and the clock -----------------------------------------------------------------------
+
+
+def test_the_file_save_makes_a_checkpoint_and_the_run_goes_on(lives: list[Life]) -> None:
+    life = lives[0]
+    assert life.seen["file_is_gone"]
+    by_file, by_signal = (event["step"] for event in life.of("checkpoint"))
+    assert by_file + 2 < by_signal == life.steps[-1]
+
+
+def test_the_file_save_quit_ends_the_run_well(lives: list[Life]) -> None:
+    life = lives[2]
+    assert (life.code, life.seen["file_is_gone"]) == (0, True), life.words
+    assert [(event["reason"], event["step"]) for event in life.of("stop")] == [("save_quit", life.steps[-1])]
+    assert [event["step"] for event in life.of("checkpoint")] == [life.steps[-1]]
+    assert life.lines("save_quit") == ["save_quit: saving a checkpoint, then stopping"]
+
+
+def test_a_run_that_quit_by_file_does_not_quit_again(lives: list[Life]) -> None:
+    assert _times(lives[3])[-1] - _times(lives[3])[0] > 2
+    assert lives[3].code == RESUMABLE
+
+
+def _times(life: Life) -> list[float]:
+    return [event["time"] for event in life.of("step")]
+
+
+def test_the_clock_makes_checkpoints(lives: list[Life]) -> None:
+    """Every 0.6 seconds here; the last is the signal's."""
+    *by_clock, _ = (event["time"] for event in lives[1].of("checkpoint"))
+    assert len(by_clock) >= 2
+    assert all(after - before > 0.3 for before, after in zip(by_clock, by_clock[1:], strict=False))
+
+
+# --- one folder --------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_refused_in_one_line(run: Project, lives: list[Life]) -> None:
+    refused = lives[0].seen["rival"]
+    assert refused.returncode == 2
+    assert [line for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: another process trains in {run.run}; wait for it or choose another output_dir"
+    ]
+    assert "Traceback" not in refused.stderr
+    assert lives[0].of("resume") == [], "it left the log alone"
+
+
+def test_a_half_written_checkpoint_is_named_and_ignored(run: Project, lives: list[Life]) -> None:
+    life = lives[1]
+    broken, unfinished = life.seen["broken"], life.seen["unfinished"]
+    assert life.lines("ignoring ") == [f"ignoring {broken}: it is not whole (a save was cut short)"]
+    assert life.lines("cleaned up ") == [f"cleaned up {unfinished}: a save that was cut short"]
+    assert (run.run / "checkpoints" / f"abandoned-{broken.name}" / "rank-00000.safetensors").is_file()
+    for later in lives[2:]:
+        assert later.lines("ignoring ") == later.lines("cleaned up ") == []
+    assert leftovers(run.run) == []
+
+
+def test_nothing_else_is_in_the_folder(run: Project, lives: list[Life]) -> None:
+    assert sorted(path.name for path in run.run.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "log.jsonl",
+        "tensorboard",
+    ]
+    saved = {checkpoint_name(event["step"]) for life in lives for event in life.of("checkpoint")}
+    abandoned = {f"abandoned-{checkpoint_name(900_000)}"}
+    assert {path.name for path in Path(run.run / "checkpoints").iterdir()} == saved | abandoned
