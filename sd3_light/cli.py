@@ -217,7 +217,9 @@ def evaluate(
     if config is not None:
         from sd3_light.journeys import cache_then_validate
 
-        Console().print(cache_then_validate(_load(config, set_), model, launched, out))
+        table = cache_then_validate(_load(config, set_), model, launched, out)
+        if launched.is_main:
+            Console().print(table)
         return
     from sd3_light.journeys import score_table
 

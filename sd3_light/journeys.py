@@ -50,7 +50,7 @@ def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: 
     check.require(loaded)
     cache.run(loaded, launch)
     found = evaluate.validation(loaded, model, launch)
-    if out is not None:
+    if out is not None and launch.is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     table = Table("loss", title=f"{model}: validation loss")

@@ -82,6 +82,7 @@ class Background:
             except BaseException as error:  # not dropped: the caller's thread gets it
                 fault = error
             self._done.put(Done(name, result, fault, time.perf_counter() - started))
+            del given, job, result, fault  # what they hold is large, and the next one may be hours away
             self._jobs.task_done()
 
 

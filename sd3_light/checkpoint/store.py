@@ -45,6 +45,8 @@ __all__ = [
 
 RANGE_ELEMENTS = 1 << 24  # no longer range is written: readers hold one at a time
 _NAME = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d+)")
+_ABANDONED = "abandoned-"
 
 
 def checkpoint_name(step: int) -> str:
@@ -199,21 +201,30 @@ def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[P
     return old
 
 
-def set_aside_after(chosen: Path, folder: Path) -> list[str]:
-    """Rename the checkpoints of ``folder`` that are later than ``chosen`` of the same folder; their new names.
+def set_aside_after(step: int, folder: Path, chosen: Path | None = None) -> list[str]:
+    """Rename the folders `step-N` of ``folder`` that are later than ``step``, but not ``chosen``; their new names.
 
-    A run that goes on from an earlier step leaves that future behind: its checkpoints must not pass for the newest.
+    A run that goes on from an earlier step leaves that future behind: nothing of it may pass for the newest. Nothing is
+    deleted. Where ``chosen`` itself is such an abandoned one, the other of its own step gives way as well.
     """
     found: list[str] = []
-    if chosen.resolve().parent != folder.resolve():
-        return found
     for path in _steps(folder):
-        if path.name > chosen.name:
-            aside = path.with_name(f"abandoned-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+        number = step_of(path)
+        if number > step or (number == step and chosen is not None and path.resolve() != chosen.resolve()):
+            aside = path.with_name(f"{_ABANDONED}{path.name}")
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}.again")
             os.replace(path, aside)
             found.append(aside.name)
     return found
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint, an abandoned one too."""
+    match = _STEP.search(path.name)
+    if match is None:
+        raise UserError(f"{path} is not named like a checkpoint; name one of `checkpoints/step-*`")
+    return int(match[1])
 
 
 def sweep(folder: Path) -> list[str]:

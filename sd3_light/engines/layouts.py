@@ -40,21 +40,12 @@ class Layout(Protocol):
         """A tensor that lies as ``weight`` does, all of it; every process calls it."""
 
 
-def num_writers(parallel: str, launch: Launch) -> int:
-    """How many processes, from rank 0 on, write their part of a checkpoint.
-
-    Replicas are equal: those of the first machine share the work, so that machines need not share a folder.
-    """
-    return launch.world if parallel == "fsdp2" else min(launch.world, launch.local_world)
-
-
 class Replicas:
     """Every process holds all weights, and DDP averages their gradients."""
 
-    def __init__(self, module: nn.Module, launch: Launch, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, launch: Launch, device: torch.device, writers: int) -> None:
         self.run: nn.Module = module
-        self.rank = launch.rank
-        self.writers = num_writers("ddp", launch)
+        self.rank, self.writers = launch.rank, writers
         if launch.world > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.run = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
@@ -90,7 +81,7 @@ class Shards:
     """Every process holds some rows of each weight and its state (FSDP2); blocks are gathered one at a time."""
 
     def __init__(self, module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> None:
-        self.run, self.rank, self.writers = module, launch.rank, num_writers("fsdp2", launch)
+        self.run, self.rank, self.writers = module, launch.rank, launch.world
         mesh = init_device_mesh(device.type, (launch.world,))
         # inputs are not cast: times of up to 1000 and targets would lose their last digits; autocast casts inside
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -18,11 +18,19 @@ _SAVING_TIMEOUT = timedelta(hours=2)
 @dataclass(frozen=True)
 class Groups:
     """Groups that talk through host memory (gloo): ``control`` of all ranks for the main thread, ``saving`` and
-    ``snapshots`` of those that write, each for a thread of its own. None where there is one process."""
+    ``snapshots`` of the first ``writers`` ranks, which write, each for a thread of its own, and ``ending`` of all ranks
+    with the patience of a save. None where there is nobody to talk to."""
 
     control: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
     snapshots: dist.ProcessGroup | None = None
+    ending: dist.ProcessGroup | None = None
+    writers: int = 1
+
+    def meet(self) -> None:
+        """Wait for all ranks, as long as a save may take."""
+        if self.ending is not None:
+            dist.barrier(self.ending)
 
     def by_first(self, is_first: bool, decide: Callable[[], str | None]) -> str | None:
         """What rank 0 decides, on all ranks; a fault of the user that it meets is raised on all of them."""
@@ -39,21 +47,26 @@ class Groups:
         return decision[0]
 
 
-def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, writers: int = 1) -> Groups:
-    """Join the other processes, the first ``writers`` of which write; made after the cache stage, which needs none
-    (law 9)."""
+def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, parallel: str = "ddp") -> Groups:
+    """Join the other processes; made after the cache stage, which needs none (law 9).
+
+    Cut weights are written by all. Whole ones are equal: the processes of the first machine share the writing.
+    """
     if launch.world == 1:
         return Groups()
     timeout = timedelta(seconds=timeout_sec)
     if not dist.is_initialized():
         cuda = device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control, ending = (dist.new_group(backend="gloo", timeout=patience) for patience in (timeout, _SAVING_TIMEOUT))
+    first_machine = torch.tensor(launch.local_world)  # others may have more processes, or fewer
+    dist.broadcast(first_machine, 0, control)
+    writers = launch.world if parallel == "fsdp2" else int(first_machine)
     if writers == 1:
-        return Groups(control)
+        return Groups(control, ending=ending)
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
-    return Groups(control, saving, snapshots)
+    return Groups(control, saving, snapshots, ending, writers)
 
 
 class Agreement:

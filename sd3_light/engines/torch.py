@@ -22,10 +22,13 @@ class TorchEngine:
 
     ``module(features, label)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample;
     its trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step whose loss
-    or gradient is not finite is not taken, which the device decides by itself.
+    or gradient is not finite is not taken, which the device decides by itself. Of whole weights the first ``writers``
+    processes write their shares of a checkpoint.
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+    ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.module: Any = module.to(device)
         self.clip = config.gradient_clipping
@@ -33,7 +36,7 @@ class TorchEngine:
         self.layout: Layout = (
             Shards(self.module, launch, device, bf16)
             if config.parallel == "fsdp2" and launch.world > 1
-            else Replicas(self.module, launch, device)
+            else Replicas(self.module, launch, device, writers)
         )
         self.writers = self.layout.writers
         denoiser: Any = self.module.transformer

@@ -49,21 +49,35 @@ def whole_state(transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor
 
 @dataclass
 class Saver:
-    """Writes ``<run>/exports/NAME``; only the main process writes."""
+    """Writes ``<run>/exports/NAME``; only the main process writes.
+
+    ``untrained`` are the frozen weights and the buffers. They are copied before an engine lays the denoiser out, so
+    that a thread can export without touching a module that is training.
+    """
 
     config: TrainConfig
-    transformer: SD3Transformer2DModel
+    transformer_config: Mapping[str, object]
+    untrained: Mapping[str, Tensor]
     folder: Path
+
+    @staticmethod
+    def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
+        """The saver of a run, made before its engine; what trains is chosen already."""
+        trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+        rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
+        return Saver(config, model_config(transformer), copies, folder)
 
     def save_full_model(self, name: str, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
         """A complete, proven diffusers folder with these trained weights."""
-        spec = export_spec(self.config, model_config(self.transformer), weights, progress)
-        return write_folder(self.folder / name, whole_state(self.transformer, trained), spec)
+        spec = export_spec(self.config, self.transformer_config, weights, progress)
+        return write_folder(self.folder / name, {**self.untrained, **trained}, spec)
 
     def save_model(self, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
         """The export of this step; older ones go when there are more than ``keep_last_n_exports``."""
         path = self.save_full_model(checkpoint_name(progress.step), trained, weights, progress)
         if self.config.keep_last_n_exports:
             for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
-                remove(old)
+                if old != path:
+                    remove(old)
         return path

@@ -1,5 +1,6 @@
 """Two real processes under torchrun (gloo): the same cache and the same training as one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 
@@ -158,3 +161,34 @@ def test_halves_of_the_weights_evaluate_and_draw_as_the_whole(
 
 def curve_of(project: Project, run: str) -> list[float]:
     return [event["loss"] for event in project.events("step", run)]
+
+
+def test_cut_weights_are_exported_while_they_train_frozen_ones_too(fresh_project: Project) -> None:
+    """Every step exports from a thread; the module that trains is not touched, and frozen weights come out whole."""
+    torchrun(
+        fresh_project,
+        parallel='"fsdp2"',
+        micro_batch_size_per_gpu=2,
+        save_every_n_steps=1,
+        max_steps=3,
+        freeze='["context_embedder.*"]',
+    )
+    exports = sorted((fresh_project.run / "exports").iterdir())
+    assert [path.name for path in exports] == [checkpoint_name(step) for step in (1, 2, 3)]
+    weights = [load_file(path / "transformer" / "diffusion_pytorch_model.safetensors") for path in exports]
+    assert len({weight["proj_out.weight"].sum().item() for weight in weights}) == 3
+    assert torch.equal(weights[0]["context_embedder.weight"], weights[2]["context_embedder.weight"])
+
+
+def test_two_processes_evaluate_a_finished_model_as_one(alone: Project) -> None:
+    """`sd3-light evaluate MODEL --config` under torchrun: one table, one file."""
+    model = alone.folder / "alone" / "exports" / checkpoint_name(STEPS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sd3_light"]
+    command += ["evaluate", str(model), "--config", str(alone.train_toml), "--out", str(alone.folder / "loss.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation loss") == 1
+    found = json.loads((alone.folder / "loss.json").read_text())["eval"]
+    assert set(found) == {"flow", *(f"flow@0.{n}" for n in range(1, 10))}
+    assert found == pytest.approx(evaluate.validation(alone.load(), model)["eval"], rel=1e-5)

@@ -24,19 +24,31 @@ class Log:
     """The events that were added to a log since this object was made; a torn last line waits for its end."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.events = path, list[dict[str, Any]]()
+        self.path, self._events = path, list[dict[str, Any]]()
         # what a killed run left of a line is cut off by the next one, so that counts as not there
         self._position = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
     def read(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind so far."""
+        return [event for event in self.all() if event["event"] == kind]
+
+    def all(self) -> list[dict[str, Any]]:
+        """All events so far."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._position)
                 text, newline, _ = file.read().rpartition(b"\n")
             self._position += len(text + newline)
-            self.events += [json.loads(line) for line in text.splitlines()]
-        return [event for event in self.events if event["event"] == kind]
+            self._events += [json.loads(line) for line in text.splitlines()]
+        return self._events
+
+
+def arguments(project: Any, *flags: str, **overrides: object) -> list[str]:
+    """What follows `train.py`."""
+    found = ["--config", str(project.train_toml), *flags]
+    for key, value in overrides.items():
+        found += ["--set", f"{key}={value}"]
+    return found
 
 
 class Live:
@@ -48,9 +60,7 @@ class Live:
     def __init__(self, project: Any, *flags: str, launcher: Sequence[str] = (), **overrides: object) -> None:
         self.run = Path(project.folder / str(overrides.get("output_dir", '"run"')).strip('"'))
         self.log, self.said = Log(self.run / "log.jsonl"), Path(project.folder / "said.txt")
-        command = [sys.executable, *launcher, str(ROOT / "train.py"), "--config", str(project.train_toml), *flags]
-        for key, value in overrides.items():
-            command += ["--set", f"{key}={value}"]
+        command = [sys.executable, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]
         # the CPU alone computes the same bits each time
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         with self.said.open("wb") as said:
@@ -79,6 +89,10 @@ class Live:
             assert time.monotonic() < deadline, f"nothing happens:\n{self.words}"
             time.sleep(pause)
         return found
+
+    def begin(self) -> int:
+        """Wait until the run has begun or goes on; the step at which it does."""
+        return int(self.until(lambda: self.log.read("start") or self.log.read("resume"))[0]["step"])
 
     def reach(self, step: int) -> int:
         """Wait until this process has logged a step that is this one or later; the last it logged."""

@@ -1,20 +1,23 @@
 """A run that is asked to save or to stop does so after the step, and goes on from there when it is started again.
 
-One run is told as a story of four lives, each a real process; every test looks at a part of it.
+One run is told as a story of four lives; every test looks at a part of it. What gets signals is a process of its own;
+the rest runs in this one, which spares the seconds that a start takes.
 """
 
+import io
 import signal
-import subprocess
-import sys
+import threading
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
-from sd3_light.cli import RESUMABLE
-from tests.e2e.live import ROOT, Live, is_alive, leftovers
+from sd3_light.cli import RESUMABLE, launch
+from tests.e2e.live import Live, Log, arguments, is_alive, leftovers
 
 RESUME = "--resume_from_checkpoint"
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000}
@@ -43,14 +46,15 @@ class Life:
 
 def over(live: Live, **seen: Any) -> Life:
     """The record of a process that has ended."""
-    live.log.read("stop")
-    return Life(live.process.returncode, live.words, live.log.events, seen)
+    return Life(live.process.returncode, live.words, live.log.all(), seen)
 
 
-def rival(project: Project) -> subprocess.CompletedProcess[str]:
-    """Another process that wants to train in the same folder."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", str(project.train_toml), RESUME]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def here(project: Project, *flags: str, **overrides: object) -> Life:
+    """The same command in this process, which is another one than those of `Live`."""
+    log, words = Log(project.run / "log.jsonl"), io.StringIO()
+    with redirect_stderr(words):
+        code = launch(arguments(project, *flags, **overrides))
+    return Life(code, words.getvalue(), log.all(), {})
 
 
 def first_life(project: Project) -> Life:
@@ -60,10 +64,10 @@ def first_life(project: Project) -> Life:
         (live.run / "save").touch()
         asked_at = live.event("checkpoint")["step"]
         live.reach(asked_at + 2)
-        refused, file_is_gone = rival(project), not (live.run / "save").exists()
+        file_is_gone, rival = not (live.run / "save").exists(), here(project, RESUME)
         live.reach(live.reach(1) + 1)
         live.stop(signal.SIGTERM)
-        return over(live, rival=refused, file_is_gone=file_is_gone)
+        return over(live, rival=rival, file_is_gone=file_is_gone)
 
 
 def second_life(project: Project) -> Life:
@@ -83,11 +87,21 @@ def second_life(project: Project) -> Life:
 
 def third_life(project: Project) -> Life:
     """The file `save_quit` ends it."""
-    with Live(project, RESUME, **ENDLESS, num_dataloader_workers=2) as live:
-        live.reach(1)
-        (live.run / "save_quit").touch()
-        live.end()
-        return over(live, file_is_gone=not (live.run / "save_quit").exists())
+    file, log = project.run / "save_quit", Log(project.run / "log.jsonl")
+
+    def ask_when_it_trains() -> None:
+        while len(log.read("step")) < 2 and not ended.wait(0.01):
+            pass
+        file.touch()
+
+    ended = threading.Event()
+    friend = threading.Thread(target=ask_when_it_trains)
+    friend.start()
+    life = here(project, RESUME, **ENDLESS)
+    ended.set()
+    friend.join()
+    life.seen["file_is_gone"] = not file.exists()
+    return life
 
 
 def fourth_life(project: Project) -> Life:
@@ -100,7 +114,8 @@ def fourth_life(project: Project) -> Life:
 
 
 def _seconds(live: Live) -> float:
-    return float(live.log.events[-1]["time"] - live.log.events[0]["time"])
+    events = live.log.all()
+    return float(events[-1]["time"] - events[0]["time"])
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +152,7 @@ def test_a_signal_ends_the_run_with_a_saved_step(run: Project, lives: list[Life]
 
 def test_each_life_goes_on_at_the_next_step(run: Project, lives: list[Life]) -> None:
     assert [event["step"] for event in lives[0].of("start")] == [0]
-    for before, after in zip(lives, lives[1:], strict=False):
+    for before, after in pairwise(lives):
         (resume,) = after.of("resume")
         assert resume["step"] == before.steps[-1]
         assert resume["checkpoint"] == checkpoint_name(before.steps[-1])
@@ -171,31 +186,28 @@ def test_the_file_save_quit_ends_the_run_well(lives: list[Life]) -> None:
 
 
 def test_a_run_that_quit_by_file_does_not_quit_again(lives: list[Life]) -> None:
-    assert _times(lives[3])[-1] - _times(lives[3])[0] > 2
-    assert lives[3].code == RESUMABLE
-
-
-def _times(life: Life) -> list[float]:
-    return [event["time"] for event in life.of("step")]
+    times = [event["time"] for event in lives[3].of("step")]
+    assert times[-1] - times[0] > 2, "it went on after the folder was looked at"
+    assert [event["reason"] for event in lives[3].of("stop")] == ["SIGINT"]
 
 
 def test_the_clock_makes_checkpoints(lives: list[Life]) -> None:
     """Every 0.6 seconds here; the last is the signal's."""
     *by_clock, _ = (event["time"] for event in lives[1].of("checkpoint"))
     assert len(by_clock) >= 2
-    assert all(after - before > 0.3 for before, after in zip(by_clock, by_clock[1:], strict=False))
+    assert all(after - before > 0.3 for before, after in pairwise(by_clock))
 
 
 # --- one folder --------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_refused_in_one_line(run: Project, lives: list[Life]) -> None:
-    refused = lives[0].seen["rival"]
-    assert refused.returncode == 2
-    assert [line for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
+    rival = lives[0].seen["rival"]
+    assert rival.code == 2
+    assert rival.lines("error: ") == [
         f"error: another process trains in {run.run}; wait for it or choose another output_dir"
     ]
-    assert "Traceback" not in refused.stderr
+    assert "Traceback" not in rival.words
     assert lives[0].of("resume") == [], "it left the log alone"
 
 

@@ -1,7 +1,8 @@
 """The training stage: from a cache to checkpoints and exports."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -9,10 +10,9 @@ from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.order import Order
-from sd3_light.data.stream import MicroBatches
+from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.layouts import num_writers
-from sd3_light.engines.processes import Agreement, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.peaks import peak_flops
@@ -21,12 +21,20 @@ from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.duties import Duties, make_sampler
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.restore import Resume, choose_checkpoint, open_saved, require_start, settings_in_force
+from sd3_light.stages.train.restore import (
+    Restored,
+    Resume,
+    choose_checkpoint,
+    open_saved,
+    require_start,
+    settings_in_force,
+)
 from sd3_light.training.feed import flops_counter, make_order, open_cache, training_steps
 from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
 from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.saver import Saver
 from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 
 __all__ = ["Resume", "require_start", "run"]
@@ -38,11 +46,12 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
     Raises `Stopped` when a signal asked to stop and the checkpoint to go on from is saved.
     """
     launch = launch or Launch()
-    with RunFolder(loaded, launch.is_main) as folder:
-        device = launch.device()
+    device = launch.device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with RunFolder(loaded, launch.is_main) as folder, _enough_memory():
         data = open_cache(loaded.dataset, loaded.train, launch, in_memory=not loaded.train.sd3_streaming_dataset)
-        writers = num_writers(loaded.train.parallel, launch)
-        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, writers)
+        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, loaded.train.parallel)
         saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
         config = settings_in_force(loaded.train, saved, resume)
 
@@ -53,52 +62,77 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         sampler = make_sampler(loaded, config, data, launch)
         pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
         freeze(pipeline, config.freeze)
+        saver = Saver.of(config, pipeline.transformer, folder.path / "exports")
         if config.compile:
             compile_blocks(pipeline.transformer)
-        engine = TorchEngine(DiffusionTrainingModule(pipeline.transformer, config), config, launch, device)
+        module = DiffusionTrainingModule(pipeline.transformer, config)
+        engine = TorchEngine(module, config, launch, device, groups.writers)
         averages = Averages(engine.weights, config.ema)
-        restored = saved.load(engine, averages, order, resume or Resume()) if saved else None
-        progress = restored.progress if restored else Progress()
-        total = total_steps(config, order, progress)
+        restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
 
-        watch = Watch(
-            folder.path if launch.is_main else None,
-            config.checkpoint_every_n_minutes,
-            Agreement(groups.control, NUM_WISHES),
-        )
-        meter = Meter(launch.world, _peak(device, config), restored.window if restored else None)
-        start = where_weights_start(config.model)
-        training = Run(
-            engine=engine,
-            steps=training_steps(config, data, order, launch, engine, pipeline.preparer),
-            samples_in=order.batch_size,
-            learning_rate=lambda step: rate(config, step, total),
-            total_steps=total,
-            progress=progress,
-            averages=averages,
-            log=folder.log,
-            meter=meter,
-            watch=watch,
-            flops_in=flops_counter(start, launch.world),
-            steps_per_epoch=order.steps_per_epoch,
-            max_nonfinite_steps=config.max_nonfinite_steps,
-            logging_steps=config.logging_steps,
-            steps_per_print=config.steps_per_print,
-        )
-        folder.announce(start.sentence, progress, total, order, launch, device, saved.path if saved else None)
+        training = _plan(config, launch, device, groups, folder, data, order, pipeline, engine, averages, restored)
+        start, progress, total = where_weights_start(config.model), restored.progress, training.total_steps
+        folder.announce(config, start.sentence, progress, total, order, launch, device, saved.path if saved else None)
         folder.tell_dropped(data, order)
-        with watch, Duties(loaded, config, launch, groups, order, sampler, pipeline, training, folder) as duties:
+        duties = Duties(loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder)
+        with training.watch, duties:
             training.duties = duties.of_run(total)
             if config.eval_before_first_step and progress.step == 0:
                 duties.evaluate(progress)
-            if saved and progress.position and saved.path.resolve().parent == (folder.path / "checkpoints").resolve():
+            if saved and saved.is_own(folder.path) and progress.position:
                 duties.catch_up(progress)
             done = train(training)
             duties.finish(done)
     _require_progress(progress, done)
-    if watch.quit and watch.reason != SAVE_QUIT and done.step < total:
-        raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
+    _require_end(training.watch, done, total)
     return done
+
+
+def _plan(
+    config: TrainConfig,
+    launch: Launch,
+    device: torch.device,
+    groups: Groups,
+    folder: RunFolder,
+    data: CachedDataset,
+    order: Order,
+    pipeline: LightSD3Pipeline,
+    engine: TorchEngine,
+    averages: Averages,
+    restored: Restored,
+) -> Run:
+    """The run that the loop will walk, without its duties."""
+    total = total_steps(config, order, restored.progress)
+    place = folder.path if launch.is_main else None
+    return Run(
+        engine=engine,
+        steps=training_steps(config, data, order, launch, engine, pipeline.preparer),
+        samples_in=order.batch_size,
+        learning_rate=lambda step: rate(config, step, total),
+        total_steps=total,
+        progress=restored.progress,
+        averages=averages,
+        log=folder.log,
+        meter=Meter(launch.world, _peak(device, config), restored.window),
+        watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(groups.control, NUM_WISHES)),
+        flops_in=flops_counter(where_weights_start(config.model), launch.world),
+        steps_per_epoch=order.steps_per_epoch,
+        max_nonfinite_steps=config.max_nonfinite_steps,
+        logging_steps=config.logging_steps,
+        steps_per_print=config.steps_per_print,
+    )
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "the GPU is out of memory; lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or "
+            "write activation_checkpointing = true, compile = true or, on several GPUs, parallel = 'fsdp2'; "
+            "`sd3-light check` foretells the need"
+        ) from error
 
 
 def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
@@ -140,6 +174,11 @@ def _peak(device: torch.device, config: TrainConfig) -> float | None:
     if device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
+
+
+def _require_end(watch: Watch, done: Progress, total: int) -> None:
+    if watch.quit and watch.reason != SAVE_QUIT and done.step < total:
+        raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
 
 
 def _require_progress(before: Progress, after: Progress) -> None:

@@ -15,6 +15,7 @@ from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.data.loader import PreparesInputs
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
@@ -28,12 +29,12 @@ from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.restore import rate_settings
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.feed import order_facts
-from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.loop import Duty, Run, every
 from sd3_light.training.pictures import Sampler
 from sd3_light.training.saver import Saver
 
 RAW = "raw"
+CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
 
 
 def make_sampler(loaded: LoadedConfig, config: TrainConfig, data: CachedDataset, launch: Launch) -> Sampler | None:
@@ -53,7 +54,8 @@ class Duties:
     groups: Groups
     order: Order
     sampler: Sampler | None
-    pipeline: LightSD3Pipeline
+    preparer: PreparesInputs
+    saver: Saver
     training: Run
     folder: RunFolder
 
@@ -62,15 +64,15 @@ class Duties:
         self.engine = engine
         assert self.training.averages is not None
         self.averages = self.training.averages
-        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.pipeline.preparer)
+        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.preparer)
         folder, keep = self.folder.path / "checkpoints", self.config.keep_last_n_checkpoints
         self.keeper = CheckpointKeeper(folder, rank, engine.writers, self.groups.saving, keep)
         self.keeper.prepare(self.pieces())
         self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
-        self.exports = Background()
-        self.saver = Saver(self.config, self.pipeline.transformer, self.folder.path / "exports")
+        self.exports = Background("exports")
         self._news: list[Saved | Failed | Done] = []
         self._failed: dict[str, str] = {}
+        self._exported = 0
 
     def __enter__(self) -> Self:
         return self
@@ -176,9 +178,11 @@ class Duties:
     def export(self, progress: Progress) -> None:
         """A proven diffusers folder, of the averaged weights where there are any, made while the run goes on."""
         weights = self.best
+        self._news += self.exports.wait()  # it holds a whole copy of the weights: one at a time
         trained = self.engine.whole(self.held(weights))
+        self._exported = progress.step
         if trained is not None:
-            self.exports.submit(str(progress.step), lambda: self.saver.save_model(trained, weights, progress))
+            self.exports.submit(EXPORT, lambda: (progress, self.saver.save_model(trained, weights, progress)))
 
     def catch_up(self, progress: Progress) -> None:
         """Write what was due with the checkpoint that the run goes on from and is not there: it was killed before."""
@@ -208,26 +212,26 @@ class Duties:
             if isinstance(item, Saved):
                 self._tell_saved(item)
             elif isinstance(item, Failed):
-                self._tell_failure("checkpoint", item.step, item.reason)
+                self._tell_failure(_kind(item), item.step, item.reason)
             else:
                 self._tell_export(item)
 
     def _tell_saved(self, saved: Saved) -> None:
         if saved.warning:
             say(saved.warning)
-        event = "checkpoint" if saved.path.parent.name == "checkpoints" else "snapshot"
+        kind, progress = _kind(saved), Progress(**saved.facts["progress"])
         numbers = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.bytes}
-        self.folder.log(event, step=saved.step, file=saved.path.name, **numbers)
-        self._failed.pop("checkpoint", None)
+        self.folder.log(kind, **progress.counts(), file=saved.path.name, **numbers)
+        self._failed.pop(kind, None)
 
     def _tell_export(self, done: Done) -> None:
-        step = int(done.name)
         if done.error is None:
-            say(f"export at step {step}, proven with stock diffusers: {done.result}")
-            self.folder.log("export", step=step, file=done.result.name, weights=self.best, seconds=done.seconds)
-            self._failed.pop("export", None)
+            progress, path = done.result
+            say(f"export at step {progress.step}, proven with stock diffusers: {path}")
+            self.folder.log(EXPORT, **progress.counts(), file=path.name, weights=self.best, seconds=done.seconds)
+            self._failed.pop(EXPORT, None)
         elif isinstance(done.error, ExportError | ProofError | OSError | SafetensorError):
-            self._tell_failure("export", step, f"{done.error}")
+            self._tell_failure(EXPORT, self._exported, f"{done.error}")
         else:
             raise done.error
 
@@ -239,8 +243,15 @@ class Duties:
 
     def finish(self, progress: Progress) -> None:
         """Wait until all is written. The last of each kind must have been: a run does not end well without it."""
-        self._news += [*self.keeper.wait(), *self.snapshots.wait(), *self.exports.wait()]
+        self._news += [*self.keeper.wait(), *self.snapshots.wait()]
+        self.groups.meet()  # a launcher may end all processes when the first one leaves
+        self._news += self.exports.wait()
         self.tell()
-        self.folder.log("stop", **progress.counts(), reason=self.training.watch.reason or "finished")
         for failure in self._failed.values():
             raise UserError(f"{failure}; what was saved before is intact: make room, then resume")
+        self.folder.log("stop", **progress.counts(), reason=self.training.watch.reason or "finished")
+
+
+def _kind(item: Saved | Failed) -> str:
+    """A snapshot says which tracks it holds; a checkpoint says more."""
+    return SNAPSHOT if "tracks" in item.facts else CHECKPOINT

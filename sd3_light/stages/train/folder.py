@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,8 +13,9 @@ import torch
 from PIL import Image
 
 from sd3_light.checkpoint.state import Progress
-from sd3_light.config import LoadedConfig, resolved_toml
+from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
+from sd3_light.data.files import write_atomically
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
@@ -47,6 +49,7 @@ class RunFolder:
 
     def announce(
         self,
+        config: TrainConfig,
         start: str,
         progress: Progress,
         total: int,
@@ -63,7 +66,9 @@ class RunFolder:
         )
         if not self.is_main:
             return
-        (self.path / "config.toml").write_text(resolved_toml(self.loaded), encoding="utf-8")
+        # with the settings in force, which may be the checkpoint's
+        resolved = resolved_toml(replace(self.loaded, train=config))
+        write_atomically(self.path / "config.toml", resolved.encode())
         self._log = self._open_log()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": launch.world, "device": name}

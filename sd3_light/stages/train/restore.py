@@ -1,7 +1,7 @@
 """Going on from a checkpoint: which one, with which settings, and what of it is taken."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from sd3_light.checkpoint.store import (
     newest_checkpoint,
     open_checkpoint,
     set_aside_after,
+    step_of,
     sweep,
 )
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -40,8 +41,8 @@ class Resume:
 class Restored:
     """Where a resumed run stands."""
 
-    progress: Progress
-    window: Mapping[str, Any] | None
+    progress: Progress = field(default_factory=Progress)
+    window: Mapping[str, Any] | None = None
 
 
 def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
@@ -62,6 +63,11 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
             )
         return None
     if resume.checkpoint is not None:
+        if newest is not None and not _is_own(resume.checkpoint, output_dir):
+            raise UserError(
+                f"{output_dir} holds a run of its own ({newest.name}) and {resume.checkpoint} is of another; choose "
+                "another output_dir, or name one of its checkpoints"
+            )
         return resume.checkpoint
     for path in half_written(folder):
         say(f"ignoring {path}: it is not whole (a save was cut short)")
@@ -76,11 +82,17 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
         for name in sweep(output_dir / kind):
             say(f"cleaned up {output_dir / kind / name}: a save that was cut short")
     found = find_checkpoint(output_dir, resume)
-    if found is None:
-        return None
-    for name in set_aside_after(found, output_dir / "checkpoints"):
-        say(f"set aside {name}, which is later than {found.name}: it stays in the folder and is not resumed from")
-    return str(found)
+    own = found if found is not None and _is_own(found, output_dir) else None
+    step = 0 if own is None else step_of(own)
+    for kind in ("checkpoints", "ema", "exports"):
+        chosen = own if kind == "checkpoints" else None
+        for name in set_aside_after(step, output_dir / kind, chosen):
+            say(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
+    return None if found is None else str(found)
+
+
+def _is_own(checkpoint: Path, output_dir: Path) -> bool:
+    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
 
 
 def rate_settings(config: TrainConfig) -> dict[str, Any]:
@@ -121,6 +133,10 @@ class Saved:
     path: Path
     checkpoint: Checkpoint
 
+    def is_own(self, output_dir: Path) -> bool:
+        """Whether it is of the run in this folder."""
+        return _is_own(self.path, output_dir)
+
     def load(self, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
         """Fill engine and averages; where the run stands."""
         self._require_model(engine)
@@ -159,6 +175,20 @@ class Saved:
         before, now = self.checkpoint.facts["order"], order_facts(order)
         if before != now and not resume.reset_dataloader:
             raise UserError(
-                f"{self.path} was trained on another order of data ({before}, now {now}); restore batch size and "
-                "data, or start the data anew with --reset_dataloader"
+                f"{self.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
+                "the data anew with --reset_dataloader"
             )
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first thing in which two orders differ, in words."""
+    if before["seed"] != now["seed"]:
+        return f"seed {before['seed']}, now {now['seed']}"
+    if len(before["buckets"]) != len(now["buckets"]):
+        return f"{len(before['buckets'])} buckets, now {len(now['buckets'])}"
+    names = ("global batch", "shuffle_window", "samples an epoch", "batches an epoch", "shards")
+    for number, pair in enumerate(zip(before["buckets"], now["buckets"], strict=True)):
+        for name, old, new in zip(names, *pair, strict=True):
+            if old != new:
+                return f"{name} of bucket {number}: {old}, now {new}"
+    return "unknown"

@@ -374,9 +374,21 @@ def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None
         lambda backend, timeout, device_id: joined.append((backend, timeout.total_seconds())),
     )
     monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: (given, keys["backend"]))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *given: None)
     assert start_process_group(Launch(), CPU, 60).control is None
     assert joined == []
-    groups: Any = start_process_group(Launch(1, 1, 2), CPU, 60, writers=2)
+    groups: Any = start_process_group(Launch(1, 1, 2), CPU, 60)
     start_process_group(Launch(1, 1, 2), torch.device("cuda", 1), 90)
     assert joined == [("gloo", 60), ("nccl", 90)]
-    assert (groups.control, groups.saving) == (((), "gloo"), (([0, 1],), "gloo"))
+    assert (groups.control, groups.saving, groups.writers) == (((), "gloo"), (([0, 1],), "gloo"), 2)
+
+
+@pytest.mark.parametrize(("parallel", "writers"), [("ddp", 3), ("fsdp2", 8)])
+def test_the_first_machine_says_how_many_write(monkeypatch: pytest.MonkeyPatch, parallel: str, writers: int) -> None:
+    """This process is on a machine with 5; the first has 3."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **keys: None)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: given)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source, group: tensor.fill_(3))
+    groups: Any = start_process_group(Launch(7, 4, 8), CPU, 60, parallel)
+    assert (groups.writers, groups.saving) == (writers, (list(range(writers)),))

@@ -1,0 +1,136 @@
+"""A LoRA in the naming of single files: q, k and v fused into one layer, halves swapped, the last block renumbered."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.export.lora_names import Layers, block_of, find_layers, single_name, with_block
+from sd3_light.model.lora import LoraModule
+
+Ranks = dict[str, list[int]]
+"""Fused layer -> the ranks of its q, k and v, 0 where there is none."""
+
+
+class Padding(NamedTuple):
+    """A model of ``num_layers`` blocks in a single file of ``num_blocks``: identity blocks stand before the last."""
+
+    num_layers: int
+    num_blocks: int
+
+
+def baked(module: LoraModule) -> LoraModule:
+    """The same update with scale 1: the scale is multiplied into ``up``, in float32."""
+    return replace(module, up=module.up.float() * module.scale, scale=1.0)
+
+
+def to_single(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule], Ranks]:
+    """By single-file names, scale 1; and the ranks of fused layers wherever the three are not equal.
+
+    Fusing: ``down`` is the concatenation, ``up`` block diagonal, so the rank is the sum of the three.
+    """
+    whole: dict[str, dict[str, LoraModule]] = {}
+    for name, module in modules.items():
+        whole.setdefault(single_name(name), {})[name] = baked(module)
+    found, ranks = {}, {}
+    for single, parts in whole.items():
+        layers = find_layers(single)
+        assert layers is not None
+        if len(layers.names) == 1:
+            found[single] = _swap_halves(single, next(iter(parts.values())))
+            continue
+        three = [parts.get(name) for name in layers.names]
+        found[single] = _fuse(single, three)
+        sizes = [part.rank if part else 0 for part in three]
+        if len(set(sizes)) > 1:
+            ranks[single] = sizes
+    return found, ranks
+
+
+def from_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
+    """The updates of diffusers' layers that one entry of a file holds; ``ranks`` as :func:`to_single` gave them."""
+    if layers.single is None:
+        return {layers.names[0]: module}
+    if len(layers.names) == 1:
+        return {layers.names[0]: _swap_halves(layers.single, module)}
+    return _split(layers.single, layers.names, module, ranks.get(layers.single))
+
+
+def pad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
+    """For a padded single file: the model's last block gets the number that it has there."""
+    last, new = _checked(padding)
+    beyond = [name for name in modules if (block_of(name) or 0) > last]
+    if beyond:
+        raise UserError(f"{beyond[0]} is not in a model of {padding.num_layers} blocks; give the model's own number")
+    return {with_block(name, {last: new}): module for name, module in modules.items()}
+
+
+def unpad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
+    """The reverse of :func:`pad_names`; an update of an identity block has no place in the model and is an error."""
+    last, new = _checked(padding)
+    if new == last:
+        return dict(modules)
+    lost = [name for name in modules if last <= (block_of(name) or 0) != new]
+    if lost:
+        raise UserError(
+            f"{lost[0]} updates a block that pads {padding.num_layers} blocks to {padding.num_blocks}; "
+            "the model has no such block, train without these layers"
+        )
+    return {with_block(name, {new: last}): module for name, module in modules.items()}
+
+
+def _checked(padding: Padding) -> tuple[int, int]:
+    if not 0 < padding.num_layers <= padding.num_blocks:
+        raise UserError(f"num_blocks {padding.num_blocks} is less than the model's {padding.num_layers} blocks")
+    return padding.num_layers - 1, padding.num_blocks - 1
+
+
+def _swap_halves(single: str, module: LoraModule) -> LoraModule:
+    """[scale, shift] of diffusers <-> [shift, scale] of single files, in the layers that have only these two."""
+    rows, width = module.up.shape[0], module.down.shape[1]
+    # a text modulation of two chunks is that of the last block; the others have six
+    last_text = single.endswith("context_block.adaLN_modulation.1") and rows == 2 * width
+    if not last_text and single != "final_layer.adaLN_modulation.1":
+        return module
+    magnitude = None if module.magnitude is None else module.magnitude.roll(rows // 2, 0)
+    return replace(module, up=module.up.roll(rows // 2, 0), magnitude=magnitude)
+
+
+def _fuse(single: str, parts: Iterable[LoraModule | None]) -> LoraModule:
+    present = [part for part in parts if part is not None]
+    shapes = {(part.down.shape[1:], part.up.shape[0]) for part in present}
+    if len(shapes) > 1:
+        raise UserError(
+            f"{single}: its q, k and v have different widths {sorted(map(str, shapes))}; they cannot be fused"
+        )
+    rows = present[0].up.shape[0]
+    up = torch.block_diag(*(present[0].up.new_zeros(rows, 0) if part is None else part.up for part in parts))
+    return LoraModule(torch.cat([part.down for part in present]), up)
+
+
+def _split(single: str, names: tuple[str, ...], module: LoraModule, ranks: list[int] | None) -> dict[str, LoraModule]:
+    rows = module.up.shape[0] // len(names)
+    if module.up.ndim != 2 or module.up.shape[0] % len(names):
+        raise UserError(f"{single}: {list(module.up.shape)} is no update of three layers")
+    if ranks is None:
+        ranks = [module.rank // 3] * 3
+    parts, column = {}, 0
+    diagonal = sum(ranks) == module.rank and _is_block_diagonal(module.up, rows, ranks)
+    for index, (name, rank) in enumerate(zip(names, ranks, strict=True)):
+        # whoever trained the fused layer shares `down` among the three, with columns of their own in `up`
+        columns = slice(column, column + rank) if diagonal else slice(None)
+        own = slice(index * rows, (index + 1) * rows)
+        column += rank
+        if diagonal and rank == 0:
+            continue
+        magnitude = None if module.magnitude is None else module.magnitude[own].clone()
+        parts[name] = LoraModule(module.down[columns].clone(), module.up[own, columns].clone(), module.scale, magnitude)
+    return parts
+
+
+def _is_block_diagonal(up: Tensor, rows: int, ranks: list[int]) -> bool:
+    inside = torch.block_diag(*(torch.ones(rows, rank, dtype=torch.bool) for rank in ranks))
+    return not up[~inside].any()

@@ -1,0 +1,231 @@
+"""One adapter, both ways, between diffusers' tensors and those of the community's SD3 single file.
+
+A single file's tensor holds the rows of one or more of diffusers' (q, k and v are one matrix there). Diffusers' last
+AdaLN layers give [scale, shift], the single file's [shift, scale]: their halves are exchanged.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sd3_light.config.faults import UserError
+from sd3_light.model.tensor_file import StoredTensor, joined, zeros
+
+Tensors = Mapping[str, StoredTensor]
+Shapes = Mapping[str, tuple[int, ...]]
+Config = Mapping[str, Any]
+
+HEAD_WIDTH = 64  # of every SD3; readers know no other
+_SAMPLE_SIZE = 128  # SD3's; no tensor depends on it
+
+
+# --- the denoiser -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor of the single file and the diffusers tensors whose rows it holds, ``swap``: with halves exchanged."""
+
+    single: str
+    stock: tuple[str, ...]
+    swap: bool = False
+
+
+_OUTSIDE = (
+    ("x_embedder.proj", "pos_embed.proj"),
+    ("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+    ("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+    ("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+    ("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+    ("context_embedder", "context_embedder"),
+    ("final_layer.linear", "proj_out"),
+)
+
+
+def denoiser_rules(config: Config) -> Iterator[Rule]:
+    """All tensors of a denoiser of this config, each once."""
+    last, dual = config["num_layers"] - 1, set(config.get("dual_attention_layers") or ())
+    norm = config.get("qk_norm") is not None
+    yield Rule("pos_embed", ("pos_embed.pos_embed",))
+    for single, stock in _OUTSIDE:
+        yield from _linear(single, stock)
+    yield from _linear("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
+    for block in range(last + 1):
+        single, stock = f"joint_blocks.{block}", f"transformer_blocks.{block}"
+        yield from _image_side(f"{single}.x_block", stock, norm, block in dual)
+        yield from _text_side(f"{single}.context_block", stock, norm, block == last)
+
+
+def _image_side(single: str, stock: str, norm: bool, dual: bool) -> Iterator[Rule]:
+    yield from _linear(f"{single}.adaLN_modulation.1", f"{stock}.norm1.linear")
+    for attention in ("attn", "attn2") if dual else ("attn",):
+        yield from _linear(f"{single}.{attention}.qkv", *(f"{stock}.{attention}.to_{part}" for part in "qkv"))
+        yield from _linear(f"{single}.{attention}.proj", f"{stock}.{attention}.to_out.0")
+        for part in "qk" if norm else "":
+            yield Rule(f"{single}.{attention}.ln_{part}.weight", (f"{stock}.{attention}.norm_{part}.weight",))
+    yield from _linear(f"{single}.mlp.fc1", f"{stock}.ff.net.0.proj")
+    yield from _linear(f"{single}.mlp.fc2", f"{stock}.ff.net.2")
+
+
+def _text_side(single: str, stock: str, norm: bool, last: bool) -> Iterator[Rule]:
+    """The last block's text is only read: it has no output, and its AdaLN is the continuous one."""
+    yield from _linear(f"{single}.adaLN_modulation.1", f"{stock}.norm1_context.linear", swap=last)
+    yield from _linear(f"{single}.attn.qkv", *(f"{stock}.attn.add_{part}_proj" for part in "qkv"))
+    for part in "qk" if norm else "":
+        yield Rule(f"{single}.attn.ln_{part}.weight", (f"{stock}.attn.norm_added_{part}.weight",))
+    if not last:
+        yield from _linear(f"{single}.attn.proj", f"{stock}.attn.to_add_out")
+        yield from _linear(f"{single}.mlp.fc1", f"{stock}.ff_context.net.0.proj")
+        yield from _linear(f"{single}.mlp.fc2", f"{stock}.ff_context.net.2")
+
+
+def _linear(single: str, *stock: str, swap: bool = False) -> Iterator[Rule]:
+    for kind in ("weight", "bias"):
+        yield Rule(f"{single}.{kind}", tuple(f"{name}.{kind}" for name in stock), swap)
+
+
+def fused(stock: Tensors, config: Config) -> dict[str, StoredTensor]:
+    """Diffusers' denoiser as the single file's."""
+    return {rule.single: _fused(rule, [stock[name] for name in rule.stock]) for rule in denoiser_rules(config)}
+
+
+def _fused(rule: Rule, parts: list[StoredTensor]) -> StoredTensor:
+    dtypes = sorted({part.dtype for part in parts})
+    if len(dtypes) > 1:
+        raise UserError(f"{', '.join(rule.stock)} have types {' and '.join(dtypes)}; a single file wants one for them")
+    return _swapped(joined(parts), rule.swap)
+
+
+def split(single: Tensors, config: Config) -> dict[str, StoredTensor]:
+    """The single file's denoiser as diffusers'; ``fused`` undone."""
+    found = {}
+    for rule in denoiser_rules(config):
+        parts = _swapped(single[rule.single], rule.swap).split(len(rule.stock))
+        found.update(zip(rule.stock, parts, strict=True))
+    return found
+
+
+def _swapped(tensor: StoredTensor, swap: bool) -> StoredTensor:
+    return joined(tensor.split(2)[::-1]) if swap else tensor
+
+
+def fused_shapes(stock: Shapes, config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the single file's denoiser by those of diffusers'."""
+    like = {name: zeros("F32", shape) for name, shape in stock.items()}
+    return {name: tensor.shape for name, tensor in fused(like, config).items()}
+
+
+# --- blocks that do nothing -------------------------------------------------------------------
+
+_BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
+
+
+def padded_config(config: Config, blocks: int) -> dict[str, Any]:
+    """The config with identity blocks before the last one, ``blocks`` in all."""
+    last = config["num_layers"] - 1
+    dual = [blocks - 1 if layer == last else layer for layer in config.get("dual_attention_layers") or ()]
+    return {**config, "num_layers": blocks, "dual_attention_layers": dual}
+
+
+def padded(stock: Tensors, shapes: Shapes, true_blocks: int, blocks: int) -> dict[str, StoredTensor]:
+    """The denoiser with all-zero blocks before its last: gates of zero make each the identity. ``shapes`` are those of
+    the padded config."""
+    found = {_renumbered(name, true_blocks - 1, blocks - 1): tensor for name, tensor in stock.items()}
+    dtype = stock["proj_out.weight"].dtype
+    return {name: found[name] if name in found else zeros(dtype, shape) for name, shape in shapes.items()}
+
+
+def unpadded(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[str, StoredTensor]:
+    """``padded`` undone. A block that is to be left out and is not zero is a fault: it has learned something."""
+    found = {}
+    for name, tensor in stock.items():
+        block = _BLOCK.match(name)
+        if block and true_blocks - 1 <= int(block[1]) < blocks - 1:
+            if any(any(chunk) for chunk in tensor.chunks()):
+                raise UserError(
+                    f"{where}: its metadata calls block {block[1]} padding, but its weights are not zero; some program "
+                    "has changed it: read it with its padding kept"
+                )
+        else:
+            found[_renumbered(name, blocks - 1, true_blocks - 1)] = tensor
+    return found
+
+
+def _renumbered(name: str, old: int, new: int) -> str:
+    prefix = f"transformer_blocks.{old}."
+    return f"transformer_blocks.{new}." + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+
+# --- a file that does not say what it is ------------------------------------------------------
+
+_TELLING = (
+    "x_embedder.proj.weight",
+    "context_embedder.weight",
+    "y_embedder.mlp.0.weight",
+    "final_layer.linear.weight",
+    "pos_embed",
+    "joint_blocks.0.x_block.attn.qkv.weight",
+)
+
+
+def deduced_config(single: Tensors, where: str) -> dict[str, Any]:
+    """The config that a denoiser's tensors tell. Without qk-norm the head width is SD3's; sample_size is always."""
+    missing = [name for name in _TELLING if name not in single]
+    if missing:
+        raise UserError(f"{where} is no SD3 single file: it lacks {', '.join(missing)}; give one that holds a denoiser")
+    try:
+        shapes = [single[name].shape for name in _TELLING]
+        (width, channels, patch, _), (_, text), (_, pooled), (outputs, _), (_, positions, _), _ = shapes
+    except ValueError as error:
+        raise UserError(f"{where} is no SD3 single file: its embedders have other shapes; give another file") from error
+    blocks = {match[1] for name in single if (match := re.match(r"joint_blocks\.(\d+)\.", name))}
+    norm = single.get("joint_blocks.0.x_block.attn.ln_q.weight")
+    head = HEAD_WIDTH if norm is None else norm.shape[0]
+    return {
+        "sample_size": _SAMPLE_SIZE,
+        "patch_size": patch,
+        "in_channels": channels,
+        "num_layers": len(blocks),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": text,
+        "caption_projection_dim": width,
+        "pooled_projection_dim": pooled,
+        "out_channels": outputs // patch**2,
+        "pos_embed_max_size": math.isqrt(positions),
+        "dual_attention_layers": sorted({int(name.split(".")[1]) for name in single if ".x_block.attn2." in name}),
+        "qk_norm": None if norm is None else "rms_norm",
+    }
+
+
+# --- the VAE ----------------------------------------------------------------------------------
+
+_VAE = (  # in this order; each once
+    (r"\.conv_norm_out\.", r".norm_out."),
+    (r"\.conv_shortcut\.", r".nin_shortcut."),
+    (r"\.down_blocks\.(\d+)\.resnets\.", r".down.\1.block."),
+    (r"\.down_blocks\.(\d+)\.downsamplers\.0\.", r".down.\1.downsample."),
+    (r"\.up_blocks\.(\d+)\.resnets\.", r".up.\1.block."),
+    (r"\.up_blocks\.(\d+)\.upsamplers\.0\.", r".up.\1.upsample."),
+    (r"\.mid_block\.resnets\.0\.", r".mid.block_1."),
+    (r"\.mid_block\.resnets\.1\.", r".mid.block_2."),
+    (r"\.mid_block\.attentions\.0\.group_norm\.", r".mid.attn_1.norm."),
+    (r"\.mid_block\.attentions\.0\.to_([qkv])\.", r".mid.attn_1.\1."),
+    (r"\.mid_block\.attentions\.0\.to_out\.0\.", r".mid.attn_1.proj_out."),
+)
+
+
+def vae_name(stock: str, levels: int) -> str:
+    """A VAE tensor's name in the single file; its decoder counts the ``levels`` from the other end."""
+    name = stock
+    for pattern, replacement in _VAE:
+        name = re.sub(pattern, replacement, name)
+    return re.sub(r"(?<=\.up\.)\d+", lambda found: str(levels - 1 - int(found[0])), name)
+
+
+def vae_tensor(name: str, tensor: StoredTensor) -> StoredTensor:
+    """A VAE tensor as the single file has it: the attention's matrices are convolutions of one pixel there."""
+    matrix = ".mid.attn_1." in name and len(tensor.shape) == 2
+    return tensor.reshaped((*tensor.shape, 1, 1)) if matrix else tensor

@@ -1,0 +1,61 @@
+"""Two processes agree on when to save and when to stop, whichever of them is asked."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.cli import RESUMABLE
+from sd3_light.stages.train import Resume
+from tests.e2e.live import TORCHRUN, Live, is_alive, leftovers, ranks
+
+ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro_batch_size_per_gpu": 2}
+Project = Any  # the class is in tests/conftest.py
+
+
+def assert_saved_by_both(project: Project, step: int) -> None:
+    folder = project.run / "checkpoints" / checkpoint_name(step)
+    tensors, facts = read_checkpoint(folder)  # every hash is checked, and that all parts are there
+    assert facts["progress"]["step"] == step
+    assert len(tensors) > 200
+    assert len(list(folder.glob("rank-*.safetensors"))) == 2
+    assert leftovers(project.run) == []
+
+
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -> None:
+    """The file `save` first: one checkpoint, and on they go. Then SIGTERM to the rank that keeps no log."""
+    with Live(project, launcher=TORCHRUN, **ENDLESS) as live:
+        live.reach(1)
+        (live.run / "save").touch()
+        asked_at = live.event("checkpoint")["step"]
+        live.reach(asked_at + 2)
+        processes = ranks(live)
+        os.kill(processes[1], signal.SIGTERM)
+        assert live.end() != 0, "torchrun says that its processes did not end with 0"
+    last = live.log.read("step")[-1]["step"]
+    (stop,) = live.log.read("stop")
+    assert (stop["step"], stop["reason"]) == (last, "another process was asked to stop")
+    assert [event["step"] for event in live.log.read("checkpoint")] == [asked_at, last]
+    for step in (asked_at, last):
+        assert_saved_by_both(project, step)
+    assert not (live.run / "save").exists()
+    assert f"exitcode  : {RESUMABLE}" in live.words
+    assert sorted(processes) == [0, 1]
+    assert [process for process in processes.values() if is_alive(process)] == []
+
+
+def test_cut_weights_stop_by_file_and_go_on(project: Project) -> None:
+    """FSDP2, `save_quit`: both ranks end with 0, so torchrun does; one process goes on from what both have saved."""
+    with Live(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:
+        live.reach(1)
+        (live.run / "save_quit").touch()
+        assert live.end() == 0, live.words
+    last = live.log.read("step")[-1]["step"]
+    assert [(event["step"], event["reason"]) for event in live.log.read("stop")] == [(last, "save_quit")]
+    assert_saved_by_both(project, last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
+    assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))

@@ -1,0 +1,15 @@
+"""What two runs have in common."""
+
+from pathlib import Path
+
+import torch
+
+from sd3_light.checkpoint.store import read_checkpoint
+
+
+def assert_same_end(one: Path, two: Path) -> None:
+    """Two checkpoints hold the same weights, moments, step counts and averages, bit for bit, and the same counters."""
+    (tensors, facts), (others, other_facts) = read_checkpoint(one), read_checkpoint(two)
+    assert facts == other_facts
+    assert set(tensors) == set(others)
+    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []

@@ -1,0 +1,87 @@
+"""Which checkpoint a run goes on from, and what becomes of those that it leaves behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.store import checkpoint_name, write_checkpoint
+from sd3_light.config.faults import UserError
+from sd3_light.stages.train.restore import Resume, _difference, choose_checkpoint
+
+
+def lay_out(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        write_checkpoint(folder / "checkpoints", step, {"param/w": torch.full((2,), float(step))}, {"step": step})
+        for kind in ("ema", "exports"):
+            (folder / kind / checkpoint_name(step)).mkdir(parents=True)
+            (folder / kind / checkpoint_name(step) / "content").write_text(str(step))
+    return folder
+
+
+def names(folder: Path, kind: str = "checkpoints") -> list[str]:
+    return sorted(path.name for path in (folder / kind).iterdir())
+
+
+def at(folder: Path, step: int, prefix: str = "") -> Path:
+    return folder / "checkpoints" / f"{prefix}{checkpoint_name(step)}"
+
+
+def test_the_newest_is_taken_and_nothing_moves(tmp_path: Path) -> None:
+    run = lay_out(tmp_path, 1, 2)
+    assert choose_checkpoint(run, Resume()) == str(at(run, 2))
+    for kind in ("checkpoints", "ema", "exports"):
+        assert names(run, kind) == ["step-00000001", "step-00000002"]
+
+
+def test_an_earlier_one_leaves_the_later_behind_in_every_folder(tmp_path: Path) -> None:
+    """Averages of an abandoned future must not be mixed with the new ones, nor its exports pass for the newest."""
+    run = lay_out(tmp_path, 1, 2, 3)
+    assert choose_checkpoint(run, Resume(at(run, 1))) == str(at(run, 1))
+    for kind in ("checkpoints", "ema", "exports"):
+        assert names(run, kind) == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000001"]
+    assert choose_checkpoint(run, Resume()) == str(at(run, 1))
+
+
+def test_nothing_that_was_set_aside_is_ever_deleted(tmp_path: Path) -> None:
+    run = lay_out(tmp_path, 1, 2)
+    choose_checkpoint(run, Resume(at(run, 1)))
+    lay_out(tmp_path / "again", 2)
+    (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
+    choose_checkpoint(run, Resume(at(run, 1)))
+    assert names(run) == ["abandoned-step-00000002", "abandoned-step-00000002.again", "step-00000001"]
+
+
+def test_an_abandoned_one_can_be_taken_up_again(tmp_path: Path) -> None:
+    """Earlier ones stay where they are, and the other of its own step gives way."""
+    run = lay_out(tmp_path, 1, 2, 3)
+    choose_checkpoint(run, Resume(at(run, 1)))
+    lay_out(tmp_path / "again", 2)
+    (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
+    chosen = at(run, 2, "abandoned-")
+    assert choose_checkpoint(run, Resume(chosen)) == str(chosen)
+    assert chosen.is_dir()
+    assert at(run, 1).is_dir()
+    assert not at(run, 2).exists()
+
+
+def test_a_run_that_begins_leaves_behind_what_a_killed_one_wrote(tmp_path: Path) -> None:
+    """It had not come to its first checkpoint, but had exported."""
+    (tmp_path / "exports" / checkpoint_name(4)).mkdir(parents=True)
+    assert choose_checkpoint(tmp_path, Resume()) is None
+    assert names(tmp_path, "exports") == ["abandoned-step-00000004"]
+
+
+def test_another_runs_checkpoint_does_not_go_into_a_folder_with_its_own(tmp_path: Path) -> None:
+    one, other = lay_out(tmp_path / "one", 5), lay_out(tmp_path / "other", 2)
+    with pytest.raises(UserError, match=r"one holds a run of its own \(step-00000005\) and .* is of another"):
+        choose_checkpoint(one, Resume(at(other, 2)))
+    assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == str(at(other, 2))
+
+
+def test_the_first_difference_of_two_orders_is_told() -> None:
+    one = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"]]}
+    assert _difference(one, {**one, "seed": 2}) == "seed 1, now 2"
+    assert _difference(one, {"seed": 1, "buckets": []}) == "1 buckets, now 0"
+    assert _difference(one, {"seed": 1, "buckets": [[2, 16, 40, 20, "ab"]]}) == "global batch of bucket 0: 4, now 2"
+    assert _difference(one, {"seed": 1, "buckets": [[4, 16, 40, 10, "cd"]]}) == "shards of bucket 0: ab, now cd"
