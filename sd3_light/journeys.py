@@ -53,7 +53,7 @@ def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: 
     if out is not None and launch.is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    table = Table("loss", title=f"{model}: validation loss")
+    table = Table("loss", title="validation", caption=model.name)
     for name in found:
         table.add_column(name, justify="right")
     for key in next(iter(found.values())):

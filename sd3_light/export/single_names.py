@@ -100,7 +100,7 @@ def _fused(rule: Rule, parts: list[StoredTensor]) -> StoredTensor:
 
 def split(single: Tensors, config: Config) -> dict[str, StoredTensor]:
     """The single file's denoiser as diffusers'; ``fused`` undone."""
-    found = {}
+    found: dict[str, StoredTensor] = {}
     for rule in denoiser_rules(config):
         parts = _swapped(single[rule.single], rule.swap).split(len(rule.stock))
         found.update(zip(rule.stock, parts, strict=True))

@@ -1,0 +1,229 @@
+"""Adapters on the denoiser: where they go, that only they train, and that merging and removing leave the stock model."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
+from sd3_light.config.schema_tables import LORA_TARGETS
+from sd3_light.model.layers import build_layers, new_transformer, run_layers, unpatchify
+from sd3_light.model.lora import (
+    LoraModule,
+    add_lora,
+    load_lora,
+    lora_modules,
+    lora_scale,
+    lora_state,
+    merge_lora,
+    remove_lora,
+)
+
+TINY = SIZES["tiny2"].transformer_config()
+TARGETS = ("attn.to_q", "attn.add_k_proj", "ff.net.0.proj", "norm1.linear")
+KINDS: dict[str, dict[str, Any]] = {
+    "alpha": {"alpha": 6.0},
+    "rslora": {"alpha": 6.0, "use_rslora": True},
+    "dora": {"alpha": 6.0, "use_dora": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stock() -> SD3Transformer2DModel:
+    """A model whose every weight matters: gates and output are not left at zero."""
+    transformer = new_transformer(TINY, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer.eval()
+
+
+def trained(**how: Any) -> SD3Transformer2DModel:
+    """The model with a LoRA that has learned something."""
+    transformer = stock()
+    add_lora(transformer, 4, target_modules=TARGETS, **how)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for tensor in lora_state(transformer).values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    return transformer
+
+
+@torch.no_grad()
+def forward(transformer: torch.nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    output: Tensor = transformer(
+        hidden_states=torch.randn(2, 16, 8, 8, generator=generator),
+        timestep=torch.tensor([100.0, 700.0]),
+        encoder_hidden_states=torch.randn(2, 5, 256, generator=generator),
+        pooled_projections=torch.randn(2, 224, generator=generator),
+        return_dict=False,
+    )[0]
+    return output
+
+
+def test_targets_are_ends_of_names() -> None:
+    names = add_lora(stock(), 2, 2.0, LORA_TARGETS)
+    assert len(names) == 2 * 8 - 1, "the last block has no text output"
+    assert "transformer_blocks.1.attn.to_out.0" in names
+    assert add_lora(stock(), 2, 2.0, ("transformer_blocks.0.attn.to_q", "proj_out")) == (
+        "transformer_blocks.0.attn.to_q",
+        "proj_out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("attn.toq", r"attn\.toq: no linear layer's name ends so \(nearest: attn\.to_q\)"),
+        ("o_q", r"o_q: no linear layer's name ends so"),
+        ("attn", r"attn: .*transformer_blocks\.0\.attn is no linear layer but Attention"),
+        ("pos_embed.proj", r"pos_embed\.proj is no linear layer but Conv2d"),
+    ],
+)
+def test_a_target_without_a_layer_is_an_error(target: str, message: str) -> None:
+    transformer = stock()
+    with pytest.raises(UserError, match=message):
+        add_lora(transformer, 2, 2.0, ("attn.to_k", target))
+    assert not lora_state(transformer), "and nothing was added"
+
+
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
+def test_a_new_lora_changes_nothing_and_alone_is_trained(how: dict[str, Any]) -> None:
+    transformer = stock()
+    before = forward(transformer)
+    names = add_lora(transformer, 4, target_modules=TARGETS, **how)
+    assert torch.allclose(forward(transformer), before, atol=1e-5)
+    learns = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+    assert learns == set(lora_state(transformer))
+    assert len(learns) == len(names) * (3 if how.get("use_dora") else 2)
+
+
+def test_adapters_of_a_bfloat16_model_are_float32() -> None:
+    transformer = stock().to(torch.bfloat16)
+    add_lora(transformer, 4, 4.0, TARGETS)
+    assert {tensor.dtype for tensor in lora_state(transformer).values()} == {torch.float32}
+
+
+def test_new_weights_are_a_pure_function_of_the_seed() -> None:
+    states = []
+    for seed in (5, 5, 6):
+        torch.rand(3)
+        transformer = stock()
+        drawn = torch.random.get_rng_state()
+        add_lora(transformer, 4, 4.0, TARGETS, seed=seed)
+        assert torch.equal(torch.random.get_rng_state(), drawn), "the global stream is left alone"
+        states.append(lora_state(transformer))
+    name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not torch.equal(states[0][name], states[2][name])
+
+
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
+def test_merging_gives_the_same_model_without_adapters(how: dict[str, Any]) -> None:
+    transformer = trained(**how)
+    expected = forward(transformer)
+    assert (expected - forward(stock())).abs().max() > 1e-3
+    merge_lora(transformer)
+    assert (forward(transformer) - expected).abs().max() < 1e-5
+    assert set(transformer.state_dict()) == set(stock().state_dict())
+    assert all(parameter.requires_grad for parameter in transformer.parameters())
+
+
+def test_merging_equals_pefts() -> None:
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS))
+    theirs = get_peft_model(stock(), config)
+    ours = trained(alpha=6.0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(lora_state(ours)[name.removeprefix("base_model.model.")])
+    merge_lora(ours)
+    merged = theirs.merge_and_unload().state_dict()
+    assert all((tensor - merged[name]).abs().max() < 1e-6 for name, tensor in ours.state_dict().items())
+
+
+def test_removing_brings_the_stock_model_back() -> None:
+    transformer = trained(alpha=6.0)
+    remove_lora(transformer)
+    before, after = stock().state_dict(), transformer.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    add_lora(transformer, 2, 2.0, TARGETS)
+
+
+def test_one_lora_at_a_time() -> None:
+    transformer = trained(alpha=6.0)
+    with pytest.raises(UserError, match="has a LoRA already"):
+        add_lora(transformer, 4, 4.0, ("attn.to_v",))
+
+
+def test_the_list_of_layers_runs_the_adapters() -> None:
+    transformer = trained(alpha=6.0)
+    expected = forward(transformer)
+    generator = torch.Generator().manual_seed(3)
+    noisy = torch.randn(2, 16, 8, 8, generator=generator)
+    prompt, pooled = torch.randn(2, 5, 256, generator=generator), torch.randn(2, 224, generator=generator)
+    with torch.no_grad():
+        patches = run_layers(build_layers(transformer), [noisy, torch.tensor([100.0, 700.0]), prompt, pooled])[0]
+    assert torch.equal(unpatchify(patches, 8, 8), expected)
+
+
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
+def test_weights_move_between_adapters_of_different_scale(how: dict[str, Any]) -> None:
+    source = trained(**how)
+    target = stock()
+    add_lora(target, 4, target_modules=TARGETS, **{**how, "alpha": 1.0})
+    load_lora(target, lora_modules(source))
+    assert (forward(target) - forward(source)).abs().max() < 1e-5
+
+
+MODULES = dict(lora_modules(trained(alpha=6.0)))
+FIRST = "transformer_blocks.0.attn.to_q"
+UNFIT = {
+    "missing": ({name: module for name, module in MODULES.items() if name != FIRST}, f"{FIRST} is not in the file"),
+    "foreign": ({**MODULES, "proj_out": MODULES[FIRST]}, "proj_out has no adapter in the model"),
+    "rank": (
+        {**MODULES, FIRST: LoraModule(torch.ones(2, 128), torch.ones(128, 2))},
+        f"{FIRST} has rank 2 and 128 -> 128, not 4",
+    ),
+    "dora": (
+        {**MODULES, FIRST: LoraModule(MODULES[FIRST].down, MODULES[FIRST].up, 1.0, torch.ones(128))},
+        f"{FIRST} is DoRA",
+    ),
+}
+
+
+@pytest.mark.parametrize(("modules", "message"), UNFIT.values(), ids=UNFIT)
+def test_weights_that_do_not_fit_are_named(modules: dict[str, LoraModule], message: str) -> None:
+    transformer = trained(alpha=6.0)
+    before = {name: tensor.clone() for name, tensor in lora_state(transformer).items()}
+    with pytest.raises(UserError, match=message):
+        load_lora(transformer, modules)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in lora_state(transformer).items())
+
+
+def test_scales() -> None:
+    assert lora_scale(16, 8.0) == 0.5
+    assert lora_scale(16, 8.0, use_rslora=True) == 2.0
+    assert {module.scale for module in lora_modules(trained(alpha=6.0)).values()} == {1.5}
+    assert {module.scale for module in lora_modules(trained(alpha=6.0, use_rslora=True)).values()} == {3.0}
+
+
+def test_a_convolution_is_updated_in_its_shape() -> None:
+    generator = torch.Generator().manual_seed(0)
+    conv = torch.randn(6, 3, 2, 2, generator=generator)
+    module = LoraModule(torch.randn(2, 3, 2, 2, generator=generator), torch.randn(6, 2, 1, 1, generator=generator), 0.5)
+    image = torch.randn(1, 3, 4, 4, generator=generator)
+    low = torch.nn.functional.conv2d(torch.nn.functional.conv2d(image, module.down), module.up)
+    expected = torch.nn.functional.conv2d(image, conv) + 0.5 * low
+    assert torch.allclose(torch.nn.functional.conv2d(image, module.applied(conv)), expected, atol=1e-5)

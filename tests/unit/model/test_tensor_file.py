@@ -1,0 +1,129 @@
+"""Tensors known by their bytes: what is rearranged and written is what the safetensors library would write."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from sd3_light.model import tensor_file
+from sd3_light.model.tensor_file import DTYPES, header, joined, read_tensor_file, same, stored, write_tensor_file, zeros
+
+GENERATOR = torch.Generator().manual_seed(0)
+TENSORS = {
+    **{f"a.{name}": torch.randn(3, 5, generator=GENERATOR).to(dtype) for name, dtype in DTYPES.items()},
+    'ä "b"': torch.randn(2, 2, 2, generator=GENERATOR),
+    "one": torch.tensor(2.5),
+    "none": torch.zeros(0, 4),
+}
+METADATA = {"about": '{"a": "é"}'}
+
+
+@pytest.fixture(params=[1 << 24, 7])
+def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the library's, read with chunks of many tensors or of a few bytes."""
+    monkeypatch.setattr(tensor_file, "CHUNK", request.param)
+    save_file(TENSORS, tmp_path / "file.safetensors", METADATA)
+    return tmp_path / "file.safetensors"
+
+
+def test_tensors_and_metadata_of_the_librarys_files_are_read(file: Path) -> None:
+    tensors, metadata = read_tensor_file(file)
+    assert metadata == METADATA
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        loaded = tensors[name].load()
+        assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
+        assert loaded.contiguous().view(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_what_is_written_is_what_the_library_writes(file: Path) -> None:
+    tensors, _ = read_tensor_file(file)
+    shuffled = dict(reversed(tensors.items()))
+    write_tensor_file(file.with_name("copy"), shuffled, METADATA)
+    assert file.with_name("copy").read_bytes() == save(TENSORS, METADATA)
+
+
+def test_rows_are_joined_cut_and_exchanged_without_loading(file: Path) -> None:
+    table = torch.arange(24.0).reshape(6, 4)
+    save_file({"top": table[:4].contiguous(), "bottom": table[4:].contiguous()}, file)
+    tensors, _ = read_tensor_file(file)
+    whole = joined([tensors["top"], tensors["bottom"]])
+    assert whole.load().equal(table)
+    assert [part.load().tolist() for part in whole.split(3)] == [part.tolist() for part in table.chunk(3)]
+    assert whole.rows(3, 5).load().equal(table[3:5]), "across the seam"
+    halves = joined(whole.split(2)[::-1])
+    assert halves.load().equal(torch.cat([table[3:], table[:3]]))
+    assert joined(halves.split(2)[::-1]).reshaped((3, 8)).load().equal(table.reshape(3, 8))
+
+
+def test_zeros_and_given_tensors_are_tensors_too(file: Path) -> None:
+    eye = torch.eye(3, dtype=torch.bfloat16)
+    write_tensor_file(file, {"zeros": zeros("F16", (2, 3)), "eye": stored(eye)}, METADATA)
+    found = load_file(file)
+    assert found["zeros"].equal(torch.zeros(2, 3, dtype=torch.float16))
+    assert found["eye"].equal(eye)
+
+
+def test_a_bit_a_shape_or_a_type_makes_a_difference(file: Path) -> None:
+    one = torch.ones(100)
+    other = one.clone()
+    other.view(torch.int32)[99] ^= 1
+    assert same(stored(one), joined(stored(one).split(4)))
+    assert not same(stored(one), stored(other))
+    assert not same(stored(one), stored(one.reshape(10, 10)))
+    assert not same(stored(one), stored(one.view(torch.int32)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda data: data[:5], "its header does not end"),
+        (lambda data: data[:40], "its header does not end"),
+        (lambda data: data[:-1], r"it has \d+ bytes, not the \d+ that its header tells"),
+        (lambda data: data + b"\0", r"it has \d+ bytes, not the \d+ that its header tells"),
+        (lambda data: data[:8] + b"x" + data[9:], "Expecting value"),
+        (lambda data: (2).to_bytes(8, "little") + b"[]", "no safetensors header"),
+        (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "no safetensors header"),
+        (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, not the \d+ of its shape"),
+        (lambda data: data.replace(b'"dtype":"F64"', b'"dtype":"F63"', 1), "tensors of type F63"),
+    ],
+)
+def test_a_file_that_is_not_whole_says_why(file: Path, spoil, reason: str) -> None:  # type: ignore[no-untyped-def]
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(ValueError, match=reason):
+        read_tensor_file(file)
+
+
+def test_a_file_that_shrinks_meanwhile_is_noticed(file: Path) -> None:
+    tensors, _ = read_tensor_file(file)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match="ends too early"):
+        tensors["a.F64"].load()
+
+
+def test_a_name_is_written_once() -> None:
+    with pytest.raises(AssertionError, match="x is written twice"):
+        header([("x", "F32", (1,)), ("x", "F32", (1,))])
+
+
+def test_values_begin_on_a_multiple_of_eight() -> None:
+    for length in range(8):
+        beginning = header([("x" * length, "F32", (1,))])
+        assert len(beginning) % 8 == 0
+        assert json.loads(beginning[8:])["x" * length]["data_offsets"] == [0, 4]
+
+
+def test_a_file_is_rearranged_with_a_few_chunks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "CHUNK", 1 << 20)
+    save_file({"a": torch.ones(6 << 20), "b": torch.zeros(6 << 20)}, tmp_path / "in")
+    tensors, _ = read_tensor_file(tmp_path / "in")
+    tracemalloc.start()
+    write_tensor_file(tmp_path / "out", {"ba": joined([tensors["b"], tensors["a"]]), "z": zeros("F32", (6 << 20,))}, {})
+    assert same(read_tensor_file(tmp_path / "out")[0]["ba"], joined([tensors["b"], tensors["a"]]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "out").stat().st_size > 72 << 20
+    assert peak < 6 << 20
