@@ -180,7 +180,10 @@ def deduced_config(single: Tensors, where: str) -> dict[str, Any]:
         (width, channels, patch, _), (_, text), (_, pooled), (outputs, _), (_, positions, _), _ = shapes
     except ValueError as error:
         raise UserError(f"{where} is no SD3 single file: its embedders have other shapes; give another file") from error
-    blocks = {match[1] for name in single if (match := re.match(r"joint_blocks\.(\d+)\.", name))}
+    blocks = {int(match[1]) for name in single if (match := re.match(r"joint_blocks\.(\d+)\.", name))}
+    gap = next(number for number in range(len(blocks) + 1) if number not in blocks)
+    if gap < len(blocks):
+        raise UserError(f"{where} is no whole denoiser: it has joint_blocks.{max(blocks)} and lacks joint_blocks.{gap}")
     norm = single.get("joint_blocks.0.x_block.attn.ln_q.weight")
     head = HEAD_WIDTH if norm is None else norm.shape[0]
     return {

@@ -51,7 +51,7 @@ def _block_notes(config: Config, blocks: int) -> Iterator[str]:
     if width != HEAD_WIDTH:
         yield f"heads of {width}: ComfyUI and other readers know heads of {HEAD_WIDTH} only and do not load the file"
     elif true > heads:
-        yield f"{true} blocks and {heads} heads: readers such as ComfyUI want as many blocks as heads and do not load it"
+        yield f"{true} blocks and {heads} heads: readers such as ComfyUI want one block a head and do not load it"
     elif blocks > true:
         yield (
             f"{blocks - true} identity blocks stand before the last of {true}: readers expect as many blocks as heads "
@@ -86,7 +86,7 @@ def _text_notes(model: Model, text: Mapping[str, Any]) -> Iterator[str]:
     if text.get("text_tokens") == "real":
         yield "trained on real text tokens: readers pad the prompt and let every token see the padding"
     if text.get("uncond_text") == "zero":
-        yield "trained with zeros as the unconditional text: not an empty negative prompt, but ConditioningZeroOut gives them"
+        yield "trained with zeros as the unconditional text: ConditioningZeroOut gives them, an empty prompt does not"
     if "text_encoder" in model.tensors:
         projection = model.tensors["text_encoder"][PROJECTION].load().float()
         if not torch.equal(projection, torch.eye(*projection.shape)):

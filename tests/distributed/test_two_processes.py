@@ -107,6 +107,62 @@ def test_two_processes_train_as_one(alone: Project, parallel: str) -> None:
     assert [path.name for path in (alone.folder / parallel / "exports").iterdir()] == [f"step-{STEPS:08d}"]
 
 
+# --- every kind of loss ------------------------------------------------------------------------
+
+LOSSES = {"model.text_recon_gamma": 0.25, "model.text_recon_target_layer": 0, "pseudo_huber_c": 0.1}
+
+
+@pytest.fixture(scope="module")
+def every_loss(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
+    """The reference: one process, batches of 4, text reconstruction, pseudo-Huber, and a mask for every other picture,
+    each of another width, so that samples of one batch weigh their pixels differently."""
+    project = raw_project.copy(tmp_path_factory.mktemp("losses") / "project")
+    (project.folder / "masks").mkdir()
+    for number, path in enumerate(sorted(project.pictures.glob("*.png"))[::2]):
+        with Image.open(path) as picture:
+            mask = Image.new("L", picture.size, 0)
+        mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))
+        mask.save(project.folder / "masks" / path.name)
+    project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        project.train('output_dir="alone"', *(f"{key}={value}" for key, value in LOSSES.items()))
+        project.train('output_dir="plain"')
+    return project
+
+
+def parts(project: Project, run: str) -> list[float]:
+    """Every number of the loss and the gradient, step by step."""
+    keys = ("loss", "flow", "text_recon", "grad_norm")
+    return [event[key] for event in project.events("step", run) for key in keys]
+
+
+def test_every_loss_counts(every_loss: Project) -> None:
+    events = every_loss.events("step", "alone")
+    assert len(events) == 4
+    for event, plain in zip(events, every_loss.events("step", "plain"), strict=True):
+        assert event["text_recon"] > 0.01
+        assert event["loss"] == pytest.approx(event["flow"] + 0.25 * event["text_recon"], rel=1e-5)
+        assert event["flow"] < 0.9 * plain["flow"], "far from zero, pseudo-Huber grows slower than the square"
+
+
+def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    shares = {**LOSSES, "micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    every_loss.train('output_dir="accumulated"', *(f"{key}={value}" for key, value in shares.items()))
+    assert parts(every_loss, "accumulated") == pytest.approx(parts(every_loss, "alone"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("parallel", "accumulation"), [("ddp", 1), ("fsdp2", 2)])
+def test_two_processes_make_the_same_steps_of_every_loss(every_loss: Project, parallel: str, accumulation: int) -> None:
+    shares = {"micro_batch_size_per_gpu": 2 // accumulation, "gradient_accumulation_steps": accumulation}
+    torchrun(every_loss, output_dir=f'"{parallel}"', parallel=f'"{parallel}"', **LOSSES, **shares)
+    assert parts(every_loss, parallel) == pytest.approx(parts(every_loss, "alone"), rel=1e-5)
+
+
+# --- what belongs to the run -------------------------------------------------------------------
+
+
 def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     alone: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Adapters on the denoiser: where they go, that only they train, and that merging and removing leave the stock model."""
+"""Adapters on the denoiser: where they go, that only they train; merging and removing give the stock model back."""
 
 from typing import Any
 

@@ -1,0 +1,528 @@
+"""LoRA files: what stock diffusers and ComfyUI's rules make of them is the model that was trained."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
+from sd3_light.export.lora import METADATA, from_peft, read_lora, write_lora
+from sd3_light.export.lora_layouts import Padding
+from sd3_light.model.layers import new_transformer
+from sd3_light.model.lora import LoraModule, add_lora, load_lora, lora_modules, lora_state, merge_lora
+
+State = dict[str, Tensor]
+RANK, ALPHA = 4, 6.0
+LAYERS = 2
+CONFIG = {**SIZES["tiny2"].transformer_config(), "dual_attention_layers": (0,)}
+EVERYWHERE = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "linear")
+EVERYWHERE += ("proj_out", "context_embedder", "net.0.proj", "net.2", "linear_1", "linear_2")
+KINDS: dict[str, dict[str, Any]] = {"alpha": {}, "rslora": {"use_rslora": True}}
+Q, K, V = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
+KOHYA_QKV = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stock() -> SD3Transformer2DModel:
+    """A model whose every weight matters: gates and output are not left at zero."""
+    transformer = new_transformer(CONFIG, 0)
+    with torch.no_grad():
+        for seed, parameter in enumerate(transformer.parameters()):
+            parameter += 0.05 * noise(*parameter.shape, seed=seed)
+    return transformer.eval()
+
+
+def trained(targets: tuple[str, ...] = EVERYWHERE, **how: Any) -> SD3Transformer2DModel:
+    """The model with a LoRA that has learned something."""
+    transformer = stock()
+    add_lora(transformer, RANK, ALPHA, targets, **how)
+    with torch.no_grad():
+        for seed, tensor in enumerate(lora_state(transformer).values()):
+            tensor += 0.05 * noise(*tensor.shape, seed=1000 + seed)
+    return transformer
+
+
+@torch.no_grad()
+def forward(transformer: torch.nn.Module) -> Tensor:
+    output: Tensor = transformer(
+        hidden_states=noise(2, 16, 8, 8),
+        timestep=torch.tensor([100.0, 700.0]),
+        encoder_hidden_states=noise(2, 5, 256),
+        pooled_projections=noise(2, 224),
+        return_dict=False,
+    )[0]
+    return output
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+def live(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
+    """A LoRA in memory, with alpha != rank and with rsLoRA. Read only."""
+    return trained(**request.param)
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, LoraModule]:
+    """The LoRA of one such model."""
+    return lora_modules(trained())
+
+
+def same(one: Mapping[str, LoraModule], two: Mapping[str, LoraModule]) -> bool:
+    """Bit for bit."""
+    return one.keys() == two.keys() and all(
+        torch.equal(one[name].down, two[name].down)
+        and torch.equal(one[name].up, two[name].up)
+        and one[name].scale == two[name].scale
+        for name in one
+    )
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as opened:
+        return dict(opened.metadata() or {})
+
+
+# --- stock diffusers ---------------------------------------------------------------------------
+
+
+def stock_with(path: Path) -> SD3Transformer2DModel:
+    """What `pipe.load_lora_weights(file)` of stock diffusers makes of a stock model."""
+    parts = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    pipe = StableDiffusion3Pipeline(transformer=stock(), scheduler=scheduler, **dict.fromkeys(parts))
+    pipe.load_lora_weights(path)
+    transformer: SD3Transformer2DModel = pipe.transformer
+    return transformer
+
+
+def test_the_default_file_is_right_in_stock_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    loaded = stock_with(write_lora(tmp_path / "lora.safetensors", lora_modules(live)))
+    layers = [layer for layer in loaded.modules() if isinstance(layer, LoraLayer)]
+    assert len(layers) == sum(isinstance(layer, torch.nn.Linear) for layer in stock().modules()), "each linear layer"
+    assert {scale for layer in layers for scale in layer.scaling.values()} == {1.0}
+    assert (forward(loaded) - forward(live)).abs().max() < 1e-5
+    assert (forward(loaded) - forward(stock())).abs().max() > 1e-2
+
+
+def test_layers_of_different_ranks_are_right_in_stock_diffusers(tmp_path: Path) -> None:
+    lora = {Q: LoraModule(noise(2, 128), noise(128, 2), 0.1), V: LoraModule(noise(5, 128), noise(128, 5), 0.02)}
+    loaded = stock_with(write_lora(tmp_path / "lora.safetensors", lora))
+    for name, module in lora.items():
+        layer = loaded.get_submodule(name)
+        assert (layer.get_delta_weight("default_0") - module.delta()).abs().max() < 1e-6
+
+
+def test_names_and_metadata_of_the_default_file(modules: dict[str, LoraModule], tmp_path: Path) -> None:
+    path = write_lora(tmp_path / "lora.safetensors", modules, facts={"rank": RANK, "alpha": ALPHA})
+    keys = load_file(path).keys()
+    assert keys == {f"transformer.{name}.lora_{side}.weight" for name in modules for side in "AB"}
+    assert metadata_of(path).keys() == {METADATA}, "several entries would be written in random order"
+    assert read_lora(path).facts == {"rank": RANK, "alpha": ALPHA}
+
+
+def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
+    live = trained(("attn.to_q", "attn.to_k", "ff.net.2"), use_dora=True)
+    for layout in ("diffusers", "kohya"):
+        with pytest.raises(UserError, match=rf"{Q} has a DoRA magnitude, which ComfyUI would leave out"):
+            write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout=layout)
+    path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="peft")
+    assert (forward(stock_with(path)) - forward(live)).abs().max() < 1e-5
+    again = read_lora(path).modules[Q].magnitude
+    assert again is not None
+    assert torch.equal(again, lora_modules(live)[Q].magnitude)
+
+
+# --- ComfyUI: its rules, written down once more -------------------------------------------------
+
+
+def comfy_map(depth: int) -> dict[str, tuple[str, tuple[int, int] | None, bool]]:
+    """diffusers layer -> its single-file weight, the rows (start, count) in it, whether halves are swapped."""
+    table: dict[str, tuple[str, tuple[int, int] | None, bool]] = {
+        "context_embedder": ("context_embedder", None, False),
+        "pos_embed.proj": ("x_embedder.proj", None, False),
+        "norm_out.linear": ("final_layer.adaLN_modulation.1", None, True),
+        "proj_out": ("final_layer.linear", None, False),
+    }
+    for ours, theirs in (("timestep_embedder", "t_embedder"), ("text_embedder", "y_embedder")):
+        for number, place in ((1, 0), (2, 2)):
+            table[f"time_text_embed.{ours}.linear_{number}"] = (f"{theirs}.mlp.{place}", None, False)
+    width = 128  # ComfyUI: depth * 64; the padded file of this test is wider in depth than it is in heads
+    for i in range(depth):
+        b, j = f"transformer_blocks.{i}", f"joint_blocks.{i}"
+        for index, part in enumerate("qkv"):
+            rows = (index * width, width)
+            table[f"{b}.attn.to_{part}"] = (f"{j}.x_block.attn.qkv", rows, False)
+            table[f"{b}.attn2.to_{part}"] = (f"{j}.x_block.attn2.qkv", rows, False)
+            table[f"{b}.attn.add_{part}_proj"] = (f"{j}.context_block.attn.qkv", rows, False)
+        for name, to in (
+            ("norm1.linear", "x_block.adaLN_modulation.1"),
+            ("attn.to_out.0", "x_block.attn.proj"),
+            ("attn2.to_out.0", "x_block.attn2.proj"),
+            ("attn.to_add_out", "context_block.attn.proj"),
+            ("ff.net.0.proj", "x_block.mlp.fc1"),
+            ("ff.net.2", "x_block.mlp.fc2"),
+            ("ff_context.net.0.proj", "context_block.mlp.fc1"),
+            ("ff_context.net.2", "context_block.mlp.fc2"),
+        ):
+            table[f"{b}.{name}"] = (f"{j}.{to}", None, False)
+        table[f"{b}.norm1_context.linear"] = (f"{j}.context_block.adaLN_modulation.1", None, i == depth - 1)
+    return table
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    shift, scale = tensor.chunk(2)
+    return torch.cat([scale, shift])
+
+
+def single_file(state: State, depth: int) -> State:
+    """Weights of linear layers by single-file names."""
+    single: dict[str, dict[int, Tensor]] = {}
+    for name, (place, rows, swap) in comfy_map(depth).items():
+        if f"{name}.weight" in state:
+            tensor = state[f"{name}.weight"]
+            single.setdefault(place, {})[rows[0] if rows else 0] = swapped(tensor) if swap else tensor
+    return {place: torch.cat([parts[start] for start in sorted(parts)]) for place, parts in single.items()}
+
+
+def comfy_applies(single: State, file: State, depth: int) -> State:
+    """ComfyUI: W + alpha / rank * up @ down, alpha from `.alpha` or else the rank; every key must be used."""
+    targets: dict[str, tuple[str, tuple[int, int] | None, bool]] = {}
+    for place in single:
+        targets[f"lora_unet_{place.replace('.', '_')}"] = (place, None, False)
+        targets[f"diffusion_model.{place}"] = (place, None, False)
+    targets |= {f"transformer.{name}": place for name, place in comfy_map(depth).items()}
+    patched, left = {place: weight.clone() for place, weight in single.items()}, dict(file)
+    for key, (place, rows, swap) in targets.items():
+        for down_name, up_name in (("lora_down", "lora_up"), ("lora_A", "lora_B")):
+            if f"{key}.{up_name}.weight" not in file:
+                continue
+            up, down = left.pop(f"{key}.{up_name}.weight"), left.pop(f"{key}.{down_name}.weight")
+            alpha = left.pop(f"{key}.alpha", torch.tensor(float(down.shape[0]))).item()
+            change = alpha / down.shape[0] * (up.float() @ down.float())
+            start, count = rows or (0, len(patched[place]))
+            patched[place][start : start + count] += swapped(change) if swap else change
+    assert not left, "keys that ComfyUI does not load"
+    return patched
+
+
+def merged_state(live: SD3Transformer2DModel) -> State:
+    """The stock model with the LoRA of `live` merged by the model's own means."""
+    copy = stock()
+    for name, module in lora_modules(live).items():
+        with torch.no_grad():
+            copy.get_submodule(name).weight += module.scale * (module.up @ module.down)
+    state: State = copy.state_dict()
+    return state
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_both_layouts_are_right_in_comfyui(live: SD3Transformer2DModel, layout: Any, tmp_path: Path) -> None:
+    path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout=layout)
+    found = comfy_applies(single_file(stock().state_dict(), LAYERS), load_file(path), LAYERS)
+    expected = single_file(merged_state(live), LAYERS)
+    assert found.keys() == expected.keys()
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+
+
+def test_the_rules_of_this_test_are_those_of_stock_conversion() -> None:
+    """Whole single files of this naming, brought back by diffusers' own converter, are the model."""
+    state = stock().state_dict()
+    single = {f"{name}.weight": tensor for name, tensor in single_file(state, LAYERS).items()}
+    biases = {name.replace(".bias", ".weight"): tensor for name, tensor in state.items() if name.endswith(".bias")}
+    single |= {f"{name}.bias": tensor for name, tensor in single_file(biases, LAYERS).items()}
+    for i in range(LAYERS):
+        for part in "qk":
+            for ours, theirs in (("attn.norm_", "x_block.attn"), ("attn.norm_added_", "context_block.attn")):
+                single[f"joint_blocks.{i}.{theirs}.ln_{part}.weight"] = state[
+                    f"transformer_blocks.{i}.{ours}{part}.weight"
+                ]
+            if i == 0:
+                single[f"joint_blocks.0.x_block.attn2.ln_{part}.weight"] = state[
+                    f"transformer_blocks.0.attn2.norm_{part}.weight"
+                ]
+    single["pos_embed"] = state["pos_embed.pos_embed"]
+    single = {f"model.diffusion_model.{name}": tensor.clone() for name, tensor in single.items()}
+    back = convert_sd3_transformer_checkpoint_to_diffusers(single)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_a_padded_single_file_gets_a_renumbered_lora(
+    modules: dict[str, LoraModule], layout: Any, tmp_path: Path
+) -> None:
+    padding, last = Padding(LAYERS, 5), f"transformer_blocks.{LAYERS - 1}."
+    path = write_lora(tmp_path / "lora.safetensors", modules, layout=layout, padding=padding)
+    renumbered = {name.replace(last, "transformer_blocks.4."): tensor for name, tensor in stock().state_dict().items()}
+    found = comfy_applies(single_file(renumbered, 5), load_file(path), 5)
+    merged = merged_state(trained())
+    expected = single_file({name.replace(last, "transformer_blocks.4."): t for name, t in merged.items()}, 5)
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+    plain = write_lora(tmp_path / "plain.safetensors", modules)
+    assert same(read_lora(path).modules, read_lora(plain).modules), "our files know their padding"
+
+
+def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    lora = {f"transformer_blocks.{i}.attn.to_out.0": LoraModule(noise(2, 128), noise(128, 2)) for i in (0, 1, 2)}
+    path = tmp_path / "lora.safetensors"
+    with pytest.raises(UserError, match=r"transformer_blocks\.2\.attn\.to_out\.0 is not in a model of 2 blocks"):
+        write_lora(path, lora, padding=Padding(2, 5))
+    with pytest.raises(UserError, match="num_blocks 2 is less than the model's 3"):
+        write_lora(path, lora, padding=Padding(3, 2))
+    write_lora(path, lora)
+    with pytest.raises(
+        UserError, match=r"transformer_blocks\.1\.attn\.to_out\.0 updates a block that pads 2 blocks to 3"
+    ):
+        read_lora(path, Padding(2, 3))
+    del lora["transformer_blocks.1.attn.to_out.0"]
+    foreign = write_lora(tmp_path / "foreign.safetensors", lora)
+    assert "transformer_blocks.1.attn.to_out.0" in read_lora(foreign, Padding(2, 3)).modules
+
+
+# --- from one layout to the other ----------------------------------------------------------------
+
+
+def test_layouts_turn_into_each_other_bit_for_bit(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    source = lora_modules(live)
+    one = write_lora(tmp_path / "1.safetensors", source, layout="kohya")
+    two = write_lora(tmp_path / "2.safetensors", read_lora(one).modules, layout="diffusers")
+    three = write_lora(tmp_path / "3.safetensors", read_lora(two).modules, layout="kohya")
+    direct = write_lora(tmp_path / "4.safetensors", source, layout="diffusers")
+    assert one.read_bytes() == three.read_bytes()
+    assert two.read_bytes() == direct.read_bytes()
+    assert [read_lora(path).naming for path in (one, two)] == ["single file", "diffusers"]
+
+
+def test_fusing_concatenates_and_is_block_diagonal(tmp_path: Path) -> None:
+    parts = {
+        name: LoraModule(noise(2, 128, seed=i), noise(128, 2, seed=9 + i), 0.5) for i, name in enumerate((Q, K, V))
+    }
+    file = load_file(write_lora(tmp_path / "lora.safetensors", parts, layout="kohya"))
+    assert file.keys() == {f"{KOHYA_QKV}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")}
+    assert torch.equal(file[f"{KOHYA_QKV}.lora_down.weight"], torch.cat([part.down for part in parts.values()]))
+    expected = torch.block_diag(*(0.5 * part.up for part in parts.values()))
+    assert torch.equal(file[f"{KOHYA_QKV}.lora_up.weight"], expected)
+    assert file[f"{KOHYA_QKV}.alpha"].item() == 6.0
+
+
+UNEQUAL = {
+    "ranks": {Q: 2, K: 5, V: 3},
+    "ranks-of-nine": {Q: 1, K: 7, V: 1},
+    "two-of-three": {Q: 3, V: 3},
+    "one-of-three": {V: 3},
+}
+
+
+@pytest.mark.parametrize("ranks", UNEQUAL.values(), ids=UNEQUAL)
+def test_unequal_ranks_come_back_exactly(ranks: dict[str, int], tmp_path: Path) -> None:
+    lora = {name: LoraModule(noise(rank, 128), noise(128, rank, seed=1)) for name, rank in ranks.items()}
+    path = write_lora(tmp_path / "lora.safetensors", lora, layout="kohya")
+    assert same(read_lora(path).modules, lora)
+    save_file(load_file(path), tmp_path / "bare.safetensors")
+    bare = read_lora(tmp_path / "bare.safetensors").modules
+    for name in (Q, K, V):  # without our metadata the factors are larger, the update is the same
+        expected = lora[name].delta() if name in lora else torch.zeros(128, 128)
+        assert (bare[name].delta() - expected).abs().max() < 1e-5
+
+
+def test_a_lora_trained_on_the_fused_layer_is_shared_out(tmp_path: Path) -> None:
+    down, up = noise(6, 128), noise(384, 6, seed=1)
+    tensors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(3.0)}
+    save_file({f"{KOHYA_QKV}.{end}": tensor for end, tensor in tensors.items()}, tmp_path / "kohya.safetensors")
+    found = read_lora(tmp_path / "kohya.safetensors").modules
+    assert found.keys() == {Q, K, V}
+    assert torch.equal(torch.cat([found[name].delta() for name in (Q, K, V)]), 0.5 * (up @ down))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+PAIR = ("lora_A.weight", "lora_B.weight")
+OUT = "transformer_blocks.0.attn.to_out.0"
+SPELLINGS = {
+    "diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", *PAIR),
+    "bare": ("transformer_blocks.0.attn.to_out.0", *PAIR),
+    "peft": ("base_model.model.transformer_blocks.0.attn.to_out.0", *PAIR),
+    "default": ("transformer.transformer_blocks.0.attn.to_out.0", "lora_A.default.weight", "lora_B.default.weight"),
+    "peft-diffusers": ("base_model.model.transformer.transformer_blocks.0.attn.to_out.0", *PAIR),
+    "kohya": ("lora_unet_joint_blocks_0_x_block_attn_proj", "lora_down.weight", "lora_up.weight"),
+    "comfyui": ("diffusion_model.joint_blocks.0.x_block.attn.proj", *PAIR),
+    "onetrainer": ("lora_transformer_transformer_blocks_0_attn_to_out_0", "lora_down.weight", "lora_up.weight"),
+    "lycoris": ("lycoris_transformer_blocks_0_attn_to_out_0", "lora_down.weight", "lora_up.weight"),
+}
+
+
+@pytest.mark.parametrize("alpha", [None, 3.0], ids=["without-alpha", "alpha"])
+@pytest.mark.parametrize(("layer", "down", "up"), SPELLINGS.values(), ids=SPELLINGS)
+def test_spellings_of_other_programs(layer: str, down: str, up: str, alpha: float | None, tmp_path: Path) -> None:
+    tensors = {f"{layer}.{down}": noise(2, 128), f"{layer}.{up}": noise(128, 2, seed=1)}
+    if alpha is not None:
+        tensors[f"{layer}.alpha"] = torch.tensor(alpha)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    found = read_lora(tmp_path / "lora.safetensors")
+    expected = LoraModule(noise(2, 128), noise(128, 2, seed=1), 1.0 if alpha is None else 1.5)
+    assert same(found.modules, {OUT: expected})
+    assert found.facts == {}
+
+
+def test_the_state_of_a_model_in_memory(live: SD3Transformer2DModel) -> None:
+    rslora = next(iter(lora_modules(live).values())).scale == ALPHA / RANK**0.5
+    assert same(from_peft(lora_state(live), ALPHA, rslora), lora_modules(live))
+
+
+def test_files_that_diffusers_wrote(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    """Its metadata say alpha; ComfyUI does not read them, we do."""
+    state = get_peft_model_state_dict(live)
+    StableDiffusion3Pipeline.save_lora_weights(
+        tmp_path / "with", state, transformer_lora_adapter_metadata=live.peft_config["default"].to_dict()
+    )
+    assert same(read_lora(tmp_path / "with").modules, lora_modules(live))
+    StableDiffusion3Pipeline.save_lora_weights(tmp_path / "without", state)
+    assert {module.scale for module in read_lora(tmp_path / "without").modules.values()} == {1.0}
+
+
+def test_a_folder_that_peft_wrote(tmp_path: Path) -> None:
+    save_file({f"base_model.model.{Q}.{end}": noise(4, 4) for end in PAIR}, tmp_path / "adapter_model.safetensors")
+    config = {"lora_alpha": 8, "use_rslora": True, "alpha_pattern": {f"^{K}": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_lora(tmp_path).modules[Q].scale == 4.0
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"attn.to_q": 2}}))
+    assert read_lora(tmp_path / "adapter_model.safetensors").modules[Q].scale == 1.0
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {r".*to_q": 2}}))
+    with pytest.raises(UserError, match=r"alpha_pattern has the expression \.\*to_q"):
+        read_lora(tmp_path)
+
+
+GOOD = {f"transformer.{OUT}.{end}": noise(2, 2) for end in PAIR}
+BAD: dict[str, tuple[dict[str, Tensor], str]] = {
+    "unknown-layer": ({**GOOD, "transformer.attn.lora_A.weight": noise(2, 2)}, r"denoiser: transformer\.attn\.lora_A"),
+    "another-model": (
+        {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": noise(2, 2)},
+        r"no layers of an SD3 denoiser: transformer\.single_transformer_blocks",
+    ),
+    "unknown-key": ({**GOOD, f"transformer.{OUT}.bias": noise(2)}, r"to_out\.0\.bias is no key of a LoRA"),
+    "no-up": ({f"transformer.{OUT}.lora_A.weight": noise(2, 2)}, r"to_out\.0 has no lora_B"),
+    "no-down": ({f"transformer.{OUT}.lora_B.weight": noise(2, 2)}, r"to_out\.0 has no lora_A"),
+    "alpha-alone": ({**GOOD, f"transformer.{Q}.alpha": noise(1)}, r"to_q has no lora_A"),
+    "twice": ({**GOOD, f"{OUT}.lora_down.weight": noise(2, 2)}, r"to_out\.0\.lora.* says again"),
+    "two-names": (
+        {**GOOD, **{f"lora_unet_joint_blocks_0_x_block_attn_proj.{end}": noise(2, 2) for end in PAIR}},
+        r"to_out\.0 has two LoRAs, one of them under the name",
+    ),
+    "ranks": (
+        {f"{OUT}.lora_A.weight": noise(2, 4), f"{OUT}.lora_B.weight": noise(4, 3)},
+        r"to_out\.0: \[2, 4\] and \[4, 3\] are no pair",
+    ),
+    "no-thirds": (
+        {f"{KOHYA_QKV}.lora_down.weight": noise(3, 4), f"{KOHYA_QKV}.lora_up.weight": noise(8, 3)},
+        r"x_block\.attn\.qkv: \[8, 3\] is no update of three layers",
+    ),
+    "lokr": ({f"transformer.{Q}.lokr_w1": noise(2, 2)}, r"to_q\.lokr_w1 is a LoKr"),
+    "loha": ({f"lora_unet_{KOHYA_QKV}.hada_w1_a": noise(2, 2)}, r"hada_w1_a is a LoHa"),
+    "dora-scale": ({**GOOD, f"transformer.{OUT}.dora_scale": noise(2)}, r"dora_scale is LyCORIS's DoRA"),
+    "text-encoder": ({"lora_te1_text_model.lora_up.weight": noise(2, 2)}, r"lora_te1_\S+ belongs to a text encoder"),
+    "empty": ({}, "it is empty"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "message"), BAD.values(), ids=BAD)
+def test_what_is_not_understood_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(UserError, match=rf"lora\.safetensors: .*{message}"):
+        read_lora(tmp_path / "lora.safetensors")
+
+
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
+    torch.save(GOOD, tmp_path / "lora.pt")
+    for name, message in (("lora.pt", "cannot be read as safetensors"), ("none", "cannot be read"), ("", "holds no")):
+        with pytest.raises(UserError, match=message):
+            read_lora(tmp_path / name)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+PLAIN = LoraModule(noise(2, 128), noise(128, 2))
+SPOILT: dict[str, tuple[dict[str, LoraModule], str]] = {
+    "empty": ({}, "no LoRA to write"),
+    "unknown": ({"transformer_blocks.0.attn.norm_q": PLAIN}, r"attn\.norm_q is no layer of an SD3 denoiser"),
+    "meta": ({Q: LoraModule(PLAIN.down, PLAIN.up.to("meta"))}, rf"{Q}: its LoRA holds no data"),
+    "rank-0": ({Q: LoraModule(noise(0, 128), noise(128, 0))}, rf"{Q}: \[0, 128\] and \[128, 0\] are no pair"),
+    "ranks": ({Q: LoraModule(PLAIN.down, noise(128, 3))}, rf"{Q}: .* are no pair"),
+    "nan": ({Q: LoraModule(PLAIN.down, PLAIN.up * float("nan"))}, "has values that are not finite"),
+    "too-large": ({Q: LoraModule(PLAIN.down, PLAIN.up * 1e6)}, r"has values that torch\.float16 cannot hold"),
+    "widths": (
+        {Q: PLAIN, K: LoraModule(noise(2, 64), noise(64, 2))},
+        r"attn\.qkv: its q, k and v have different widths",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lora", "message"), SPOILT.values(), ids=SPOILT)
+def test_what_cannot_be_saved_is_named(lora: dict[str, LoraModule], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        write_lora(tmp_path / "lora.safetensors", lora, layout="kohya", save_dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lora.safetensors"
+    path.write_text("precious")
+    with pytest.raises(UserError, match=r"lora\.safetensors exists already"):
+        write_lora(path, {Q: PLAIN})
+    assert path.read_text() == "precious"
+
+    def full(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sd3_light.export.lora.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
+    assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_the_same_lora_gives_the_same_bytes(modules: dict[str, LoraModule], layout: Any, tmp_path: Path) -> None:
+    facts = {"steps": 7, "data": "pictures"}
+    other = dict(reversed(modules.items()))
+    one = write_lora(tmp_path / "1", modules, layout=layout, facts=facts)
+    two = write_lora(tmp_path / "2", other, layout=layout, facts=dict(reversed(facts.items())))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_the_scale_is_multiplied_in_before_the_cast(tmp_path: Path) -> None:
+    module = LoraModule(PLAIN.down, PLAIN.up, 0.3)
+    before = module.up.clone()
+    saved = load_file(write_lora(tmp_path / "lora.safetensors", {Q: module}, save_dtype=torch.bfloat16))
+    assert torch.equal(saved[f"transformer.{Q}.lora_B.weight"], (module.up * 0.3).bfloat16())
+    assert torch.equal(saved[f"transformer.{Q}.lora_A.weight"], module.down.bfloat16())
+    assert torch.equal(module.up, before)
+    kohya = load_file(write_lora(tmp_path / "k.safetensors", {Q: module}, layout="kohya", save_dtype=torch.bfloat16))
+    assert kohya[f"{KOHYA_QKV}.alpha"].dtype == torch.float32
+
+
+def test_a_file_goes_back_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    expected = forward(live)
+    path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="kohya")
+    transformer = stock()
+    add_lora(transformer, RANK, 1.0, EVERYWHERE)
+    load_lora(transformer, read_lora(path).modules)
+    merge_lora(transformer)
+    assert (forward(transformer) - expected).abs().max() < 1e-5
