@@ -161,8 +161,8 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read as safetensors ({error}); give a .safetensors file") from error
-    said = json.loads(metadata.get(METADATA, "{}"))
     try:
+        said = _json(metadata.get(METADATA, "{}"), METADATA)
         modules, naming = _modules(tensors, _scales(file, metadata), said.get("ranks", {}))
         padding = padding or (Padding(*said["padding"]) if "padding" in said else None)
         modules = unpad_names(modules, padding) if padding else modules
@@ -227,11 +227,11 @@ def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
 
 def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
     """layer, rank -> the scale where no alpha tensor says it: by the config of diffusers or peft, else 1."""
-    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    config = _json(metadata.get("lora_adapter_metadata", "{}"), "lora_adapter_metadata")
     config = {key.removeprefix("transformer."): value for key, value in config.items()}
     beside = file.with_name("adapter_config.json")
     if not config and file.name == "adapter_model.safetensors" and beside.is_file():
-        config = json.loads(beside.read_text(encoding="utf-8"))
+        config = _json(beside.read_text(encoding="utf-8"), beside.name)
     if config.get("lora_alpha") is None:
         return lambda layer, rank: 1.0
     alphas = {name.removeprefix("^"): alpha for name, alpha in (config.get("alpha_pattern") or {}).items()}
@@ -246,3 +246,13 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
         return lora_scale(rank, next(own, config["lora_alpha"]), bool(config.get("use_rslora")))
 
     return scale
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error}); write the file anew") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is no JSON object; write the file anew")
+    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.tensor_file import StoredTensor, joined, zeros
+from sd3_light.model.tensor_file import StoredTensor, joined, same, zeros
 
 Tensors = Mapping[str, StoredTensor]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -143,7 +143,7 @@ def unpadded(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[
     for name, tensor in stock.items():
         block = _BLOCK.match(name)
         if block and true_blocks - 1 <= int(block[1]) < blocks - 1:
-            if any(any(chunk) for chunk in tensor.chunks()):
+            if not same(tensor, zeros(tensor.dtype, tensor.shape)):
                 raise UserError(
                     f"{where}: its metadata calls block {block[1]} padding, but its weights are not zero; some program "
                     "has changed it: read it with its padding kept"

@@ -89,8 +89,7 @@ def add_lora(
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, transformer, adapter_name=ADAPTER)
     for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(is_lora_name(name))
-        if is_lora_name(name):
+        if is_lora_name(name):  # peft takes the model's type; master weights are float32
             parameter.data = parameter.data.float()
     return names
 

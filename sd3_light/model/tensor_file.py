@@ -194,7 +194,7 @@ def read_tensor_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
             raise ValueError(f"{name} has {tensor.spans[0].size} bytes, not the {tensor.nbytes} of its shape")
     end = max((tensor.spans[0].start + tensor.nbytes for tensor in tensors.values()), default=first)
     if end != size:
-        raise ValueError(f"it has {size} bytes, not the {end} that its header tells")
+        raise ValueError("it ends too early" if size < end else "it goes on after its last tensor")
     return tensors, metadata
 
 

@@ -17,7 +17,11 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not SKIPPED & set(path.relative_to(ROOT).parts) and not any(part.startswith(".") for part in path.parts[1:])
 )
-TRANSLATED = [("README.md", "README.zh.md"), ("docs/guide.md", "docs/zh/guide.md")]
+TRANSLATED = [
+    ("README.md", "README.zh.md"),
+    ("docs/guide.md", "docs/zh/guide.md"),
+    ("docs/training.md", "docs/zh/training.md"),
+]
 
 
 def test_the_pages_are_found() -> None:

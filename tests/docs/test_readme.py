@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 SHORT = " --steps 2 --more-steps 2 --pictures 60 --prompts 3"
-MORE = ("docs/guide.md", "docs/export.md")
+MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
 
 
 def shortened(block: str) -> str:

@@ -10,7 +10,11 @@ import torch
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint, read_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.export.verify import ProofError
+from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
+from sd3_light.world import write_dataset
+from tests.e2e.equal import assert_same_end
 
 pytestmark = pytest.mark.usefixtures("unproven")
 Project = Any  # the class is in tests/conftest.py
@@ -31,14 +35,6 @@ def numbers(project: Project, run: str, first: int) -> list[tuple[Any, ...]]:
     """All that the log says about the mathematics of each step after ``first``."""
     keys = ("step", "samples", "loss", "flow", "grad_norm", "lr")
     return [tuple(event[key] for key in keys) for event in project.events("step", run) if event["step"] > first]
-
-
-def assert_same_end(one: Path, two: Path) -> None:
-    """Weights, moments, step counts and running averages, and the run's counters."""
-    (tensors, facts), (others, other_facts) = read_checkpoint(one), read_checkpoint(two)
-    assert facts == other_facts
-    assert set(tensors) == set(others)
-    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
 
 
 class Killed(Exception):
@@ -72,17 +68,37 @@ def test_the_same_run_again_is_the_same(whole: Project, project: Project) -> Non
     assert_same_end(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("step", [1, 6, EPOCH - 1, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize("step", range(1, STEPS))
 def test_a_resumed_run_goes_on_as_if_it_never_stopped(whole: Project, project: Project, step: int) -> None:
-    """At any step, the last of an epoch and the first of the next among them."""
+    """At every step, the last of an epoch and the first of the next among them."""
     done = project.train(*settings(), resume=Resume(checkpoint(whole, step)))
     assert (done.step, done.samples) == (STEPS, 4 * STEPS)
     (event,) = project.events("resume", "resumed")
     assert (event["step"], event["world"]) == (step, 1)
     resumed = numbers(project, "resumed", 0)
-    assert len(resumed) == STEPS - step >= 3
+    assert len(resumed) == STEPS - step
     assert resumed == numbers(whole, "run", step)
     assert_same_end(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
+
+
+def test_a_run_that_resumes_from_nothing_begins(whole: Project, project: Project) -> None:
+    """Before the first step: the same command may be given from the start."""
+    project.train(*settings(), resume=Resume())
+    assert [event["step"] for event in project.events("start", "resumed")] == [0]
+    assert numbers(project, "resumed", 0) == numbers(whole, "run", 0)
+    assert_same_end(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
+
+
+def test_a_record_over_several_steps_survives_a_resume(project: Project) -> None:
+    """What the log averages since its last line is in the checkpoint."""
+    wishes = {"max_steps": 8, "logging_steps": 4, "checkpoint_every_n_steps": 3}
+    project.train(*settings("run", **wishes))
+    project.train(*settings(**wishes), resume=Resume(checkpoint(project, 6)))
+    assert [event["step"] for event in project.events("step")] == [4, 8]
+    (resumed,), unbroken = project.events("step", "resumed"), project.events("step")[1]
+    assert resumed["steps"] == 4
+    for key in ("loss", "flow", "grad_norm", "band", "param_norm", "samples"):
+        assert resumed[key] == unbroken[key], key
 
 
 @pytest.mark.parametrize("killed", [7, 2], ids=["after a checkpoint", "before the first checkpoint"])
@@ -120,6 +136,42 @@ def test_a_damaged_checkpoint_is_named(whole: Project, project: Project) -> None
     file.write_bytes(data)
     with pytest.raises(UserError, match=rf"checkpoint {copy} is damaged"):
         project.train(*settings(), resume=Resume(copy))
+
+
+def test_an_earlier_checkpoint_leaves_the_later_ones_behind(
+    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for step in (4, 6, 7):
+        shutil.copytree(checkpoint(whole, step), checkpoint(project, step, "resumed"))
+    project.train(*settings(max_steps=5), resume=Resume(checkpoint(project, 4, "resumed")))
+    said = capfd.readouterr().err
+    folder = checkpoint(project, 4, "resumed").parent
+    for step in (6, 7):
+        assert f"set aside checkpoints/abandoned-{checkpoint_name(step)}" in said
+        assert_same_end(folder / f"abandoned-{checkpoint_name(step)}", checkpoint(whole, step))
+    project.train(*settings(max_steps=8), resume=Resume())
+    assert [event["step"] for event in project.events("resume", "resumed")] == [4, 5]
+    assert numbers(project, "resumed", 0) == numbers(whole, "run", 4)[:4]
+
+
+def test_an_export_that_failed_is_made_when_the_run_is_resumed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps are done and saved: nothing is left but the export."""
+
+    def disprove(*_: Any) -> None:
+        raise ProofError("it does not load")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", disprove)
+        with pytest.raises(UserError, match=r"the export at step 2 failed: it does not load; .* then resume"):
+            project.train(*settings("run", max_steps=2))
+    assert list((project.run / "exports").iterdir()) == []
+    for _ in range(2):
+        project.train(*settings("run", max_steps=2), resume=Resume())
+    assert [path.name for path in (project.run / "exports").iterdir()] == ["step-00000002"]
+    assert [event["step"] for event in project.events("export")] == [2], "and it is made once"
+    assert [event["step"] for event in project.events("step")] == [1, 2]
 
 
 def test_a_run_that_is_over_has_nothing_left_to_do(whole: Project, project: Project) -> None:
@@ -203,17 +255,39 @@ def test_another_optimizer_needs_its_state_dropped(whole: Project, project: Proj
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_any_number_of_workers_trains_the_same(whole: Project, project: Project, workers: int) -> None:
-    project.train(*settings("run", max_steps=5, num_dataloader_workers=workers, dataloader_prefetch_per_worker=2))
-    assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:5]
-    assert_same_end(checkpoint(project, 5), checkpoint(whole, 5))
+    project.train(*settings("run", num_dataloader_workers=workers, dataloader_prefetch_per_worker=2))
+    assert numbers(project, "run", 0) == numbers(whole, "run", 0)
+    assert_same_end(checkpoint(project, STEPS), checkpoint(whole, STEPS))
 
 
-def test_accumulation_makes_the_same_steps(whole: Project, project: Project) -> None:
-    project.train(*settings("run", max_steps=5, micro_batch_size_per_gpu=2, gradient_accumulation_steps=2))
-    expected = whole.losses()
-    assert [project.losses()[step] for step in range(1, 6)] == pytest.approx(
-        [expected[step] for step in range(1, 6)], rel=1e-5
-    )
+@pytest.mark.parametrize("count", [2, 4])
+def test_accumulation_makes_the_same_steps(whole: Project, project: Project, count: int) -> None:
+    """At equal global batch: 4 samples a step, in 2 or 4 parts."""
+    project.train(*settings("run", micro_batch_size_per_gpu=4 // count, gradient_accumulation_steps=count))
+    for ours, theirs in zip(numbers(project, "run", 0), numbers(whole, "run", 0), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> None:
+    """In one process one after the other, with workers, and of the export later."""
+    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    sets = 'eval_datasets=[{name="one", config="eval.toml"}, {name="two", config="eval.toml"}]'
+    wishes = (sets, "eval_every_n_steps=2", "eval_before_first_step=true")
+    project.train(*settings("run", max_steps=2), *wishes)
+    project.train(*settings("workers", max_steps=2, num_dataloader_workers=2), *wishes)
+    found = {
+        (run, event["step"], event["weights"], event["set"]): {key: event[key] for key in event if key[:4] == "flow"}
+        for run in ("run", "workers")
+        for event in project.events("eval", run)
+    }
+    assert len(found) == 2 * 2 * 2 * 2
+    for (_, step, weights, _), losses in found.items():
+        assert len(losses) == 10
+        assert losses == found["run", step, weights, "one"]
+    assert len({str(losses) for losses in found.values()}) == 3, "before the first step the average is the weights"
+    later = evaluate.validation(project.load(*wishes), project.run / "exports" / "step-00000002")
+    assert later["one"] == later["two"] == found["run", 2, "ema", "one"]
 
 
 def test_activation_checkpointing_changes_nothing(whole: Project, project: Project) -> None:

@@ -449,6 +449,14 @@ def test_what_is_not_understood_is_named(tensors: dict[str, Tensor], message: st
         read_lora(tmp_path / "lora.safetensors")
 
 
+@pytest.mark.parametrize("key", [METADATA, "lora_adapter_metadata"])
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "is no JSON object")])
+def test_metadata_that_are_no_json_are_named(key: str, text: str, message: str, tmp_path: Path) -> None:
+    save_file(GOOD, tmp_path / "lora.safetensors", {key: text})
+    with pytest.raises(UserError, match=rf"{key} {message}"):
+        read_lora(tmp_path / "lora.safetensors")
+
+
 def test_only_safetensors_are_read(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "lora.pt")
     for name, message in (("lora.pt", "cannot be read as safetensors"), ("none", "cannot be read"), ("", "holds no")):

@@ -82,8 +82,8 @@ def test_a_bit_a_shape_or_a_type_makes_a_difference(file: Path) -> None:
     [
         (lambda data: data[:5], "its header does not end"),
         (lambda data: data[:40], "its header does not end"),
-        (lambda data: data[:-1], r"it has \d+ bytes, not the \d+ that its header tells"),
-        (lambda data: data + b"\0", r"it has \d+ bytes, not the \d+ that its header tells"),
+        (lambda data: data[:-1], "it ends too early"),
+        (lambda data: data + b"\0", "it goes on after its last tensor"),
         (lambda data: data[:8] + b"x" + data[9:], "Expecting value"),
         (lambda data: (2).to_bytes(8, "little") + b"[]", "no safetensors header"),
         (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "no safetensors header"),
