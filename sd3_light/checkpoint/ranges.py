@@ -6,7 +6,6 @@ read, where a memory map of it would kill the process.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors spells them
+from sd3_light.model.tensor_file import DTYPE_NAMES, DTYPES, header, read_tensor_file
+
+__all__ = ["DTYPES", "DTYPE_NAMES", "read_offsets", "read_range", "write_ranges"]
 
 
 def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
@@ -34,7 +23,7 @@ def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
     hashes = []
     try:
         with open(path, "wb") as file:
-            file.write(_header(ranges))
+            file.write(header([(key, DTYPE_NAMES[values.dtype], [len(values)]) for key, values in ranges]))
             for _, values in ranges:
                 data = _bytes(values.detach().cpu().contiguous())
                 hashes.append(hashlib.sha256(data).hexdigest())
@@ -47,29 +36,10 @@ def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
     return hashes
 
 
-def _header(ranges: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries, offset = {}, 0
-    for key, values in ranges:
-        assert key not in entries, f"{key} is written twice by one rank"
-        end = offset + values.nbytes
-        entries[key] = {"dtype": DTYPE_NAMES[values.dtype], "shape": [len(values)], "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values begin on a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
 def read_offsets(path: Path) -> dict[str, int]:
-    """Where each range's bytes begin in the file. A file that is no safetensors file is a ValueError."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > os.fstat(file.fileno()).st_size:
-            raise ValueError("its header does not end")
-        entries = json.loads(file.read(length))
-    try:
-        return {key: 8 + length + entry["data_offsets"][0] for key, entry in entries.items()}
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError("its header is no safetensors header") from error
+    """Where each range's bytes begin in the file. A file that is no whole safetensors file is a ValueError."""
+    tensors, _ = read_tensor_file(path)
+    return {key: tensor.spans[0].start for key, tensor in tensors.items()}
 
 
 def read_range(path: Path, offset: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:

@@ -134,7 +134,7 @@ class PipelineDataLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if fault := _worker_fault(error):
+                if fault := worker_fault(error):
                     raise fault from error
                 raise
             if isinstance(prepared, _Failed):
@@ -168,8 +168,11 @@ def _outlive_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _worker_fault(error: RuntimeError) -> UserError | None:
-    """A worker's death as a fault of the user in one line; None for other errors."""
+def worker_fault(error: RuntimeError) -> UserError | None:
+    """A worker's death as a fault of the user in one line; None for other errors.
+
+    torch tells of it wherever the main thread happens to be, so whoever trains asks too.
+    """
     text = str(error).partition("\n")[0]
     if not text.startswith("DataLoader worker (pid"):
         return None

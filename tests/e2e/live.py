@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -125,16 +125,14 @@ class Live:
         _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
-    def descendants(self) -> list[int]:
-        """The processes that it has started, and those that these have."""
-        return list(_descendants(self.process.pid))
 
-
-def _descendants(process: int) -> Iterator[int]:
+def descendants(process: int) -> list[int]:
+    """The processes that one has started, and those that these have; a worker comes before what it started."""
+    found: list[int] = []
     for thread in Path(f"/proc/{process}/task").iterdir():
         for child in map(int, (thread / "children").read_text(encoding="ascii").split()):
-            yield child
-            yield from _descendants(child)
+            found += [child, *descendants(child)]
+    return found
 
 
 def is_alive(process: int) -> bool:
@@ -149,7 +147,7 @@ def is_alive(process: int) -> bool:
 def ranks(launched: Live) -> dict[int, int]:
     """rank -> process, of those that torchrun has started; a loader's workers have the rank of their parent."""
     found: dict[int, int] = {}
-    for process in launched.descendants():
+    for process in descendants(launched.process.pid):
         environment = Path(f"/proc/{process}/environ").read_bytes()
         if match := re.search(rb"(?:^|\0)RANK=(\d+)", environment):
             found.setdefault(int(match[1]), process)

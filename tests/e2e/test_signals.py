@@ -5,9 +5,12 @@ the rest runs in this one, which spares the seconds that a start takes.
 """
 
 import io
+import os
+import re
 import signal
 import threading
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +20,7 @@ import pytest
 
 from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
 from sd3_light.cli import RESUMABLE, launch
-from tests.e2e.live import Live, Log, arguments, is_alive, leftovers
+from tests.e2e.live import Live, Log, arguments, descendants, is_alive, leftovers
 
 RESUME = "--resume_from_checkpoint"
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000}
@@ -79,7 +82,7 @@ def second_life(project: Project) -> Life:
         (path / "rank-00000.safetensors").write_bytes(b"half of it")
     with Live(project, RESUME, **ENDLESS, checkpoint_every_n_minutes=0.01, num_dataloader_workers=2) as live:
         live.event("checkpoint", number=1)
-        workers = live.descendants()
+        workers = descendants(live.process.pid)
         live.stop(signal.SIGINT, group=True)
         alive = [worker for worker in workers if is_alive(worker)]
         return over(live, workers=workers, alive=alive, broken=broken, unfinished=unfinished)
@@ -87,21 +90,28 @@ def second_life(project: Project) -> Life:
 
 def third_life(project: Project) -> Life:
     """The file `save_quit` ends it."""
-    file, log = project.run / "save_quit", Log(project.run / "log.jsonl")
-
-    def ask_when_it_trains() -> None:
-        while len(log.read("step")) < 2 and not ended.wait(0.01):
-            pass
-        file.touch()
-
-    ended = threading.Event()
-    friend = threading.Thread(target=ask_when_it_trains)
-    friend.start()
-    life = here(project, RESUME, **ENDLESS)
-    ended.set()
-    friend.join()
+    file = project.run / "save_quit"
+    with when_it_trains(project, file.touch):
+        life = here(project, RESUME, **ENDLESS)
     life.seen["file_is_gone"] = not file.exists()
     return life
+
+
+@contextmanager
+def when_it_trains(project: Project, act: Callable[[], object]) -> Iterator[None]:
+    """From a thread, as soon as two steps are logged by a run inside the block."""
+    log, ended = Log(project.run / "log.jsonl"), threading.Event()
+
+    def wait_and_act() -> None:
+        while len(log.read("step")) < 2 and not ended.wait(0.01):
+            pass
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
 
 
 def fourth_life(project: Project) -> Life:
@@ -165,6 +175,20 @@ def test_loader_workers_outlive_a_ctrl_c_and_end_with_the_run(lives: list[Life])
     assert len(life.seen["workers"]) >= 2
     assert life.seen["alive"] == []
     assert "DataLoader worker" not in life.words
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(project: Project) -> None:
+    """As the kernel does when memory is short. Whatever the main thread does at that moment, it is told."""
+
+    def kill_a_worker() -> None:
+        os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
+
+    with when_it_trains(project, kill_a_worker):
+        life = here(project, **ENDLESS, num_dataloader_workers=2)
+    assert life.code == 2
+    (line,) = life.lines("error: ")
+    assert re.fullmatch(r"error: DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", line)
+    assert f"error: {life.of('stop')[0]['reason']}" == line
 
 
 # --- files and the clock -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
+from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
@@ -133,6 +134,10 @@ def _enough_memory() -> Iterator[None]:
             "write activation_checkpointing = true, compile = true or, on several GPUs, parallel = 'fsdp2'; "
             "`sd3-light check` foretells the need"
         ) from error
+    except RuntimeError as error:
+        if fault := worker_fault(error):
+            raise fault from error
+        raise
 
 
 def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
