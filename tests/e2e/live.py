@@ -129,9 +129,10 @@ class Live:
 def descendants(process: int) -> list[int]:
     """The processes that one has started, and those that these have; a worker comes before what it started."""
     found: list[int] = []
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        for child in map(int, (thread / "children").read_text(encoding="ascii").split()):
-            found += [child, *descendants(child)]
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            for child in map(int, children.read_text(encoding="ascii").split()):
+                found += [child, *descendants(child)]
     return found
 
 

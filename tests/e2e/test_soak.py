@@ -137,6 +137,8 @@ def assert_as_if_nothing_happened(project: Project, reference: Project, steps: i
     assert sorted(curve(project)) == list(range(1, steps + 1))
     for place in ("checkpoints", "ema"):
         ours, theirs = (sorted((run.run / place).glob("step-*")) for run in (project, reference))
+        if place == "checkpoints":
+            ours = ours[-len(theirs) :]  # a kill after the last save may leave one more that was to be deleted
         assert [path.name for path in ours] == [path.name for path in theirs]
         for one, other in zip(ours, theirs, strict=True):
             assert_same_end(one, other)
