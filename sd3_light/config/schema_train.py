@@ -128,8 +128,8 @@ class TrainConfig(Table):
     gradient_clipping: NotNegative = Field(default=1.0, description="Largest gradient norm; 0 turns clipping off.")
     max_nonfinite_steps: CountOrZero = Field(
         default=10,
-        description="Most steps in a row whose loss or gradient may be not finite; they are skipped, and one more stops "
-        "the run (0: the first one does).",
+        description="Most steps in a row whose loss or gradient may be not finite; they are skipped, and one more "
+        "stops the run (0: the first one does).",
     )
     freeze: tuple[Text, ...] = Field(
         default=(), description="Patterns (shell style, on the denoiser's parameter names) of what does not train."

@@ -125,14 +125,18 @@ def test_a_file_and_a_signal_are_told_apart_by_every_rank(tmp_path: Path, clock:
     """A rank that sees neither must end with the same code as the others."""
 
     class Told(Agreement):
+        def __init__(self, answer: tuple[bool, ...]) -> None:
+            super().__init__(None, NUM_WISHES)
+            self.answer = answer
+
         def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-            return answer
+            return self.answer
 
     for answer, reason in (
         ((False, True, False), "save_quit"),
         ((False, False, True), "another process was asked to stop"),
         ((False, True, True), "save_quit"),
     ):
-        one = Watch(None, None, Told(None, NUM_WISHES))
+        one = Watch(None, None, Told(answer))
         assert asked(one) == (True, True)
         assert one.reason == reason
