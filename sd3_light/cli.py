@@ -182,7 +182,9 @@ def sample(
             "height, steps, guidance (all but prompt may be left out)."
         ),
     ] = None,
-    seed: Annotated[list[int] | None, typer.Option(min=0, help="Seeds; each prompt is drawn with each.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, max=2**63 - 1, help="Seeds; each prompt is drawn with each.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for 00000.png, ... and grid.png; none of them may be there yet.")
     ] = Path("samples"),

@@ -108,3 +108,12 @@ def test_a_text_is_encoded_once_and_the_oldest_are_forgotten(pipe: Any, monkeypa
     requests = [Request(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
     generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
     assert encoded == ["a", "two", "red", "a"]
+
+
+def test_pipelines_side_by_side_share_networks_and_nothing_that_changes(pipe: Any) -> None:
+    twin = module._twin(pipe)
+    assert twin.transformer is pipe.transformer
+    assert twin.vae is pipe.vae
+    assert twin.scheduler is not pipe.scheduler
+    assert twin.scheduler.config is not pipe.scheduler.config
+    assert twin.scheduler.config == pipe.scheduler.config
