@@ -175,23 +175,50 @@ def export(
 def sample(
     model: ModelFolder,
     prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seeds; each prompt is drawn with each.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and grid.png.")] = Path("samples"),
-    steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 28,
-    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 or less turns it off.")] = 4.0,
-    width: Annotated[int, typer.Option(help="Pixels; 0: the model's own.")] = 0,
-    height: Annotated[int, typer.Option(help="Pixels; 0: the model's own.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 8,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file with a prompt a line, or a .csv with the columns prompt, seed, negative_prompt, width, "
+            "height, steps, guidance (all but prompt may be left out)."
+        ),
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, max=2**63 - 1, help="Seeds; each prompt is drawn with each.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for 00000.png, ... and grid.png; none of them may be there yet.")
+    ] = Path("samples"),
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
+    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less turns it off.")] = 4.0,
+    width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the model's own.")] = 0,
+    height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the model's own.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time; on a CPU, side by side on its cores.")] = 8,
     negative_prompt: Annotated[str, typer.Option(help="What to steer away from.")] = "",
+    sampler: Annotated[str, typer.Option(help="`euler`, `heun` (two model calls a step) or `dpm++`.")] = "euler",
+    dtype: Annotated[
+        str, typer.Option(help="`float32`, or `bfloat16` for denoiser and text encoders on GPUs; the VAE is float32.")
+    ] = "float32",
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA; several act together.")
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid/--no-grid", help="All pictures on one sheet, too.")] = True,
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads for one picture. Other numbers than 1 change its last bits.")
+    ] = 1,
 ) -> None:
-    """Draw pictures; the same prompt and seed give the picture that stock diffusers gives."""
-    _prepare()
+    """Draw pictures; the same prompt and seed give the picture that stock diffusers gives. Under torchrun the
+    processes share the work."""
+    launched = _prepare()
+    from sd3_light.sampling.lora import Lora
+    from sd3_light.sampling.requests import Row, read_rows
     from sd3_light.stages import sample as stage
 
-    prompts = [*(prompt or []), *_lines(file)]
-    wishes = stage.Wishes(steps, guidance, width, height, batch, negative_prompt)
-    _say(f"look at {stage.run(model, prompts, seed or [0], out, wishes)}")
+    rows = [*map(Row, prompt or []), *(read_rows(file) if file is not None else [])]
+    loras = tuple(map(Lora.parse, lora or []))
+    wishes = stage.Wishes(steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads)
+    look = stage.run(model, rows, seed or [0], out, wishes, launched)
+    if launched.is_main:
+        _say(f"look at {look}")
 
 
 @app.command()
@@ -379,14 +406,6 @@ def _load(path: Path, overrides: Sequence[str] | None, caching: bool = False) ->
     from sd3_light.stages import check
 
     return check.load(path, overrides or (), caching)
-
-
-def _lines(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    if not path.is_file():
-        raise UserError(f"--file: {path} does not exist")
-    return [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,119 @@
+"""Drawn exactly, a picture's bytes depend on its request alone: not on batch, cores, threads or neighbours."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.sampling import generate as module
+from sd3_light.sampling.generate import Request, TextPolicy, draw, generate
+from sd3_light.sampling.scheduler import SAMPLERS, use_sampler
+
+REQUESTS = [
+    Request("a small red circle", 1, 48, 32),
+    Request("two blue squares", 2, 32, 32, steps=2),
+    Request("a large green star", 3, 48, 32, guidance=1.0),
+    Request("a red star left of a blue circle", 4, 32, 32),
+    Request("a red star left of a blue circle", 5, 32, 32),
+    Request("a small red circle", 6, 48, 32),
+]
+STEPS = 3
+
+
+def pixels(images: Any) -> list[bytes]:
+    return [np.asarray(image).tobytes() for image in images]
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_cores", lambda: 4)
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+@pytest.mark.parametrize("uncond", ["zero", "empty"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batch_and_split_do_not_show(pipe: Any, text_tokens: Any, uncond: Any, sampler: str) -> None:
+    policy, before = TextPolicy(12, uncond, text_tokens), pipe.scheduler
+    use_sampler(pipe, sampler)
+    try:
+        alone = [pixels(generate(pipe, [request], policy, STEPS, exact=True))[0] for request in REQUESTS]
+        together = generate(pipe, REQUESTS, policy, STEPS, batch_size=4, exact=True)
+        halves = [generate(pipe, REQUESTS[start::2], policy, STEPS, batch_size=1, exact=True) for start in (0, 1)]
+    finally:
+        pipe.scheduler = before
+    assert pixels(together) == alone
+    assert [*map(pixels, halves)] == [alone[0::2], alone[1::2]]
+    assert len(set(alone)) == len(alone)
+
+
+def test_it_is_the_picture_of_a_batch_of_one(pipe: Any) -> None:
+    """Which test_generate compares with the stock call."""
+    policy = TextPolicy(12, "empty", "padded")
+    assert pixels(generate(pipe, REQUESTS, policy, STEPS, exact=True)) == pixels(
+        generate(pipe, REQUESTS, policy, STEPS, batch_size=1)
+    )
+
+
+def test_torchs_threads_do_not_show_and_are_back_afterwards(pipe: Any) -> None:
+    policy = TextPolicy(12, "empty", "padded")
+    seen = []
+    step = module.run_pipeline
+
+    def spy(*args: Any) -> Any:
+        seen.append((torch.get_num_threads(), threading.current_thread().name))
+        return step(*args)
+
+    before = torch.get_num_threads()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "run_pipeline", spy)
+            torch.set_num_threads(3)
+            assert pixels(generate(pipe, REQUESTS[:4], policy, STEPS, exact=True))
+            assert torch.get_num_threads() == 3
+            assert {threads for threads, _ in seen} == {1}
+            assert threading.current_thread().name not in {name for _, name in seen}
+            seen.clear()
+            list(draw(pipe, REQUESTS[:1], policy, STEPS, exact=True, threads=2))
+            assert {threads for threads, _ in seen} == {2}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_fault_ends_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def broken(pipe: Any, batch: Any, *rest: Any) -> Any:
+        drawn.append(batch[0].seed)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(module, "run_pipeline", broken)
+    many = [Request("a", seed, 32, 32) for seed in range(200)]
+    with pytest.raises(RuntimeError, match="no memory"):
+        generate(pipe, many, TextPolicy(12, "zero", "padded"), STEPS, batch_size=1, exact=True)
+    assert len(drawn) < 100, "what had not begun was left"
+
+
+def test_a_text_is_encoded_once_and_the_oldest_are_forgotten(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TEXTS_KEPT", 2)
+    encoded: list[str] = []
+    encode = module.encode
+
+    def spy(pipe: Any, texts: Any, policy: Any) -> Any:
+        encoded.extend(texts)
+        return encode(pipe, texts, policy)
+
+    monkeypatch.setattr(module, "encode", spy)
+    requests = [Request(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
+    generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
+    assert encoded == ["a", "two", "red", "a"]
+
+
+def test_pipelines_side_by_side_share_networks_and_nothing_that_changes(pipe: Any) -> None:
+    twin = module._twin(pipe)
+    assert twin.transformer is pipe.transformer
+    assert twin.vae is pipe.vae
+    assert twin.scheduler is not pipe.scheduler
+    assert twin.scheduler.config is not pipe.scheduler.config
+    assert twin.scheduler.config == pipe.scheduler.config

@@ -1,0 +1,121 @@
+"""LoRA files act together as if merged by hand; files that do not fit are refused."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sd3_light.config.faults import UserError
+from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.lora import Lora, add_loras
+
+LAYERS = (
+    "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.1.ff.net.0.proj",
+    "transformer_blocks.0.attn.add_k_proj",
+)
+RANK = 2
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def fresh(pipe: Any) -> Any:
+    """A pipeline with a denoiser of the test's own."""
+    twin = copy.copy(pipe)
+    twin.transformer = copy.deepcopy(pipe.transformer)
+    return twin
+
+
+def lora_weights(pipe: Any, seed: int, layers: tuple[str, ...] = LAYERS) -> Weights:
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for layer in layers:
+        rows, columns = pipe.transformer.get_submodule(layer).weight.shape
+        found[f"transformer.{layer}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.2
+        found[f"transformer.{layer}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.2
+    return found
+
+
+def pixels(pipe: Any, text_tokens: Any = "padded") -> torch.Tensor:
+    request = Request("a red star", 3, 48, 32)
+    (image,) = generate(pipe, [request], TextPolicy(12, "empty", text_tokens), 3)
+    return torch.tensor(list(image.tobytes())).float()
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_a_stack_is_the_model_merged_by_hand(pipe: Any, fresh: Any, tmp_path: Path, text_tokens: str) -> None:
+    strengths, merged = (0.7, -0.5), copy.copy(pipe)
+    merged.transformer = copy.deepcopy(pipe.transformer)
+    loras = []
+    for number, strength in enumerate(strengths):
+        weights = lora_weights(pipe, number)
+        save_file(weights, tmp_path / f"{number}.safetensors")
+        loras.append(Lora.parse(f"{tmp_path / f'{number}.safetensors'}:{strength}"))
+        for layer in LAYERS:
+            down, up = (weights[f"transformer.{layer}.lora_{half}.weight"] for half in "AB")
+            merged.transformer.get_submodule(layer).weight.data += strength * up @ down
+    add_loras(fresh, loras)
+    stacked, by_hand, plain = (pixels(one, text_tokens) for one in (fresh, merged, pipe))
+    assert (stacked - by_hand).abs().max() <= 1
+    assert (stacked - plain).abs().max() > 10
+
+
+def test_strength_is_part_of_the_argument(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.touch()
+    odd = tmp_path / "b:0.5"
+    assert Lora.parse(str(file)) == Lora(file, 1.0)
+    assert Lora.parse(f"{file}:0.25") == Lora(file, 0.25)
+    assert Lora.parse(f"{file}:-1") == Lora(file, -1.0)
+    for text, words in [
+        (str(tmp_path / "none.safetensors"), "none.safetensors does not exist"),
+        (f"{tmp_path / 'none.safetensors'}:0.5", "none.safetensors does not exist"),
+        (f"{file}:much", "a.safetensors:much does not exist"),
+        (f"{file}:nan", "must be a finite number"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            Lora.parse(text)
+    odd.touch()
+    with pytest.raises(UserError, match=r"is a \.safetensors file"):
+        Lora.parse(str(odd))
+
+
+def _renamed(change: Callable[[str], str]) -> Callable[[Weights], Weights]:
+    return lambda weights: {change(key): value for key, value in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_renamed(lambda key: key.removeprefix("transformer.")), "none of its 3 layers is in it"),
+        (_renamed(lambda key: key.replace("_blocks.", "_blocks.9")), "none of its 3 layers is in it"),
+        (_renamed(lambda key: key.replace("blocks.1", "blocks.7")), "1 of its 3 layers are not in it, such as"),
+        (lambda weights: {key: value.repeat(2, 2) for key, value in weights.items()}, "size mismatch"),
+        (_renamed(lambda key: key.replace("lora_", "other_")), "layers is in it"),
+    ],
+    ids=["prefix", "names", "some", "shapes", "no lora"],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    pipe: Any, fresh: Any, tmp_path: Path, change: Callable[[Weights], Weights], words: str
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file(change(lora_weights(pipe, 0)), file)
+    with pytest.raises(UserError, match=words) as fault:
+        add_loras(fresh, [Lora(file)])
+    assert str(file) in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_a_damaged_file_is_refused(fresh: Any, tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(b"not tensors")
+    with pytest.raises(UserError, match="does not fit this model"):
+        add_loras(fresh, [Lora(file)])
+
+
+def test_no_lora_changes_nothing(pipe: Any) -> None:
+    add_loras(pipe, [])
+    assert not getattr(pipe.transformer, "_hf_peft_config_loaded", False)

@@ -1,0 +1,53 @@
+"""Half precision is near float32's picture, from the same noise, and the VAE stays in float32."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.config.faults import UserError
+from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.precision import check_dtype, compute_in
+
+REQUESTS = [Request("a red star", 3, 48, 32), Request("two blue squares", 4, 48, 32)]
+
+
+def halved(pipe: Any) -> Any:
+    twin = copy.copy(pipe)
+    for name in ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        setattr(twin, name, copy.deepcopy(getattr(pipe, name)))
+    compute_in(twin, torch.bfloat16)
+    return twin
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_half_precision_is_near(pipe: Any, text_tokens: Any) -> None:
+    policy, twin, seen = TextPolicy(12, "empty", text_tokens), halved(pipe), []
+    twin.transformer.pos_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    full = np.asarray(generate(pipe, REQUESTS, policy, 3, 1.0), dtype=int)
+    with pytest.MonkeyPatch.context() as patch:
+        decode = twin.vae.decode
+
+        def spy(latents: Any, **rest: Any) -> Any:
+            assert latents.dtype == torch.float32
+            return decode(latents, **rest)
+
+        patch.setattr(twin.vae, "decode", spy)
+        half = np.asarray(generate(twin, REQUESTS, policy, 3, 1.0), dtype=int)
+    assert set(seen) == {torch.bfloat16}
+    assert 0 < np.abs(full - half).mean() < 3
+    assert twin.vae.dtype == torch.float32
+
+
+def test_float32_changes_nothing(pipe: Any) -> None:
+    compute_in(pipe, torch.float32)
+    assert not pipe.transformer._forward_hooks
+    assert not pipe.transformer._forward_pre_hooks
+
+
+def test_an_unknown_type_lists_the_choices() -> None:
+    assert check_dtype("bfloat16") == torch.bfloat16
+    with pytest.raises(UserError, match="--dtype half: choose among float32, bfloat16"):
+        check_dtype("half")

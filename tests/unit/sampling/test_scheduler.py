@@ -1,0 +1,113 @@
+"""Each sampler runs over the model's own shift, fixed or by size; what diffusers cannot do is refused."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from sd3_light.config.faults import UserError
+from sd3_light.flow.timesteps import resolution_shift
+from sd3_light.sampling.generate import Request, TextPolicy, draw, generate
+from sd3_light.sampling.scheduler import SAMPLERS, flow_scheduler, use_sampler
+
+POLICY = TextPolicy(12, "empty", "padded")
+REQUEST = Request("a red star", 3, 48, 32)
+
+
+class Holder:
+    """The only part of a pipeline that matters here."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+
+def scheduler(name: str, given: Any) -> Any:
+    holder: Any = Holder(given)
+    use_sampler(holder, name)
+    return holder.scheduler
+
+
+@pytest.fixture
+def sampled(pipe: Any) -> Any:
+    """The pipeline, whose scheduler a test may change."""
+    before = pipe.scheduler
+    yield pipe
+    pipe.scheduler = before
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_every_sampler_draws(sampled: Any, name: str, steps: int) -> None:
+    use_sampler(sampled, name)
+    image = np.asarray(generate(sampled, [REQUEST], POLICY, steps)[0])
+    assert image.shape == (32, 48, 3)
+    assert len(np.unique(image)) > 20, "what is not finite would be black"
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_every_sampler_follows_the_flow_to_its_end(name: str, shift: float) -> None:
+    """Of a data set of one picture the velocity is known."""
+    sampler, goal = scheduler(name, flow_scheduler(shift, False)), torch.tensor([[1.0, -2.0, 0.5]])
+    state = torch.tensor([[0.3, 0.7, -1.1]])
+    sampler.set_timesteps(6)
+    for time in sampler.timesteps:
+        state = sampler.step((state - goal) / (time / 1000), time, state, return_dict=False)[0]
+    assert torch.allclose(state, goal, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["heun", "dpm++"])
+def test_samplers_differ(sampled: Any, name: str) -> None:
+    euler = np.asarray(generate(sampled, [REQUEST], POLICY, 3)[0], dtype=int)
+    use_sampler(sampled, name)
+    assert np.abs(np.asarray(generate(sampled, [REQUEST], POLICY, 3)[0], dtype=int) - euler).max() > 2
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_fixed_shift_is_kept(shift: float) -> None:
+    given = flow_scheduler(shift, False)
+    heun, dpm = scheduler("heun", given), scheduler("dpm++", given)
+    for one in (given, heun, dpm):
+        one.set_timesteps(10)
+    assert np.allclose(np.unique(heun.sigmas), np.unique(given.sigmas))
+    times = np.linspace(0.999, 0, 11)
+    assert np.allclose(dpm.sigmas, shift * times / (1 + (shift - 1) * times), atol=1e-3)
+
+
+def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
+    """And side by side pictures of several sizes each have their own shift."""
+    sampled.scheduler = flow_scheduler(None, True)
+    use_sampler(sampled, "dpm++")
+    seen = {}
+    step = type(sampled.scheduler).set_timesteps
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> None:
+        step(self, *args, **kwargs)
+        seen[round(kwargs["mu"], 6)] = float(self.sigmas[1])
+
+    sizes = [(32, 32), (96, 96)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(sampled.scheduler), "set_timesteps", spy)
+        for _ in draw(sampled, [Request("a", 1, *size) for size in sizes], POLICY, 2, exact=True):
+            pass
+    for width, height in sizes:
+        shift = resolution_shift(width * height // 64)
+        assert seen[round(math.log(shift), 6)] == pytest.approx(shift * 0.4995 / (1 + (shift - 1) * 0.4995), abs=1e-4)
+
+
+def test_what_diffusers_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--sampler ddim: .* choose among euler, heun, dpm\+\+"):
+        scheduler("ddim", flow_scheduler(1.0, False))
+    with pytest.raises(UserError, match=r"heun: .*flux_shift.*use euler or dpm\+\+"):
+        scheduler("heun", flow_scheduler(None, True))
+    linear = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
+    with pytest.raises(UserError, match="no linear time shift"):
+        scheduler("dpm++", linear)
+    for name in ("heun", "dpm++"):
+        with pytest.raises(UserError, match="use_karras_sigmas, only euler knows it"):
+            scheduler(name, FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True))
+    with pytest.raises(UserError, match="is a FlowMatchHeunDiscreteScheduler"):
+        scheduler("euler", scheduler("heun", flow_scheduler(1.0, False)))

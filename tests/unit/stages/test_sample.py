@@ -1,0 +1,240 @@
+"""`sd3-light sample` over the demo's model: stock pictures, names, metadata, grid, shares, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from sd3_light.assets import DEMO
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.sampling.lora import Lora
+from sd3_light.sampling.requests import Row, read_rows
+from sd3_light.stages import sample
+from sd3_light.stages.sample import Wishes, deal
+
+FAST = Wishes(steps=2)
+ROWS = [Row("a large red circle"), Row("two small blue squares, a star", steps=1), Row("白色背景上有一个大的红色圆形")]
+
+
+def model_folder(folder: Path, **text: object) -> Path:
+    """The demo's model under another text policy."""
+    folder.mkdir()
+    for part in Path(DEMO).iterdir():
+        (folder / part.name).symlink_to(part)
+    facts = {"text": {"t5_max_length": 16, "uncond_text": "empty", "text_tokens": "padded", **text}}
+    (folder / "sd3_light.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def texts(path: Path) -> dict[str, str]:
+    with Image.open(path) as image:
+        found: dict[str, str] = image.text  # type: ignore[attr-defined]
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_euler_is_the_stock_picture_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    row = Row("a large red circle", 11, "blue", 80, 48, 3, 2.5)
+    assert sample.run(model, [row], [0], tmp_path / "out", Wishes()) == tmp_path / "out" / "grid.png"
+    pipe = StableDiffusion3Pipeline.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    stock = pipe(
+        row.prompt,
+        negative_prompt=row.negative_prompt,
+        generator=torch.Generator("cpu").manual_seed(11),
+        max_sequence_length=16,
+        num_inference_steps=3,
+        guidance_scale=2.5,
+        width=80,
+        height=48,
+    ).images[0]
+    assert np.array_equal(pixels(tmp_path / "out" / "00000.png"), np.asarray(stock))
+
+
+def test_pictures_say_how_they_were_made(model: Path, tmp_path: Path) -> None:
+    wishes = Wishes(steps=2, guidance=3.5, negative_prompt="blue", sampler="dpm++")
+    sample.run(model, ROWS, [5], tmp_path, wishes)
+    text = texts(tmp_path / "00001.png")
+    assert set(text) == {"parameters", "sd3_light"}
+    assert text["parameters"] == (
+        "two small blue squares, a star\nNegative prompt: blue\n"
+        "Steps: 1, Sampler: DPM++ 2M, CFG scale: 3.5, Seed: 5, Size: 64x64, Model: tiny"
+    )
+    facts = json.loads(texts(tmp_path / "00002.png")["sd3_light"])
+    assert facts.pop("made_by").startswith("sd3-light ")
+    assert facts == {
+        "prompt": ROWS[2].prompt,
+        "negative_prompt": "blue",
+        "seed": 5,
+        "steps": 2,
+        "guidance": 3.5,
+        "width": 64,
+        "height": 64,
+        "sampler": "dpm++",
+        "shift": 1.0,
+        "dtype": "float32",
+        "device": "cpu",
+        "model": "tiny",
+        "loras": [],
+        "t5_max_length": 16,
+        "uncond_text": "empty",
+        "text_tokens": "padded",
+    }
+
+
+def test_rows_and_seeds_make_numbered_pictures(model: Path, tmp_path: Path) -> None:
+    """A row with a seed of its own is drawn once, the others with each seed."""
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt,seed,width,steps\na star,,,\na star,9,80,1\n", encoding="utf-8")
+    out = tmp_path / "deep" / "out"
+    assert sample.run(model, read_rows(table), [1, 2], out, Wishes(2, grid=False)) == out
+    made = [json.loads(texts(out / f"0000{number}.png")["sd3_light"]) for number in range(3)]
+    assert [(one["seed"], one["width"], one["steps"]) for one in made] == [(1, 64, 2), (2, 64, 2), (9, 80, 1)]
+    assert len(files(out)) == 3
+    assert not np.array_equal(pixels(out / "00000.png"), pixels(out / "00001.png"))
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, text_tokens: str) -> None:
+    model = model_folder(tmp_path / "tiny", text_tokens=text_tokens, uncond_text="zero")
+    for batch in (1, 8):
+        sample.run(model, ROWS, [1, 2], tmp_path / f"batch{batch}", Wishes(2, batch=batch))
+    for rank in (2, 1, 0):  # the first process last: it waits for the pictures of the others
+        sample.run(model, ROWS, [1, 2], tmp_path / "split", FAST, Launch(rank, rank, 3))
+    expected = files(tmp_path / "batch8")
+    assert len(expected) == 7
+    assert files(tmp_path / "batch1") == expected
+    assert files(tmp_path / "split") == expected
+
+
+def test_all_processes_have_about_the_same_work() -> None:
+    rows = [Row("a", width=64 if number % 2 else 1024) for number in range(11)]
+    shares = [deal(rows, rank, 4) for rank in range(4)]
+    assert sorted(number for share in shares for number in share) == list(range(11))
+    assert all(share == sorted(share) for share in shares)
+    large = [sum(rows[number].width == 1024 for number in share) for share in shares]
+    assert max(large) - min(large) <= 1
+    assert deal(rows[:1], 3, 4) == []
+
+
+def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
+    sample.run(tmp_path / "no model", ROWS[:1], [0], tmp_path / "out", FAST, Launch(1, 1, 2))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["00001.png", "grid.png"])
+def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
+    """And it is said before the model is loaded."""
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(UserError, match=rf"{name} exists already; choose another folder with --out"):
+        sample.run(tmp_path / "no model", ROWS, [0], tmp_path, FAST)
+    assert files(tmp_path) == {name: b"mine"}
+
+
+def test_a_grid_waits_for_the_others_but_not_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "0.png").touch()
+    sample._await([tmp_path / "0.png"], 0.0)
+    with pytest.raises(UserError, match=r"no grid: 1 pictures of other processes did not come.*--no-grid"):
+        sample._await([tmp_path / "0.png", tmp_path / "1.png"], 0.05, pause=0.01)
+
+
+def test_a_grid_is_not_made_of_strange_pictures(model: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "00001.png")  # of the other process, which would refuse
+    with pytest.raises(UserError, match=r"no grid: .*00001.png is of another command"):
+        sample.run(model, ROWS[:2], [0], tmp_path, FAST, Launch(0, 0, 2))
+
+
+def test_a_large_job_has_a_grid_of_its_first_pictures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sample, "_GRID_MOST", 2)
+    monkeypatch.setattr(sample, "_GRID_SIDE", 32)
+    sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, Wishes(1))
+    assert "the grid shows the first 2 of 3 pictures" in capsys.readouterr().err
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.width == 8 + 2 * (4 * 32 + 8)  # shrunk to 32, then shown at 128
+
+
+def lora_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
+    """A LoRA of one layer, and what it adds to the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    down, up = torch.randn(2, 256, generator=generator) * 0.2, torch.randn(256, 2, generator=generator) * 0.2
+    save_file({f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}, path)
+    return path, up @ down
+
+
+def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = "transformer_blocks.1.attn.to_v"
+    (one, first), (two, second) = (lora_file(tmp_path / f"{n}.safetensors", layer, n) for n in (1, 2))
+    wishes = Wishes(2, loras=(Lora(one, 0.8), Lora(two, -0.4)), grid=False)
+    sample.run(model, ROWS[:1], [0], tmp_path / "stack", wishes)
+    text = texts(tmp_path / "stack" / "00000.png")
+    assert json.loads(text["sd3_light"])["loras"] == [
+        {"file": "1.safetensors", "strength": 0.8},
+        {"file": "2.safetensors", "strength": -0.4},
+    ]
+    assert 'LoRA: "1.safetensors:0.8, 2.safetensors:-0.4"' in text["parameters"]
+
+    open_pipeline = sample.open_pipeline
+
+    def merged(*args: Any) -> Any:
+        pipe, policy = open_pipeline(*args)
+        pipe.transformer.get_submodule(layer).weight.data += 0.8 * first - 0.4 * second
+        return pipe, policy
+
+    sample.run(model, ROWS[:1], [0], tmp_path / "plain", Wishes(2, grid=False))
+    monkeypatch.setattr(sample, "open_pipeline", merged)
+    sample.run(model, ROWS[:1], [0], tmp_path / "merged", Wishes(2, grid=False))
+    stack, by_hand, plain = (pixels(tmp_path / name / "00000.png").astype(int) for name in ("stack", "merged", "plain"))
+    assert np.abs(stack - by_hand).max() <= 1
+    assert np.abs(stack - plain).max() > 5
+
+
+def test_half_precision_is_near(model: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        sample.run(model, ROWS[:1], [0], tmp_path / dtype, Wishes(2, dtype=dtype, grid=False))
+    full, half = (pixels(tmp_path / dtype / "00000.png").astype(int) for dtype in ("float32", "bfloat16"))
+    assert 0 < np.abs(full - half).mean() < 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "wishes", "words"),
+    [
+        ([], FAST, "no prompt given"),
+        (ROWS, Wishes(sampler="ddim"), "choose among euler, heun, dpm"),
+        (ROWS, Wishes(dtype="half"), "choose among float32, bfloat16"),
+        (ROWS, Wishes(width=70), "^a picture of 70x64: the sides of this model are multiples of 16"),
+        ([Row("a", height=65, where="p.csv:7")], FAST, r"^p\.csv:7: a picture of 64x65: the sides"),
+    ],
+)
+def test_refusals(model: Path, tmp_path: Path, rows: list[Row], wishes: Wishes, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sample.run(model, rows, [0], tmp_path / "out", wishes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_negative_text_takes_no_negative_prompt(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "zero", uncond_text="zero")
+    with pytest.raises(UserError, match=r'p.csv:2: a negative prompt, but .* uncond_text = "zero"'):
+        sample.run(model, [Row("a", negative_prompt="b", where="p.csv:2")], [0], tmp_path / "out", FAST)
