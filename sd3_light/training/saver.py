@@ -1,37 +1,64 @@
 """Saving during a run: exports for use, in a series with a retention rule."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
-from sd3_light.config import TrainConfig
+from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.export.folder import ExportSpec, write_folder
+from sd3_light.training.about import about_run
+
+RAW = "raw"
 
 
-def export_spec(
-    config: TrainConfig, transformer_config: Mapping[str, object], weights: str, progress: Progress
-) -> ExportSpec:
-    """What an export of this run must be."""
-    model = config.model
-    return ExportSpec(
-        base=model.diffusers_path,
-        transformer_config=dict(transformer_config),
-        save_dtype=getattr(torch, config.save_dtype),
-        shift=model.shift or 1.0,
-        flux_shift=model.flux_shift,
-        text={
+def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **more: Any) -> ExportSpec:
+    """What an export of this [model] table must be; ``more`` are other fields of `ExportSpec`."""
+    given = {
+        "base": model.diffusers_path,
+        "transformer_config": dict(transformer_config),
+        "save_dtype": getattr(torch, model.dtype),
+        "shift": model.shift or 1.0,
+        "flux_shift": model.flux_shift,
+        "text": {
             "text_tokens": model.text_tokens,
             "uncond_text": model.uncond_text,
             "t5_max_length": model.t5_max_length,
         },
+    }
+    return ExportSpec(**{**given, **more})
+
+
+def export_spec(
+    config: TrainConfig,
+    transformer_config: Mapping[str, object],
+    weights: str,
+    progress: Progress,
+    run: Path | None = None,
+) -> ExportSpec:
+    """What an export of a run must be; its card tells what the folder ``run`` knows."""
+    about = {} if run is None else about_run(config, run, weights, progress)
+    return model_spec(
+        config.model,
+        transformer_config,
+        save_dtype=getattr(torch, config.save_dtype),
         facts={"weights": weights, **progress.as_dict()},
+        about=about,
+        files={"config.toml": _config_toml(config)},
     )
+
+
+def _config_toml(config: TrainConfig) -> str:
+    """The config, secrets removed, as the run's folder has it."""
+    dataset = DatasetConfig(config.dataset, config.cache_dir or config.dataset, ())
+    return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
 
 
 def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
@@ -47,18 +74,26 @@ def whole_state(transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor
     return {**state, **trained}
 
 
+def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
+    """What trains of a denoiser, under its stock names, gathered on every rank where FSDP2 has cut it."""
+    named = ((name, p.detach()) for name, p in transformer.named_parameters() if p.requires_grad)
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
+
+
 @dataclass
 class Saver:
     """Writes ``<run>/exports/NAME``; only the main process writes.
 
     ``untrained`` are the frozen weights and the buffers. They are copied before an engine lays the denoiser out, so
-    that a thread can export without touching a module that is training.
+    that a thread can export without touching a module that is training. ``live`` gives the trained weights of the
+    moment, whole, to the calls that are not given any.
     """
 
     config: TrainConfig
     transformer_config: Mapping[str, object]
     untrained: Mapping[str, Tensor]
     folder: Path
+    live: Callable[[], Mapping[str, Tensor]]
 
     @staticmethod
     def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
@@ -66,16 +101,34 @@ class Saver:
         trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
         rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
-        return Saver(config, model_config(transformer), copies, folder)
+        return Saver(config, model_config(transformer), copies, folder, lambda: live_weights(transformer))
 
-    def save_full_model(self, name: str, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
-        """A complete, proven diffusers folder with these trained weights."""
-        spec = export_spec(self.config, self.transformer_config, weights, progress)
+    def save_full_model(
+        self,
+        name: str,
+        trained: Mapping[str, Tensor] | None = None,
+        weights: str = RAW,
+        progress: Progress | None = None,
+    ) -> Path:
+        """A complete, proven diffusers folder ``name`` with these trained weights, or with those of the moment."""
+        trained = self.live() if trained is None else trained
+        spec = export_spec(
+            self.config, self.transformer_config, weights, progress or Progress(), run=self.folder.parent
+        )
         return write_folder(self.folder / name, {**self.untrained, **trained}, spec)
 
-    def save_model(self, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
-        """The export of this step; older ones go when there are more than ``keep_last_n_exports``."""
-        path = self.save_full_model(checkpoint_name(progress.step), trained, weights, progress)
+    def save_model(
+        self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
+    ) -> Path:
+        """``save_model(name)``: what trains as it is now (of a denoiser that trains as a whole, `save_full_model`).
+
+        ``save_model(trained, weights, progress)``: the export of this step, a part of the series; older ones go when
+        there are more than ``keep_last_n_exports``.
+        """
+        if isinstance(name, str):
+            return self.save_full_model(name, None, weights, progress)
+        progress = progress or Progress()
+        path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
         if self.config.keep_last_n_exports:
             for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
                 if old != path:

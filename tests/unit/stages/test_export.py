@@ -1,6 +1,7 @@
 """The export stage: which weights it takes, from a checkpoint or rebuilt from snapshots, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,47 @@ def test_a_half_written_snapshot_is_left_out(fresh_project: Project, tmp_path: P
 def test_a_length_and_weights_exclude_each_other(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exclude each other"):
         export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
+
+
+# --- what goes along --------------------------------------------------------------------------
+
+
+def test_the_config_of_the_run_is_in_it(trained: Trained, tmp_path: Path) -> None:
+    out = export.run(trained.run, tmp_path / "out")
+    assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
+
+
+def test_an_export_is_pushed_when_it_is_there(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(export, "check_push", lambda repo: done.append(f"may {repo}"))
+
+    def push(folder: Path, repo: str) -> str:
+        assert (folder / "model_index.json").is_file()
+        done.append(f"{folder.name} to {repo}")
+        return "https://huggingface.co/me/model"
+
+    monkeypatch.setattr(export, "push", push)
+    export.run(trained.run, tmp_path / "out", push_to_hub="me/model")
+    assert done == ["may me/model", "out to me/model"]
+
+
+def test_who_may_not_push_learns_it_before_the_work(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--push-to-hub no/such/name: no name of a repository"):
+        export.run(trained.run, tmp_path / "out", push_to_hub="no/such/name")
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_is_named_by_its_keys(trained: Trained, tmp_path: Path) -> None:
+    """A run whose config says three blocks, with the weights of two: the third would be saved as it was drawn."""
+    run = tmp_path / "run"
+    shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
+    text = (trained.run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('size = "tiny2"', 'size = "tiny2"\nnum_layers = 3'))
+    with pytest.raises(UserError, match=r"transformer_blocks\.2\."):
+        export.run(run, tmp_path / "out", weights="raw")
+    assert not (tmp_path / "out").exists()
