@@ -11,7 +11,7 @@ from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import write_folder
+from sd3_light.export.folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
@@ -59,7 +59,10 @@ def run(
         chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
-    write_folder(out, whole_state(transformer, chosen.trained), spec)
+    try:
+        write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
+    except ExportError as fault:
+        raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
         say(f"pushed to {push(out, push_to_hub)}")
     return out

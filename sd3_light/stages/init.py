@@ -10,7 +10,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.folder import write_folder
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.light_sd3 import starting_transformer
-from sd3_light.training.saver import export_spec, model_config, whole_state
+from sd3_light.training.saver import export_spec, model_config
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:
@@ -22,4 +22,4 @@ def run(loaded: LoadedConfig, out: Path) -> Path:
     transformer = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
     marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
-    return write_folder(out, whole_state(transformer, {}), replace(spec, files={**spec.files, MARKER: marker}))
+    return write_folder(out, transformer.state_dict(), replace(spec, files={**spec.files, MARKER: marker}))

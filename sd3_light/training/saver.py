@@ -1,7 +1,8 @@
 """Saving during a run: exports for use, in a series with a retention rule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from sd3_light.checkpoint.state import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
-from sd3_light.export.folder import ExportSpec, write_folder
+from sd3_light.export.folder import ExportError, ExportSpec, write_folder
 from sd3_light.training.about import about_run
 
 RAW = "raw"
@@ -66,12 +67,19 @@ def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
     return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
 
 
-def whole_state(transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every parameter and buffer of the denoiser, the trained ones replaced by ``trained``."""
-    state: dict[str, Tensor] = dict(transformer.state_dict())
-    unknown = set(trained) - set(state)
-    assert not unknown, f"no such parameters: {sorted(unknown)[:5]}"
-    return {**state, **trained}
+def whole_state(
+    transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Every parameter and buffer of the denoiser; those that ``freeze`` does not name are all in ``trained``.
+
+    A trained weight that is not there is an error, never the weight that training started from.
+    """
+    wanted = [name for name, _ in transformer.named_parameters() if not any(fnmatchcase(name, one) for one in freeze)]
+    faults = [f"missing {name}" for name in wanted if name not in trained]
+    faults += [f"unexpected {name}" for name in trained if name not in set(wanted)]
+    if faults:
+        raise ExportError(f"not the weights of this config: {'; '.join(faults[:5])} ({len(faults)} in all)")
+    return {**transformer.state_dict(), **trained}
 
 
 def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:

@@ -211,12 +211,32 @@ def test_who_may_not_push_learns_it_before_the_work(trained: Trained, tmp_path: 
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_model_is_named_by_its_keys(trained: Trained, tmp_path: Path) -> None:
-    """A run whose config says three blocks, with the weights of two: the third would be saved as it was drawn."""
-    run = tmp_path / "run"
+def spoiled(trained: Trained, run: Path, old: str, new: str) -> Path:
+    """The run with another config."""
     shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
     text = (trained.run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace('size = "tiny2"', 'size = "tiny2"\nnum_layers = 3'))
-    with pytest.raises(UserError, match=r"transformer_blocks\.2\."):
+    assert old in text
+    (run / "config.toml").write_text(text.replace(old, new))
+    return run
+
+
+def test_trained_weights_that_are_not_there_are_named(trained: Trained, tmp_path: Path) -> None:
+    """A config of three blocks with the weights of two: the third would be saved as it was drawn."""
+    run = spoiled(trained, tmp_path / "run", 'size = "tiny2"', 'size = "tiny2"\nnum_layers = 3')
+    with pytest.raises(UserError, match=r"missing transformer_blocks\.1\.attn\.to_add_out\.weight.* in all"):
         export.run(run, tmp_path / "out", weights="raw")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_do_not_train_are_not_expected(trained: Trained, tmp_path: Path) -> None:
+    run = spoiled(trained, tmp_path / "run", "freeze = []", 'freeze = ["context_embedder.*"]')
+    with pytest.raises(UserError, match=r"unexpected context_embedder\.bias; unexpected context_embedder\.weight"):
+        export.run(run, tmp_path / "out", weights="raw")
+
+
+def test_weights_that_are_not_finite_are_named(fresh_project: Project, tmp_path: Path) -> None:
+    trained = Trained(fresh_project)
+    trained.weights[MOVED][0, 0] = float("nan")
+    trained.checkpoint(1)
+    with pytest.raises(UserError, match=f"{MOVED} holds NaN or infinity"):
+        export.run(trained.run, tmp_path / "out", weights="raw")
