@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -82,10 +83,20 @@ def whole_state(
     return {**transformer.state_dict(), **trained}
 
 
-def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
-    """What trains of a denoiser, under its stock names, gathered on every rank where FSDP2 has cut it."""
-    named = ((name, p.detach()) for name, p in transformer.named_parameters() if p.requires_grad)
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
+def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | None:
+    """What trains of a denoiser now, whole and under its stock names; None on ranks that do not write.
+
+    Where FSDP2 has cut the weights all ranks call it together, and one weight at a time is gathered.
+    """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    found = {}
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad:
+            held = parameter.detach()
+            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            if writes:
+                found[name] = whole.cpu()
+    return found if writes else None
 
 
 @dataclass
@@ -101,7 +112,7 @@ class Saver:
     transformer_config: Mapping[str, object]
     untrained: Mapping[str, Tensor]
     folder: Path
-    live: Callable[[], Mapping[str, Tensor]]
+    live: Callable[[], Mapping[str, Tensor] | None]
 
     @staticmethod
     def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
@@ -118,8 +129,13 @@ class Saver:
         weights: str = RAW,
         progress: Progress | None = None,
     ) -> Path:
-        """A complete, proven diffusers folder ``name`` with these trained weights, or with those of the moment."""
+        """A complete, proven diffusers folder ``name`` with these trained weights.
+
+        ``save_full_model(name)``: with those of the moment; all ranks call it, the main one writes.
+        """
         trained = self.live() if trained is None else trained
+        if trained is None:
+            return self.folder / name
         spec = export_spec(
             self.config, self.transformer_config, weights, progress or Progress(), run=self.folder.parent
         )

@@ -1,4 +1,4 @@
-"""One checkpoint, exported by one process, by two, and by two that hold halves: the same bytes."""
+"""What is exported does not depend on the layout: one process, two, or two that hold halves."""
 
 import json
 import os
@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import SIZES
+from sd3_light.model.layers import new_transformer
 from sd3_light.stages import export
 from sd3_light.stages.train import Resume
 
@@ -78,3 +82,50 @@ def test_every_layout_exports_the_same_bytes(trained: Project, tmp_path: Path, m
     proofs = [json.loads((exports[name] / "proof.json").read_text()) for name in ("ddp", "fsdp2")]
     assert proofs[0]["weights_sha256"] == proofs[1]["weights_sha256"]
     assert proofs[0]["picture_sha256"] == proofs[1]["picture_sha256"]
+
+
+NAMED = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.model.layers import new_transformer
+from sd3_light.training import saver as module
+
+out = Path(sys.argv[1])
+dist.init_process_group("gloo")
+model = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
+table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model}
+transformer = new_transformer(SIZES["tiny2"].transformer_config(), 5)
+saver = module.Saver.of(TrainConfig.model_validate(table, context={"base": out}), transformer, out / "exports")
+mesh = init_device_mesh("cpu", (2,))
+for block in transformer.transformer_blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(transformer, mesh=mesh)
+module.write_folder = lambda path, state, spec: save_file(dict(state), out / f"rank-{dist.get_rank()}.safetensors")
+saver.save_full_model("x")
+dist.destroy_process_group()
+"""
+
+
+def test_a_name_suffices_where_weights_are_cut(tmp_path: Path) -> None:
+    """`Saver.save_full_model(name)` on both ranks: the first writes all, whole and under stock names."""
+    (tmp_path / "named.py").write_text(NAMED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(tmp_path / "named.py"), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.glob("rank-*")] == ["rank-0.safetensors"]
+    saved, wanted = load_file(tmp_path / "rank-0.safetensors"), new_transformer(SIZES["tiny2"].transformer_config(), 5)
+    assert set(saved) == set(wanted.state_dict())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in wanted.state_dict().items())

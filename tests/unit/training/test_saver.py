@@ -82,6 +82,17 @@ def test_a_name_suffices(tmp_path: Path, written: list[dict[str, torch.Tensor]],
     assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
 
 
+def test_of_several_processes_the_main_one_writes(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver.of(config(tmp_path), new_transformer(SIZES["tiny2"].transformer_config(), 0), tmp_path / "exports")
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    for rank, count in ((1, 0), (0, 1)):
+        monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
+        assert saver.save_full_model("mine") == tmp_path / "exports" / "mine"
+        assert len(written) == count
+
+
 def test_the_config_goes_along_without_its_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
