@@ -1,67 +1,163 @@
-"""The model card: what a folder is and how to load it."""
+"""The model card: what a folder is and how to load it, in the form that the Hugging Face hub reads."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+
+from sd3_light.export.spec import ExportSpec
+
 _CARD = """---
-library_name: diffusers
-pipeline_tag: text-to-image
-tags: [sd3, flow-matching, sd3-light]
+{metadata}
 ---
 
 # A text-to-image model trained with SD3-Light
 
 | | |
 |---|---|
-| denoiser | {layers} joint blocks, {heads} heads of {head_dim} |
-| weights | {weights} |
-| optimizer steps | {step} |
-| samples seen | {samples} |
-| text | {text_tokens} tokens, T5 length {t5}, unconditional input: {uncond} |
+{table}
+
+## Use
 
 ```python
-import torch
+{code}
+```
+{note}
+`proof.json` records that {loader} loaded this folder in a clean process and computed what the
+trained weights compute.
+
+## Licence
+
+{licence}
+"""
+
+_STOCK = """import torch
 from diffusers import StableDiffusion3Pipeline
 
 pipe = StableDiffusion3Pipeline.from_pretrained("this folder", dtype=torch.float32)
-image = pipe("a prompt", max_sequence_length={t5}, generator=torch.Generator("cpu").manual_seed(0)).images[0]
-```
-{note}
-`proof.json` records that stock diffusers loaded this folder in a clean process and computed what the trained weights
-compute.
 """
+_STOCK_CALL = (
+    """image = pipe("a prompt", max_sequence_length={t5}, generator=torch.Generator("cpu").manual_seed(0)).images[0]"""
+)
+_ZERO_CALL = """text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, max_sequence_length={t5})
+zeros = {{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}
+seed = torch.Generator("cpu").manual_seed(0)
+image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, generator=seed).images[0]"""
+_OWN = """import torch
+from diffusers import DiffusionPipeline
+
+own = {"custom_pipeline": "pipeline", "trust_remote_code": True}  # runs pipeline.py of this folder: read it first
+pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **own)
+image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images[0]"""
 
 _ZERO_NOTE = """
-The unconditional input of training was zeros, not the empty prompt: pass `negative_prompt_embeds` and
-`negative_pooled_prompt_embeds` of zeros, or sample with `sd3-light sample`.
+The unconditional input of training was zeros, not the empty prompt: guidance must lead away from zeros, which the lines
+above pass as `negative_prompt_embeds` and `negative_pooled_prompt_embeds`. `sd3-light sample` does it by itself.
 """
-
-
 _REAL_NOTE = """
-It was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The stock
-call above pads the prompt and lets every token see the padding, so it is not the model that was trained: it shows how
-the folder loads, not what the model can do. Sample with `sd3-light sample`.
+It was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The
+unconditional input of guidance was {uncond}. `pipeline.py` does the same. The stock class `StableDiffusion3Pipeline`
+also loads this folder, but it pads the prompt and lets every token see the padding: that is not the model that was
+trained. `sd3-light sample` needs no `pipeline.py`.
 """
+_UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name` and `license_link` at the top of this
+file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
+_INHERITED = "`license: {0}`, taken over from the model that training started from; change it where that is not right."
+_NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
+_LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
-def model_card(transformer_config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """The card's Markdown."""
-    text = facts.get("text", {})
+def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """The card's Markdown. ``facts`` are those of `sd3_light.json`; ``about`` may tell of data, sizes and scores."""
+    licence = _licence_of(spec.base)
     return _CARD.format(
-        layers=transformer_config["num_layers"],
-        heads=transformer_config["num_attention_heads"],
-        head_dim=transformer_config["attention_head_dim"],
-        weights=facts.get("weights", "random"),
-        step=facts.get("step", 0),
-        samples=facts.get("samples", 0),
-        text_tokens=text.get("text_tokens", "padded"),
-        t5=text.get("t5_max_length", 256),
-        uncond=text.get("uncond_text", "empty"),
-        note=_notes(text),
+        metadata=_metadata(licence, about),
+        table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, facts, about)),
+        code=_code(spec),
+        note=_note(spec),
+        loader="diffusers with `pipeline.py`" if spec.real_text else "stock diffusers",
+        licence=_INHERITED.format(licence["license"]) if licence else _UNSTATED,
     )
 
 
-def _notes(text: Mapping[str, Any]) -> str:
-    """What the stock call does otherwise than training did."""
-    real = _REAL_NOTE if text.get("text_tokens") == "real" else ""
-    return real + (_ZERO_NOTE if text.get("uncond_text") == "zero" else "")
+def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
+    """The YAML that the hub reads; losses and scores as its `model-index`."""
+    results = [
+        EvalResult(
+            task_type="text-to-image",
+            dataset_type=name,  # results of one type are taken for one data set
+            dataset_name=name,
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=value,
+        )
+        for name, metric, value in _results(about)
+    ]
+    stated: dict[str, Any] = dict(licence or _NO_LICENCE)
+    data = ModelCardData(
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["sd3", "flow-matching", "sd3-light"],
+        model_name=about.get("name", "sd3-light") if results else None,
+        eval_results=results or None,
+        **stated,
+    )
+    return str(data.to_yaml()).strip()
+
+
+def _results(about: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(data, metric, value) of all that is known."""
+    for name, loss in about.get("losses", {}).items():
+        yield name, "flow matching loss", loss
+    for demand, rate in about.get("scores", {}).items():
+        yield "composition prompts", f"share right: {demand}", rate
+
+
+def _rows(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    config, text = spec.transformer_config, spec.text
+    heads = f"{config['num_attention_heads']} heads of {config['attention_head_dim']}"
+    yield "denoiser", f"{config['num_layers']} joint blocks, {heads}"
+    if "parameters" in about:
+        yield "parameters", f"{about['parameters']:,}, saved in {about['save_dtype']}"
+    yield "weights", facts.get("weights", "random")
+    for name in ("data set", "resolutions"):
+        if about.get(name):
+            yield name, about[name]
+    yield "optimizer steps", facts.get("step", 0)
+    yield "samples seen", facts.get("samples", 0)
+    tokens, t5 = text.get("text_tokens", "padded"), text.get("t5_max_length", 256)
+    yield "text", f"{tokens} tokens, T5 length {t5}, unconditional input: {text.get('uncond_text', 'empty')}"
+    yield "schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"
+    yield from ((f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _code(spec: ExportSpec) -> str:
+    if spec.real_text:
+        return _OWN
+    call = _ZERO_CALL if spec.text.get("uncond_text") == "zero" else _STOCK_CALL
+    return _STOCK + call.format(t5=spec.text.get("t5_max_length", 256))
+
+
+def _note(spec: ExportSpec) -> str:
+    """What stock code would do otherwise than training did."""
+    zero = spec.text.get("uncond_text") == "zero"
+    if spec.real_text:
+        return _REAL_NOTE.format(uncond="zeros" if zero else "the empty prompt")
+    return _ZERO_NOTE if zero else ""
+
+
+def _licence_of(base: Path) -> dict[str, str]:
+    """The licence fields in the card of the folder that frozen parts come from; empty where it says none."""
+    card = base / "README.md"
+    if not card.is_file():
+        return {}
+    front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
+    found = {key: value.strip().strip("'\"") for key, _, value in lines if key in _LICENCE_KEYS}
+    return found if found.get("license") and found.get("license_name") != "not-stated" else {}

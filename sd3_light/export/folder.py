@@ -3,8 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,27 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.export.card import model_card
+from sd3_light.export.frozen import link_parts
+from sd3_light.export.real import add_pipeline
+from sd3_light.export.spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportSpec
 from sd3_light.export.verify import prove
 from sd3_light.sampling.scheduler import flow_scheduler
 
-FACTS = "sd3_light.json"
-FROZEN = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
-MAX_SHARD = "10GB"
-
-
-class ExportError(Exception):
-    """The weights are not the model that the config promises; the text names the keys."""
-
-
-@dataclass(frozen=True)
-class ExportSpec:
-    """What the folder must be: where frozen parts come from, the denoiser's config, type, shift and text policy."""
-
-    base: Path
-    transformer_config: Mapping[str, Any]
-    save_dtype: torch.dtype = torch.bfloat16
-    shift: float = 1.0
-    flux_shift: bool = False
-    text: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    max_shard_size: str = MAX_SHARD
+__all__ = ["FACTS", "FROZEN", "MAX_SHARD", "ExportError", "ExportSpec", "checked_copy", "read_facts", "write_folder"]
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec) -> Path:
     """Write, prove, rename: ``out`` appears only when stock diffusers has loaded it and agreed. Live weights are only
     read. An existing ``out`` is replaced, and stays if anything fails."""
     weights = checked_copy(state, spec)
+    for left_over in out.parent.glob(f".{out.name}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(left_over, ignore_errors=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_parts(temporary, weights, spec)
-        proof = prove(temporary, spec.transformer_config, weights)
-        (temporary / "proof.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
+        _write_parts(temporary, out, weights, spec)
+        proof = prove(temporary, spec, weights)
+        write_json(temporary / "proof.json", proof)
         _replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -71,27 +54,63 @@ def _replace(new: Path, out: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+# --- the weights -------------------------------------------------------------------------------
+
+
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """The weights and buffers on the CPU in ``save_dtype``, after comparing names and shapes with the config's."""
+    """The weights and buffers on the CPU in ``save_dtype``, after comparing names, shapes and types with the config's.
+
+    They must come in float32, as training holds them, or in ``save_dtype`` already; the copies must be finite.
+    """
     with torch.device("meta"):
         expected = SD3Transformer2DModel(**spec.transformer_config).state_dict()
-    problems = [f"missing {name}" for name in expected if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in expected]
-    for name, tensor in state.items():
-        if name in expected and tensor.shape != expected[name].shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(expected[name].shape)}")
-        if tensor.is_meta:
-            problems.append(f"{name} holds no data (meta tensor)")
+    _refuse(_unlike(state, expected, spec.save_dtype))
+    # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them alike
+    copies = {name: state[name].detach().to("cpu", spec.save_dtype, copy=True).contiguous() for name in expected}
+    _refuse(_not_finite(state, copies))
+    return copies
+
+
+def _refuse(faults: Iterator[str]) -> None:
+    problems = list(faults)
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ExportError(f"nothing was saved: {'; '.join(problems[:5])}{more}")
-    # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them alike
-    return {name: state[name].detach().to("cpu", spec.save_dtype, copy=True).contiguous() for name in expected}
 
 
-def _write_parts(folder: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
-    for part in FROZEN:
-        _link_tree(spec.base / part, folder / part)
+def _unlike(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
+    """In what the state is not the model of the config."""
+    yield from (f"missing {name}" for name in expected if name not in state)
+    yield from (f"unexpected {name}" for name in state if name not in expected)
+    for name, tensor in state.items():
+        if name in expected and tensor.shape != expected[name].shape:
+            yield f"{name} has shape {list(tensor.shape)}, not {list(expected[name].shape)}"
+        if tensor.dtype not in (torch.float32, dtype):
+            yield f"{name} has type {_word(tensor.dtype)}, not float32 (or {_word(dtype)}, the saved type)"
+        if tensor.is_meta:
+            yield f"{name} holds no data (meta tensor)"
+
+
+def _not_finite(state: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> Iterator[str]:
+    """What cannot be used: NaN, infinity, or a value that the saved type cannot hold."""
+    for name, copy in copies.items():
+        if bool(copy.isfinite().all()):
+            continue
+        if bool(state[name].isfinite().all()):
+            yield f"{name} has values beyond {_word(copy.dtype)}, choose another save_dtype"
+        else:
+            yield f"{name} holds NaN or infinity"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- the parts ---------------------------------------------------------------------------------
+
+
+def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
+    link_parts(spec.base, folder, FROZEN, series=out.parent)
     with torch.device("meta"):
         denoiser = SD3Transformer2DModel(**spec.transformer_config)
     denoiser.load_state_dict(dict(weights), strict=True, assign=True)
@@ -100,26 +119,19 @@ def _write_parts(folder: Path, weights: Mapping[str, Tensor], spec: ExportSpec) 
     index = json.loads((spec.base / "model_index.json").read_text(encoding="utf-8"))
     index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
     index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
-    _write_json(folder / "model_index.json", index)
+    write_json(folder / "model_index.json", index)
+    add_pipeline(folder, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}
-    _write_json(folder / FACTS, facts)
-    (folder / "README.md").write_text(model_card(spec.transformer_config, facts), encoding="utf-8")
+    write_json(folder / FACTS, facts)
+    for name, content in spec.files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _word(spec.save_dtype)}
+    (folder / "README.md").write_text(model_card(spec, facts, about), encoding="utf-8")
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A JSON file that people can read."""
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _link_tree(source: Path, target: Path) -> None:
-    """Frozen parts are hard-linked, or copied where the file system cannot link."""
-    target.mkdir()
-    for path in sorted(source.iterdir()):
-        if not path.is_file():
-            continue
-        try:
-            os.link(path.resolve(), target / path.name)
-        except OSError:
-            shutil.copyfile(path, target / path.name)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import write_folder
+from sd3_light.export.folder import ExportError, write_folder
+from sd3_light.export.hub import check_push, push
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
 from sd3_light.training.light_sd3 import starting_transformer
@@ -36,25 +37,35 @@ def run(
     checkpoint: Path | None = None,
     weights: str | None = None,
     ema_length: float | None = None,
+    push_to_hub: str | None = None,
 ) -> Path:
     """Export from the newest (or the given) checkpoint: ``weights`` is `raw`, `ema` or another average's name, None for
     `ema` where there is one.
 
     With ``ema_length`` (a width sigma_rel) an average of that length is rebuilt from the run's snapshots instead, as of
-    the newest one (at the step of ``checkpoint`` or before it, where that is given).
+    the newest one (at the step of ``checkpoint`` or before it, where that is given). ``push_to_hub`` names a repository
+    of the Hugging Face hub that gets the export as well.
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other: a rebuilt average is neither; keep one")
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder, nothing was changed")
+    if push_to_hub is not None:
+        check_push(push_to_hub)  # now, and not after an hour
     train = load_config(run_folder / "config.toml").train
     if ema_length is None:
         chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
         chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
-    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress)
-    return write_folder(out, whole_state(transformer, chosen.trained), spec)
+    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
+    try:
+        write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
+    except ExportError as fault:
+        raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
+    if push_to_hub is not None:
+        say(f"pushed to {push(out, push_to_hub)}")
+    return out
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

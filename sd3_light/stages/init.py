@@ -1,5 +1,7 @@
 """The init stage: a pipeline folder with a randomly initialised denoiser, where a pretraining run can start."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from sd3_light.checkpoint.state import Progress
@@ -8,7 +10,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.folder import write_folder
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.light_sd3 import starting_transformer
-from sd3_light.training.saver import export_spec, model_config, whole_state
+from sd3_light.training.saver import export_spec, model_config
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:
@@ -19,6 +21,5 @@ def run(loaded: LoadedConfig, out: Path) -> Path:
     start = where_weights_start(train.model)
     transformer = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
-    write_folder(out, whole_state(transformer, {}), spec)
-    (out / MARKER).write_text(f'{{"seed": {train.seed}, "size": "{start.size.name}"}}\n', encoding="utf-8")
-    return out
+    marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
+    return write_folder(out, transformer.state_dict(), replace(spec, files={**spec.files, MARKER: marker}))

@@ -13,13 +13,14 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.encoders.text import Features, join_real_text, join_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
-from sd3_light.export.folder import ExportSpec, write_folder
+from sd3_light.export.folder import write_folder
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import times
 from sd3_light.model.layers import new_transformer
 from sd3_light.model.start import where_weights_start
 from sd3_light.randomness import stream
+from sd3_light.training.saver import model_config, model_spec
 
 Batch = Mapping[str, Any]
 Prepared = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
@@ -118,9 +119,11 @@ class LightSD3Pipeline:
         """See `InputPreparer.prepare_inputs`."""
         return self.preparer.prepare_inputs(batch, timestep_quantile)
 
-    def save_model(self, folder: Path, state_dict: Mapping[str, Tensor], spec: ExportSpec) -> Path:
-        """Write a complete, proven diffusers folder with these denoiser weights."""
-        return write_folder(folder, state_dict, spec)
+    def save_model(self, folder: Path, state_dict: Mapping[str, Tensor]) -> Path:
+        """Write a complete, proven diffusers folder with these weights and buffers of the denoiser, all of them, in
+        `model.dtype`. (A run saves in its `save_dtype`: see `Saver`.)"""
+        spec = model_spec(self.model, model_config(self.transformer))
+        return write_folder(Path(folder), state_dict, spec)
 
 
 def split_batch(prepared: Prepared, pieces: int) -> list[Prepared]:

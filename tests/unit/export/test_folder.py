@@ -1,10 +1,13 @@
 """An export is the model that its config promises, whole and proven, or an error that names what is not."""
 
+import ast
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +18,10 @@ from torch import Tensor
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export import folder as folder_module
-from sd3_light.export.card import model_card
+from sd3_light.export import frozen, real_pipeline, reload, verify
 from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
 from sd3_light.export.open import open_pipeline
-from sd3_light.export.verify import ProofError, _compare, prove, weights_digest
+from sd3_light.export.verify import ProofError, prove, weights_digest
 from sd3_light.model.layers import new_transformer
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -93,6 +96,19 @@ FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
         rf"{WEIGHT} holds no data \(meta tensor\)",
     ),
     "empty": (lambda state: {}, r"missing pos_embed.* and \d+ more"),
+    "type": (
+        lambda state: state | {WEIGHT: state[WEIGHT].bfloat16()},
+        rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved type\)",
+    ),
+    "NaN": (lambda state: state | {WEIGHT: state[WEIGHT] * float("nan")}, f"{WEIGHT} holds NaN or infinity"),
+    "infinity": (
+        lambda state: state | {"proj_out.bias": state["proj_out.bias"] / 0},
+        "proj_out.bias holds NaN or infinity",
+    ),
+    "too large": (
+        lambda state: state | {WEIGHT: torch.full((128, 128), 1e6)},
+        f"{WEIGHT} has values beyond float16, choose another save_dtype",
+    ),
 }
 
 
@@ -171,7 +187,9 @@ def test_the_proof_is_on_record(exported: Path, trained: State) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert proof["tensors"] == len(trained)
     assert proof["max_difference"] <= 1e-5
-    assert proof["loaded_by"].startswith("diffusers 0.")
+    assert proof["picture_max_difference"] <= 1 / 255
+    assert proof["diffusers"].startswith("0.")
+    assert {"torch", "transformers", "safetensors", "seconds", "output_sha256", "picture_sha256"} <= set(proof)
     assert proof["weights_sha256"] == weights_digest({name: tensor.half() for name, tensor in trained.items()})
 
 
@@ -192,17 +210,66 @@ def test_frozen_parts_are_linked_not_repeated(exported: Path, demo_parts: Path) 
         assert (exported / path.relative_to(demo_parts)).samefile(path)
 
 
-def test_where_links_are_impossible_parts_are_copied(
+def test_where_links_are_impossible_parts_are_copied_once_for_a_series(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
+    """As when the run lies on another disk than the model it started from."""
+    link = os.link
 
-    monkeypatch.setattr(os, "link", cannot)
-    out = write_folder(tmp_path / "out", state, spec(demo_parts))
-    one, two = out / "vae" / "config.json", demo_parts / "vae" / "config.json"
-    assert not one.samefile(two)
-    assert one.read_bytes() == two.read_bytes()
+    def within_a_disk(source: Path, target: Path) -> None:
+        if Path(source).is_relative_to(demo_parts):
+            raise OSError(18, "Invalid cross-device link")
+        link(source, target)
+
+    monkeypatch.setattr(frozen.os, "link", within_a_disk)
+    first, second = (write_folder(tmp_path / "series" / name, state, spec(demo_parts)) for name in ("step-1", "step-2"))
+    for part in FROZEN:
+        for path in (demo_parts / part).iterdir():
+            one, two = first / part / path.name, second / part / path.name
+            assert not one.samefile(path)
+            assert one.read_bytes() == path.read_bytes()
+            assert two.samefile(one), "the second has the first one's copy"
+
+
+def test_a_frozen_part_that_changed_is_not_taken_from_an_earlier_export(
+    tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.copytree(demo_parts, tmp_path / "base"))
+    link = os.link
+
+    def within_a_disk(source: Path, target: Path) -> None:
+        if Path(source).is_relative_to(base):
+            raise OSError(18, "Invalid cross-device link")
+        link(source, target)
+
+    monkeypatch.setattr(frozen.os, "link", within_a_disk)
+    write_folder(tmp_path / "series" / "step-1", state, spec(base))
+    (base / "vae" / "config.json").write_text((base / "vae" / "config.json").read_text() + " ")
+    second = write_folder(tmp_path / "series" / "step-2", state, spec(base))
+    assert (second / "vae" / "config.json").read_bytes() == (base / "vae" / "config.json").read_bytes()
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
+    (tmp_path / ".out.1.tmp" / "vae").mkdir(parents=True)
+    (tmp_path / ".other.1.tmp").mkdir()
+    write_folder(tmp_path / "out", state, spec(demo_parts))
+    assert sorted(os.listdir(tmp_path)) == [".other.1.tmp", "out"]
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_export(
+    tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "out", state, spec(demo_parts))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder_module.SD3Transformer2DModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path / "out", {name: tensor + 1 for name, tensor in state.items()}, spec(demo_parts))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
@@ -212,15 +279,8 @@ def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
     card = (exported / "README.md").read_text()
     assert "max_sequence_length=16" in card
     assert "negative_prompt_embeds" in card, "zeros are not what stock guidance uses: the card says so"
-    assert "real text tokens" not in card
     _, policy = open_pipeline(exported, torch.device("cpu"))
     assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
-
-
-def test_the_card_says_that_the_stock_call_pads_real_tokens() -> None:
-    card = model_card(CONFIG, {"text": {**TEXT, "text_tokens": "real"}})
-    assert "is not the model that was trained" in card
-    assert "negative_prompt_embeds" in card
 
 
 def test_a_large_denoiser_is_cut_into_files(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
@@ -252,32 +312,78 @@ def one_layer_more(folder: Path) -> None:
     path.write_text(json.dumps({**config, "num_layers": 3}))
 
 
+def another_table(folder: Path) -> None:
+    """Another table of positions than the one that was saved."""
+    path = folder / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "pos_embed_max_size": 4 * config["pos_embed_max_size"]}))
+
+
+def another_shift(folder: Path) -> None:
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shift": 9.0}))
+
+
+def half_an_encoder(folder: Path) -> None:
+    (folder / "text_encoder_3" / "model.safetensors").unlink()
+
+
 TAMPERED: list[tuple[Callable[[Path], None], str]] = [
     (one_weight, rf"reloaded weights differ in value: \['{WEIGHT}'\]"),
     (one_layer_more, "stock diffusers does not load .*transformer_blocks"),
+    (another_table, "pos_embed"),
+    (another_shift, "a picture of the reloaded pipeline differs by"),
+    (half_an_encoder, "lacks text_encoder_3/model.safetensors"),
 ]
 
 
 @pytest.mark.parametrize(("tamper", "message"), TAMPERED, ids=[tamper.__name__ for tamper, _ in TAMPERED])
 def test_a_folder_tampered_with_is_not_proven(
-    tmp_path: Path, exported: Path, trained: State, tamper: Callable[[Path], None], message: str
+    tmp_path: Path,
+    exported: Path,
+    demo_parts: Path,
+    trained: State,
+    tamper: Callable[[Path], None],
+    message: str,
 ) -> None:
     copy = Path(shutil.copytree(exported, tmp_path / "copy"))
     tamper(copy)
     with pytest.raises(ProofError, match=message):
-        prove(copy, CONFIG, {name: tensor.half() for name, tensor in trained.items()})
+        prove(copy, spec(demo_parts), {name: tensor.half() for name, tensor in trained.items()})
 
 
-def test_names_and_outputs_are_compared_too() -> None:
-    weights = {"a": torch.ones(2), "b": torch.ones(2)}
-    reloaded = {f"w/{name}": tensor for name, tensor in weights.items()}
-    output = torch.full((3,), 2.0)
-    assert _compare(reloaded, weights, output, output) == 0.0
+def test_names_configs_and_outputs_are_compared_too() -> None:
+    verify._compare_weights({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
     with pytest.raises(ProofError, match=r"differ in \['b'\]"):
-        _compare({"w/a": weights["a"]}, weights, output, output)
-    for other in (output + 1e-3, torch.full((3,), float("nan"))):
-        with pytest.raises(ProofError, match="output differs by"):
-            _compare(reloaded, weights, other, output)
+        verify._compare_weights({"a": "1"}, {"a": "1", "b": "2"})
+    verify._compare_config({"layers": [1, 2], "more": 1}, {"layers": (1, 2)})
+    with pytest.raises(ProofError, match=r"config.json says num_layers = 24, not 15"):
+        verify._compare_config({"num_layers": 24}, {"num_layers": 15})
+    output = torch.full((3,), 2.0)
+    assert verify._difference("it", output, output, 1e-5) == 0.0
+    for other in (output + 1e-3, torch.full((3,), float("nan")), torch.zeros(2)):
+        with pytest.raises(ProofError, match=r"it (differs by|has shape)"):
+            verify._difference("it", other, output, 1e-5)
+
+
+def test_the_proof_widens_one_layer_at_a_time_and_leaves_the_weights() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).half()
+    stored = [parameter.data_ptr() for parameter in layers.parameters()]
+    wide: list[list[torch.dtype]] = []
+    reload.compute_in_float32(layers)
+    layers[1].register_forward_pre_hook(lambda *_: wide.append([p.dtype for p in layers.parameters()]))
+    assert layers(torch.ones(1, 4)).dtype == torch.float32
+    assert wide == [[torch.float16, torch.float16, torch.float32, torch.float32]]
+    assert [parameter.data_ptr() for parameter in layers.parameters()] == stored
+
+
+@pytest.mark.parametrize("module", [reload, real_pipeline])
+def test_what_runs_elsewhere_imports_nothing_of_ours(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    outside = {name.split(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "diffusers", "transformers", "safetensors"}
 
 
 def test_the_digest_sees_names_types_and_bits() -> None:

@@ -1,6 +1,7 @@
 """The export stage: which weights it takes, from a checkpoint or rebuilt from snapshots, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,67 @@ def test_a_half_written_snapshot_is_left_out(fresh_project: Project, tmp_path: P
 def test_a_length_and_weights_exclude_each_other(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exclude each other"):
         export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
+
+
+# --- what goes along --------------------------------------------------------------------------
+
+
+def test_the_config_of_the_run_is_in_it(trained: Trained, tmp_path: Path) -> None:
+    out = export.run(trained.run, tmp_path / "out")
+    assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
+
+
+def test_an_export_is_pushed_when_it_is_there(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(export, "check_push", lambda repo: done.append(f"may {repo}"))
+
+    def push(folder: Path, repo: str) -> str:
+        assert (folder / "model_index.json").is_file()
+        done.append(f"{folder.name} to {repo}")
+        return "https://huggingface.co/me/model"
+
+    monkeypatch.setattr(export, "push", push)
+    export.run(trained.run, tmp_path / "out", push_to_hub="me/model")
+    assert done == ["may me/model", "out to me/model"]
+
+
+def test_who_may_not_push_learns_it_before_the_work(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--push-to-hub no/such/name: no name of a repository"):
+        export.run(trained.run, tmp_path / "out", push_to_hub="no/such/name")
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def spoiled(trained: Trained, run: Path, old: str, new: str) -> Path:
+    """The run with another config."""
+    shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
+    text = (trained.run / "config.toml").read_text()
+    assert old in text
+    (run / "config.toml").write_text(text.replace(old, new))
+    return run
+
+
+def test_trained_weights_that_are_not_there_are_named(trained: Trained, tmp_path: Path) -> None:
+    """A config of three blocks with the weights of two: the third would be saved as it was drawn."""
+    run = spoiled(trained, tmp_path / "run", 'size = "tiny2"', 'size = "tiny2"\nnum_layers = 3')
+    with pytest.raises(UserError, match=r"missing transformer_blocks\.1\.attn\.to_add_out\.weight.* in all"):
+        export.run(run, tmp_path / "out", weights="raw")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_do_not_train_are_not_expected(trained: Trained, tmp_path: Path) -> None:
+    run = spoiled(trained, tmp_path / "run", "freeze = []", 'freeze = ["context_embedder.*"]')
+    with pytest.raises(UserError, match=r"unexpected context_embedder\.bias; unexpected context_embedder\.weight"):
+        export.run(run, tmp_path / "out", weights="raw")
+
+
+def test_weights_that_are_not_finite_are_named(fresh_project: Project, tmp_path: Path) -> None:
+    trained = Trained(fresh_project)
+    trained.weights[MOVED][0, 0] = float("nan")
+    trained.checkpoint(1)
+    with pytest.raises(UserError, match=f"{MOVED} holds NaN or infinity"):
+        export.run(trained.run, tmp_path / "out", weights="raw")

@@ -1,5 +1,7 @@
-"""The series of exports: what is frozen is copied before training, and the newest written one always stays."""
+"""Exports of a run: what is frozen is copied before training, names alone suffice, and the newest written one stays."""
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +10,28 @@ import torch
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.export.folder import ExportSpec
 from sd3_light.model.layers import new_transformer
+from sd3_light.training import light_sd3
 from sd3_light.training import saver as module
+from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.saver import Saver
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
 
 
+specs: list[ExportSpec] = []  # of what `written` has
+
+
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     found: list[dict[str, torch.Tensor]] = []
+    specs.clear()
 
     def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any) -> Path:
         out.mkdir(parents=True)
         found.append(dict(state))
+        specs.append(spec)
         return out
 
     monkeypatch.setattr(module, "write_folder", write_folder)
@@ -55,3 +65,78 @@ def test_the_one_just_written_stays_whatever_is_later(tmp_path: Path, written: l
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     for step in (5, 2, 3):
         assert saver.save_model({}, "raw", Progress(step)).is_dir()
+
+
+@pytest.mark.parametrize("save", ["save_model", "save_full_model"])
+def test_a_name_suffices(tmp_path: Path, written: list[dict[str, torch.Tensor]], save: str) -> None:
+    """As people call it: the weights of the moment, under the names that stock diffusers has for them."""
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    transformer.context_embedder.requires_grad_(False)
+    saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
+    with torch.no_grad():
+        transformer.proj_out.bias.add_(3)
+    before = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
+    assert getattr(saver, save)("mine") == tmp_path / "exports" / "mine"
+    assert all(torch.equal(written[0][name], tensor) for name, tensor in before.items())
+    assert set(written[0]) == set(before)
+    assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
+
+
+def test_of_several_processes_the_main_one_writes(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver.of(config(tmp_path), new_transformer(SIZES["tiny2"].transformer_config(), 0), tmp_path / "exports")
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    for rank, count in ((1, 0), (0, 1)):
+        monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
+        assert saver.save_full_model("mine") == tmp_path / "exports" / "mine"
+        assert len(written) == count
+
+
+def test_the_config_goes_along_without_its_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
+    settings = config(tmp_path, monitoring=monitoring, save_dtype="float16")
+    Saver.of(settings, transformer, tmp_path / "exports").save_full_model("x")
+    text = specs[0].files["config.toml"]
+    assert "s3cr3t" not in text
+    again = TrainConfig.model_validate(tomllib.loads(text), context={"base": tmp_path / "elsewhere"})
+    assert again.save_dtype == "float16"
+    assert again.output_dir == settings.output_dir, "paths are absolute"
+    assert specs[0].save_dtype == torch.float16
+
+
+def test_the_card_knows_what_the_run_knows(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "pictures"\n')
+    events = [(2, "raw", 0.9), (2, "ema", 0.8), (4, "ema", 0.7), (6, "ema", 0.6)]
+    run = tmp_path / "my-run"
+    run.mkdir()
+    lines = [
+        {"event": "eval", "step": step, "samples": 4, "set": "held_out", "weights": weights, "flow": flow}
+        for step, weights, flow in events
+    ]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "score.json").write_text('{"num_prompts": 96, "whole": 0.5, "relation": null, "by_kind": {"one": {}}}')
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    Saver.of(config(tmp_path), transformer, run / "exports").save_full_model("x", {}, "ema", Progress(step=5))
+    assert specs[0].about == {
+        "name": "my-run",
+        "data set": "data",
+        "resolutions": "64x64, 80x48",
+        "losses": {"held_out": 0.7},
+        "scores": {"whole": 0.5},
+    }
+
+
+def test_a_pipeline_saves_a_whole_state_into_a_folder(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LightSD3Pipeline.save_model(dir, state_dict)`."""
+    monkeypatch.setattr(light_sd3, "write_folder", module.write_folder)
+    pipeline = LightSD3Pipeline.__new__(LightSD3Pipeline)
+    pipeline.model = config(tmp_path).model
+    pipeline.transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    assert pipeline.save_model(tmp_path / "out", pipeline.transformer.state_dict()) == tmp_path / "out"
+    assert specs[0].save_dtype == torch.float32
+    assert specs[0].transformer_config["num_layers"] == 2
+    assert set(written[0]) == set(pipeline.transformer.state_dict())

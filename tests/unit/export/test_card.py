@@ -1,0 +1,108 @@
+"""The model card: what the hub reads in it, what people read in it, and code that runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from sd3_light.config import SIZES
+from sd3_light.export.card import model_card
+from sd3_light.export.spec import ExportSpec
+
+CONFIG = SIZES["tiny2"].transformer_config()
+TEXT = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}
+
+
+def spec(base: Path, **text: str) -> ExportSpec:
+    return ExportSpec(base, CONFIG, torch.float16, 3.0, text={**TEXT, **text})
+
+
+def card(base: Path, about: dict[str, Any] | None = None, **text: str) -> str:
+    return model_card(spec(base, **text), {"weights": "ema", "step": 5000, "samples": 1280000}, about or {})
+
+
+def read(text: str, place: Path) -> dict[str, Any]:
+    """The metadata as the hub's own library reads it."""
+    (place / "card.md").write_text(text)
+    found: dict[str, Any] = ModelCard.load(place / "card.md").data.to_dict()
+    return found
+
+
+def test_the_hub_reads_what_it_is(tmp_path: Path) -> None:
+    data = read(card(tmp_path, {"name": "my-run", "losses": {"held_out": 0.25}, "scores": {"whole": 0.5}}), tmp_path)
+    assert (data["library_name"], data["pipeline_tag"]) == ("diffusers", "text-to-image")
+    assert "sd3-light" in data["tags"]
+    (entry,) = data["model-index"]
+    assert entry["name"] == "my-run"
+    values = {(result["dataset"]["name"], result["metrics"][0]["value"]) for result in entry["results"]}
+    assert values == {("held_out", 0.25), ("composition prompts", 0.5)}
+
+
+def test_a_licence_is_to_be_filled_in(tmp_path: Path) -> None:
+    text = card(tmp_path)
+    data = read(text, tmp_path)
+    assert (data["license"], data["license_name"], data["license_link"]) == ("other", "not-stated", "LICENSE")
+    assert "fill in `license`" in text
+
+
+def test_the_licence_of_the_base_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md\n---\n# SD3\n"
+    )
+    data = read(card(tmp_path), tmp_path)
+    assert (data["license"], data["license_name"]) == ("other", "stabilityai-ai-community")
+    assert data["license_link"] == "LICENSE.md"
+
+
+def test_what_a_base_did_not_state_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(card(tmp_path))
+    assert "fill in `license`" in card(tmp_path)
+
+
+def test_people_read_data_steps_sizes_and_scores(tmp_path: Path) -> None:
+    about = {
+        "parameters": 1150784,
+        "save_dtype": "float16",
+        "data set": "cc12m",
+        "resolutions": "256x256",
+        "losses": {"held_out": 0.25},
+    }
+    text = card(tmp_path, about)
+    for row in (
+        "| denoiser | 2 joint blocks, 2 heads of 64 |",
+        "| parameters | 1,150,784, saved in float16 |",
+        "| weights | ema |",
+        "| data set | cc12m |",
+        "| resolutions | 256x256 |",
+        "| optimizer steps | 5,000 |",
+        "| samples seen | 1,280,000 |",
+        "| text | padded tokens, T5 length 16, unconditional input: empty |",
+        "| schedule | shift 3 |",
+        "| flow matching loss, held_out | 0.25 |",
+    ):
+        assert row in text.splitlines()
+
+
+def test_a_name_cannot_break_the_table(tmp_path: Path) -> None:
+    assert "| data set | a\\|b c |" in card(tmp_path, {"data set": "a|b\nc"}).splitlines()
+
+
+def test_each_kind_of_text_has_its_own_call(tmp_path: Path) -> None:
+    assert 'pipe("a prompt", max_sequence_length=16' in card(tmp_path)
+    zero = card(tmp_path, uncond_text="zero")
+    assert "negative_prompt_embeds" in zero
+    real = card(tmp_path, text_tokens="real")
+    assert "is not the model that was trained" in " ".join(real.split())
+    assert "max_sequence_length" not in real
+    for text in (card(tmp_path), zero, real):
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        compile(code, "card", "exec")
+
+
+@pytest.mark.parametrize("uncond", ["empty", "zero"])
+def test_the_unconditional_input_is_named(tmp_path: Path, uncond: str) -> None:
+    text = " ".join(card(tmp_path, text_tokens="real", uncond_text=uncond).split())
+    assert f"unconditional input of guidance was {'zeros' if uncond == 'zero' else 'the empty prompt'}" in text

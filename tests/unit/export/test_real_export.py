@@ -1,0 +1,258 @@
+"""A model of real text tokens: its folder's own pipeline gives the pictures of `sd3-light sample`, from code on disk or
+from ours."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import diffusers.utils.dynamic_modules_utils as dynamic
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
+from PIL import Image
+
+from sd3_light.config import SIZES
+from sd3_light.export import folder as folder_module
+from sd3_light.export import real_pipeline
+from sd3_light.export.folder import ExportSpec, write_folder
+from sd3_light.export.open import open_pipeline
+from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
+from sd3_light.export.verify import ProofError, prove
+from sd3_light.model.attention import MaskedJointAttention, real_text_mask
+from sd3_light.model.layers import new_transformer
+from sd3_light.sampling.generate import Request, TextPolicy, generate
+
+CONFIG = SIZES["tiny2"].transformer_config()
+PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]
+SETTINGS = {"num_inference_steps": 2, "guidance_scale": 4.0, "width": 64, "height": 64}
+CPU = torch.device("cpu")
+
+
+def live_weights() -> dict[str, torch.Tensor]:
+    transformer = new_transformer(CONFIG, seed=7)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return dict(transformer.state_dict())
+
+
+def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:
+    text = {"text_tokens": tokens, "uncond_text": uncond, "t5_max_length": 16}
+    return ExportSpec(base, CONFIG, torch.float32, text=text)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> dict[tuple[str, str], Path]:
+    """One export for each text policy, all of the same weights. Read only."""
+    place, weights = tmp_path_factory.mktemp("exports"), live_weights()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_module, "prove", lambda *_: {})
+        return {
+            (tokens, uncond): write_folder(place / f"{tokens}-{uncond}", weights, spec(demo_parts, tokens, uncond))
+            for tokens in ("padded", "real")
+            for uncond in ("zero", "empty")
+        }
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers copies a folder's pipeline file here, not to the home of who runs the tests."""
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+
+def distance(one: Image.Image, other: Image.Image) -> int:
+    return int(np.abs(np.asarray(one, dtype=int) - np.asarray(other, dtype=int)).max())
+
+
+def ours(folder: Path, uncond: Any, prompts: list[str]) -> list[Image.Image]:
+    """As `sd3-light sample` draws them, with the stock pipeline under the text policy."""
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    requests = [Request(prompt, seed, 64, 64) for seed, prompt in enumerate(prompts)]
+    return generate(pipe, requests, TextPolicy(16, uncond, "real"), steps=2, guidance=4.0)
+
+
+@pytest.mark.parametrize("uncond", ["zero", "empty"])
+def test_the_folders_pipeline_draws_what_sd3_light_draws(
+    exports: dict[tuple[str, str], Path], uncond: str, modules: None
+) -> None:
+    """Loaded in diffusers' documented way, with prompts of different lengths in one batch."""
+    folder = exports["real", uncond]
+    pipe = DiffusionPipeline.from_pretrained(
+        folder, custom_pipeline="pipeline", trust_remote_code=True, dtype=torch.float32, local_files_only=True
+    )
+    assert type(pipe).__name__ == "RealTextPipeline"
+    assert type(pipe) is not RealTextPipeline, "it is the folder's own class"
+    assert (pipe.config.t5_max_length, pipe.config.uncond_text) == (16, uncond)
+    pictures = pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images
+    wanted = ours(folder, uncond, PROMPTS)
+    assert max(map(distance, pictures, wanted)) <= 1
+    alone = [pipe(prompt, generator=seeded(seed), **SETTINGS).images[0] for seed, prompt in enumerate(PROMPTS)]
+    assert max(map(distance, alone, wanted)) <= 1, "whatever else is in the batch"
+    assert distance(*pictures) > 8
+
+
+def test_the_stock_class_still_loads_it_and_draws_something_else(exports: dict[tuple[str, str], Path]) -> None:
+    """Which is why the card warns of it."""
+    folder = exports["real", "empty"]
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    stock = pipe(PROMPTS[0], max_sequence_length=16, generator=seeded(0), **SETTINGS).images[0]
+    assert distance(stock, ours(folder, "empty", PROMPTS[:1])[0]) > 1
+
+
+def test_we_open_it_with_our_own_class_and_do_not_run_its_file(
+    exports: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    folder, trap = exports["real", "zero"], tmp_path / "trap"
+    trap.mkdir()
+    for path in folder.iterdir():
+        (trap / path.name).symlink_to(path)
+    (trap / "pipeline.py").unlink()
+    (trap / "pipeline.py").write_text("raise SystemExit('this was run')")
+    pipe, policy = open_pipeline(trap, CPU)
+    assert isinstance(pipe, RealTextPipeline)
+    assert (policy.text_tokens, policy.uncond_text, policy.t5_max_length) == ("real", "zero", 16)
+    wanted = ours(folder, "zero", PROMPTS)
+    assert max(map(distance, pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images, wanted)) <= 1
+    requests = [Request(prompt, seed, 64, 64) for seed, prompt in enumerate(PROMPTS)]
+    assert max(map(distance, generate(pipe, requests, policy, steps=2, guidance=4.0), wanted)) == 0, "and we sample"
+
+
+def test_its_file_is_ours_and_a_padded_model_has_none(exports: dict[tuple[str, str], Path]) -> None:
+    assert (exports["real", "zero"] / "pipeline.py").read_bytes() == Path(real_pipeline.__file__).read_bytes()
+    assert not (exports["padded", "zero"] / "pipeline.py").exists()
+    index = json.loads((exports["real", "zero"] / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusion3Pipeline", "with another, stock diffusers would refuse the folder"
+
+
+def test_a_padded_model_made_from_a_real_one_does_not_inherit_its_pipeline(
+    exports: dict[tuple[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "prove", lambda *_: {})
+    out = write_folder(tmp_path / "out", live_weights(), spec(exports["real", "zero"], "padded", "empty"))
+    assert not (out / "pipeline.py").exists()
+    assert "t5_max_length" not in json.loads((out / "model_index.json").read_text())
+
+
+# --- the proof ---------------------------------------------------------------------------------
+
+
+def test_the_proof_goes_through_the_folders_pipeline(
+    exports: dict[tuple[str, str], Path], demo_parts: Path, tmp_path: Path
+) -> None:
+    promised, weights = spec(demo_parts, "real", "zero"), live_weights()
+    proof = prove(exports["real", "zero"], promised, weights)
+    assert proof["pipeline"] == "pipeline.py of this folder"
+    assert proof["picture_max_difference"] <= 1 / 255
+    blind = tmp_path / "blind"
+    blind.mkdir()
+    for path in exports["real", "zero"].iterdir():
+        (blind / path.name).symlink_to(path)
+    source = (blind / "pipeline.py").read_text()
+    (blind / "pipeline.py").unlink()
+    (blind / "pipeline.py").write_text(source.replace("attn_mask=mask", "attn_mask=None"))
+    with pytest.raises(ProofError, match="a picture of the reloaded pipeline differs by"):
+        prove(blind, promised, weights)
+
+
+# --- its parts ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(exports: dict[tuple[str, str], Path]) -> Any:
+    return open_pipeline(exports["real", "empty"], CPU)[0]
+
+
+def test_its_attention_is_that_of_training() -> None:
+    transformer = new_transformer(CONFIG, 0)
+    transformer.load_state_dict(live_weights())
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([2, 5])
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 8, 8, generator=generator),
+        "timestep": torch.tensor([100.0, 900.0]),
+        "encoder_hidden_states": torch.randn(2, 5, CONFIG["joint_attention_dim"], generator=generator),
+        "pooled_projections": torch.randn(2, CONFIG["pooled_projection_dim"], generator=generator),
+    }
+    outputs = []
+    for processor, told in (
+        (MaskedJointAttention(), {"attention_mask": real_text_mask(lengths, 5, 16)}),
+        (RealTextAttention(), {"text_lengths": lengths}),
+    ):
+        transformer.set_attn_processor(processor)
+        with torch.no_grad():
+            outputs.append(transformer(**inputs, joint_attention_kwargs=told, return_dict=False)[0])
+    assert torch.equal(*outputs)
+
+
+def test_given_texts_count_whole_or_as_their_lengths_say(real: Any) -> None:
+    text, negative, pooled, negative_pooled = real.encode_prompt([PROMPTS[0]], None, None)
+    lengths = real._text_lengths
+    assert lengths.tolist()[0] < lengths.tolist()[1] == text.shape[1] == negative.shape[1]
+    garbage = torch.cat([negative[:, : lengths[0]], torch.full_like(negative[:, lengths[0] :], 7.0)], dim=1)
+    given = {
+        "prompt_embeds": text,
+        "pooled_prompt_embeds": pooled,
+        "negative_prompt_embeds": garbage,
+        "negative_pooled_prompt_embeds": negative_pooled,
+    }
+    told = {"joint_attention_kwargs": {"text_lengths": lengths}}
+    wanted = real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]
+    assert distance(real(**given, **told, generator=seeded(0), **SETTINGS).images[0], wanted) == 0
+    assert distance(real(**given, generator=seeded(0), **SETTINGS).images[0], wanted) > 0
+
+
+def test_several_pictures_of_a_prompt_and_no_guidance(real: Any) -> None:
+    pictures = real(PROMPTS, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **SETTINGS).images
+    again = real(PROMPTS[1], generator=seeded(2), **SETTINGS).images[0]
+    assert distance(pictures[2], again) <= 1
+    real(PROMPTS, **{**SETTINGS, "guidance_scale": 1.0})
+    assert len(real._text_lengths) == 2
+
+
+def test_a_negative_prompt(real: Any) -> None:
+    away = real(PROMPTS[0], negative_prompt="a blue square", generator=seeded(0), **SETTINGS).images[0]
+    assert distance(away, real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]) > 1
+
+
+def test_without_t5_its_tokens_are_left_out(exports: dict[tuple[str, str], Path], real: Any) -> None:
+    pipe = RealTextPipeline.from_pretrained(
+        exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True
+    )
+    less, whole = (one.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False)[0] for one in (pipe, real))
+    assert less.shape[1] < whole.shape[1]
+    assert torch.equal(less, whole[:, : less.shape[1]])
+
+
+def test_what_training_did_not_have_is_refused(exports: dict[tuple[str, str], Path], real: Any) -> None:
+    with pytest.raises(ValueError, match="clip_skip"):
+        real(PROMPTS[0], clip_skip=1, **SETTINGS)
+    zero, _ = open_pipeline(exports["real", "zero"], CPU)
+    with pytest.raises(ValueError, match="trained with zeros as its unconditional text"):
+        zero(PROMPTS[0], negative_prompt="a blue square", **SETTINGS)
+    zero(PROMPTS[:1], negative_prompt=[""], **{**SETTINGS, "num_inference_steps": 1})
+
+
+# --- the card's code ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])
+def test_the_lines_of_the_card_draw_what_sd3_light_draws(
+    exports: dict[tuple[str, str], Path], tokens: Any, uncond: Any, modules: None
+) -> None:
+    folder = exports[tokens, uncond]
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line and "import" not in line]) <= 5
+    found: dict[str, Any] = {}
+    exec(code.replace("this folder", str(folder)), found)
+    pipe, policy = open_pipeline(folder, CPU)
+    side = CONFIG["sample_size"] * pipe.vae_scale_factor
+    (wanted,) = generate(pipe, [Request("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
+    assert distance(found["image"], wanted) <= 1
