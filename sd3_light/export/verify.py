@@ -48,7 +48,8 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
     found, theirs = _elsewhere(folder, spec, inputs)
     ours = _in_memory(spec, weights, inputs)
     _compare_config(found["config"], spec.transformer_config)
-    _compare_weights(found["weights"], reload.digests(dict(weights)))
+    digests = reload.digests(dict(weights))
+    _compare_weights(found["weights"], digests)
     return {
         **{name: version(name) for name in _LIBRARIES},
         "pipeline": "pipeline.py of this folder" if spec.real_text else "StableDiffusion3Pipeline",
@@ -57,7 +58,7 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
         "picture_max_difference": _difference(
             "a picture of the reloaded pipeline", theirs["picture"], ours["picture"], _PICTURE_TOLERANCE
         ),
-        "weights_sha256": weights_digest(weights),
+        "weights_sha256": _joined(digests),
         "output_sha256": _sha256(theirs["output"]),
         "picture_sha256": _sha256(theirs["picture"]),
         "seconds": round(time.perf_counter() - began, 2),
@@ -66,7 +67,11 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """One hash over names, types, shapes and bytes of all tensors."""
-    lines = sorted(f"{name} {digest}\n" for name, digest in reload.digests(dict(weights)).items())
+    return _joined(reload.digests(dict(weights)))
+
+
+def _joined(digests: Mapping[str, str]) -> str:
+    lines = sorted(f"{name} {digest}\n" for name, digest in digests.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
