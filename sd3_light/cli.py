@@ -159,6 +159,7 @@ def export(
     weights: Annotated[
         str | None, typer.Option(help="`raw`, `ema` or a track's name; default: `ema` where there is one.")
     ] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this Hugging Face repository, USER/NAME.")] = None,
     ema_length: Annotated[
         float | None,
         typer.Option(help="Rebuild an average of this length (a share of the training) from the power tracks."),
@@ -168,7 +169,7 @@ def export(
     _prepare()
     from sd3_light.stages import export as stage
 
-    _say(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length)}")
+    _say(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub)}")
 
 
 @app.command()

@@ -15,6 +15,7 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import replacing
 from sd3_light.export.folder import FACTS, FROZEN, read_facts
+from sd3_light.export.real import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
 from sd3_light.export.single_parts import (
@@ -234,6 +235,7 @@ def _write_folder(folder: Path, read: _File, base: Path | None) -> None:
         _write_json(folder / _SCHEDULER, read.about["scheduler"])
     if base is not None:
         _complete(folder, base)
+        add_pipeline(folder, dict(read.about.get("facts") or {}).get("text", {}))
 
 
 def _complete(folder: Path, base: Path) -> None:

@@ -177,6 +177,8 @@ class Duties:
 
     def export(self, progress: Progress) -> None:
         """A proven diffusers folder, of the averaged weights where there are any, made while the run goes on."""
+        if progress.skipped == progress.step:
+            return  # nothing was learned; the run will end by saying so
         weights = self.best
         self._news += self.exports.wait()  # it holds a whole copy of the weights: one at a time
         trained = self.engine.whole(self.held(weights))
