@@ -50,7 +50,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
     device = launch.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with RunFolder(loaded, launch.is_main) as folder, _enough_memory():
+    with RunFolder(loaded, launch.is_main) as folder, _faults_in_words():
         data = open_cache(loaded.dataset, loaded.train, launch, in_memory=not loaded.train.sd3_streaming_dataset)
         groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, loaded.train.parallel)
         saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
@@ -125,7 +125,8 @@ def _plan(
 
 
 @contextmanager
-def _enough_memory() -> Iterator[None]:
+def _faults_in_words() -> Iterator[None]:
+    """Too little GPU memory and a dead worker are the user's to mend: one line each."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -72,7 +72,6 @@ class Duties:
         self.exports = Background("exports")
         self._news: list[Saved | Failed | Done] = []
         self._failed: dict[str, str] = {}
-        self._exported = 0
 
     def __enter__(self) -> Self:
         return self
@@ -182,9 +181,11 @@ class Duties:
         weights = self.best
         self._news += self.exports.wait()  # it holds a whole copy of the weights: one at a time
         trained = self.engine.whole(self.held(weights))
-        self._exported = progress.step
         if trained is not None:
-            self.exports.submit(EXPORT, lambda: (progress, self.saver.save_model(trained, weights, progress)))
+            # named by its step: a failure may be told when the next one is under way
+            self.exports.submit(
+                str(progress.step), lambda: (progress, self.saver.save_model(trained, weights, progress))
+            )
 
     def catch_up(self, progress: Progress) -> None:
         """Write what was due with the checkpoint that the run goes on from and is not there: it was killed before."""
@@ -233,7 +234,7 @@ class Duties:
             self.folder.log(EXPORT, **progress.counts(), file=path.name, weights=self.best, seconds=done.seconds)
             self._failed.pop(EXPORT, None)
         elif isinstance(done.error, ExportError | ProofError | OSError | SafetensorError):
-            self._tell_failure(EXPORT, self._exported, f"{done.error}")
+            self._tell_failure(EXPORT, int(done.name), f"{done.error}")
         else:
             raise done.error
 

@@ -97,7 +97,7 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
     ],
 )
 def test_sound_neighbours_of_those_faults(files: Any, top: str, model: str, tables: str) -> None:
-    files.load(top, model, tables)
+    assert files.load(top, model, tables).train.output_dir.is_absolute()
 
 
 def test_two_eval_datasets_of_one_name(files: Any) -> None:
@@ -124,11 +124,11 @@ def test_a_run_ends_and_saves(files: Any, missing: str) -> None:
 @pytest.mark.parametrize("line", ["checkpoint_every_n_minutes = 30", "save_every_n_epochs = 1"])
 def test_one_way_of_saving_is_enough(files: Any, line: str) -> None:
     path = files.write(line)
-    load_config(path, ["epochs=1"])
+    assert load_config(path, ["epochs=1"]).train.epochs == 1
     path.write_text(
         "\n".join(text for text in path.read_text().splitlines() if not text.startswith("save_every_n_steps"))
     )
-    load_config(path)
+    assert load_config(path).train.save_every_n_steps is None
 
 
 @pytest.mark.parametrize(
