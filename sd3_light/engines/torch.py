@@ -47,6 +47,11 @@ class TorchEngine:
         self.optimizer = make_optimizer(self._parameters, config.optimizer, device)
         self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 
+    @staticmethod
+    def name_of(config: TrainConfig, launch: Launch) -> str:
+        """Engine and layout in a few words, for the log."""
+        return f"torch {config.parallel}" if launch.world > 1 else "torch"
+
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """What this process holds of the trainable float32 weights, live, by canonical name."""
