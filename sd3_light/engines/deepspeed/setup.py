@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ _BUCKET = 50_000_000  # elements that are reduced or gathered at once: 200 MB
 def prepare(launch: Launch, device: torch.device) -> None:
     """Import DeepSpeed and give it the process group, or one of this process alone."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    for call in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # a newer torch has other names for them
+        warnings.filterwarnings("ignore", f".*{call}", FutureWarning)
     os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # the pipeline reads it, under plain python too
     with quiet():
         library: Any = importlib.import_module("deepspeed")
@@ -62,6 +65,9 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "overlap_comm": False,
             "reduce_bucket_size": _BUCKET,
             "allgather_bucket_size": _BUCKET,
+            # a weight lies in its parts only, whose owners may write them between steps, and is let go after each use
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
         },
         "pipeline": {"use_reentrant": False},
         "timers": {"throughput": {"enabled": False}},
