@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
@@ -41,7 +42,7 @@ class _Stages(PipelineModule):
             self.parts = partitions.partition_uniform(count, stages)
         else:
             self.parts = partitions.partition_balanced(self._count_layer_params(), stages)
-        for number, (start, stop) in enumerate(zip(self.parts, self.parts[1:], strict=False)):
+        for number, (start, stop) in enumerate(pairwise(self.parts)):
             if not sum(self._count_layer_params()[start:stop]):
                 raise UserError(
                     f"pipeline stage {number} (layers {start} to {stop - 1}) would have nothing to train; lower "
@@ -79,6 +80,8 @@ class PipelineEngine:
             )[0]
         self.engine.timers = NoopTimer()  # they would collect events that nobody reads
         self.engine._INSTRUCTION_MAP = instructions(self.engine, self._before_reduction, self._step)
+        if config.zero_stage:
+            self.engine.optimizer.scaled_global_norm = self._zero_norm
         self.pipe = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
         self.state = self._state(stages, parameters, names, config.zero_stage, writers)
         self.writers = self.state.writers
@@ -160,26 +163,35 @@ class PipelineEngine:
     def _step(self, take: Any) -> None:
         """Take the step if it is finite. The last stage's numbers reach all others first."""
         self._numbers = self.sum_over_ranks(self._numbers) / self.grid.replicas
-        finite = torch.isfinite(self._numbers[: len(self.names)]).all()
-        norm = self._clipped_norm() if self.state.zero is None else None
-        if norm is not None:
-            finite &= torch.isfinite(norm)
-        optimizer: Any = self.optimizer.only
-        optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+        self._finite = torch.isfinite(self._numbers[: len(self.names)]).all()
+        if self.state.zero is None:
+            self._clip()
         take()
-        if norm is None:
-            norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device)
-            finite &= torch.isfinite(norm)
-        self._numbers = torch.cat([self._numbers, norm.float().view(1), finite.float().view(1)])
+        self._numbers = torch.cat([self._numbers, self._norm.float().view(1), self._finite.float().view(1)])
 
-    def _clipped_norm(self) -> Tensor:
-        """Without ZeRO: the norm of all gradients together, before they are scaled down to the limit."""
-        assert self.grid.stages == 1
-        grads = [weight.grad for weight in self.state.parameters.values()]
-        norm = torch.stack(torch._foreach_norm(grads)).square().sum().sqrt()
+    def _clip(self) -> None:
+        """Without ZeRO: scale all gradients down to the limit."""
+        grads: Any = [weight.grad for weight in self.state.parameters.values()]
+        norm = self._judge_norm(torch.stack(torch._foreach_norm(grads)).square().sum())
         if self.clip:
             torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
-        return norm
+
+    def _zero_norm(self) -> Tensor:
+        """The norm of all gradients together, by which ZeRO clips.
+
+        Its own way is a sum over the stages for each group of weights, which hangs or adds up different groups where
+        stages have other numbers of them: embeddings do not decay.
+        """
+        grads = [grad for group in self.engine.optimizer.averaged_gradients.values() for grad in group]
+        return self._judge_norm(self.sum_over_ranks(torch.stack(torch._foreach_norm(grads)).square().sum()))
+
+    def _judge_norm(self, squares: Tensor) -> Tensor:
+        """The norm; a step with one that is not finite, or with such a loss, will not be taken."""
+        self._norm = squares.sqrt()
+        self._finite = self._finite & torch.isfinite(self._norm)
+        optimizer: Any = self.optimizer.only
+        optimizer.grad_scale, optimizer.found_inf = None, (~self._finite).float()
+        return self._norm
 
     def weight_norm(self) -> float:
         """The norm over all trainable weights."""
