@@ -29,7 +29,9 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("--deepspeed needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
     if config.optimizer.type != "adamw":
-        raise UserError(f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'")
+        raise UserError(
+            f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
+        )
     if config.parallel != "ddp":
         raise UserError(
             f"parallel = {config.parallel!r} is for torch's own engine; launch without --deepspeed, or write zero_stage = 3"

@@ -69,7 +69,9 @@ class PipelineEngine:
         self.module: Any = module
         self.clip, self.names = config.gradient_clipping, self.module.loss_names
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.grid.stages > 1 else 1
-        names = {id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad}
+        names = {
+            id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad
+        }
         stages = _Stages(self.module.pipeline_layers(), config, self._loss)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"

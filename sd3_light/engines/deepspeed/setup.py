@@ -27,6 +27,8 @@ def prepare(launch: Launch, device: torch.device) -> None:
         library: Any = importlib.import_module("deepspeed")
         # on a CPU it would compile a shared-memory kernel for a minute; none of its kernels is used here
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
+        # an earlier engine of this process may have left its stages there
+        importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -84,7 +84,9 @@ def run(
         source = saved.path if saved else None
         folder.announce(config, start.sentence, progress, total, order, launch, device, source, name)
         folder.tell_dropped(data, order)
-        duties = Duties(loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder, stages)
+        duties = Duties(
+            loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder, stages
+        )
         with training.watch, duties:
             training.duties = duties.of_run(total)
             if config.eval_before_first_step and progress.step == 0:
