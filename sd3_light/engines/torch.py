@@ -57,6 +57,11 @@ class TorchEngine:
         """What this process holds of the trainable float32 weights, live, by canonical name."""
         return self._weights
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight."""
+        return {name: tuple(weight.shape) for name, weight in self._parameters.items()}
+
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.stages.train import Resume
+from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
     DS_ONE,
     FSDP2,
@@ -43,11 +44,13 @@ def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))
         mask.save(project.folder / "masks" / path.name)
     project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
+    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
     text = project.train_toml.read_text()
     for old, new in (
-        ("max_steps = 4", f'max_steps = {STEPS}\nfreeze = ["pos_embed.*"]\neval_datasets = ["data.toml"]'),
+        ("max_steps = 4", f'max_steps = {STEPS}\nfreeze = ["pos_embed.*"]\neval_datasets = ["eval.toml"]'),
         ("checkpoint_every_n_steps = 2", f"checkpoint_every_n_steps = {SAVED}\neval_every_n_steps = {STEPS}"),
-        ("seed = 3", "seed = 3\npseudo_huber_c = 0.1\ngradient_clipping = 0.15\neval_micro_batch_size_per_gpu = 2"),
+        ("seed = 3", "seed = 3\npseudo_huber_c = 0.1\ngradient_clipping = 0.15\neval_micro_batch_size_per_gpu = 4"),
         ("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"\ntext_recon_gamma = 0.25'),
         ('save_dtype = "float32"', 'save_dtype = "bfloat16"'),
     ):

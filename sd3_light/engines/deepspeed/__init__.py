@@ -34,7 +34,8 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         )
     if config.parallel != "ddp":
         raise UserError(
-            f"parallel = {config.parallel!r} is for torch's own engine; launch without --deepspeed, or write zero_stage = 3"
+            f"parallel = {config.parallel!r} is for torch's own engine; start without --deepspeed, or write zero_stage = 3 "
+            "in its place"
         )
     if launch.world % stages:
         raise UserError(

@@ -126,6 +126,11 @@ class PipelineEngine:
         """The trainable float32 weights of this stage, live, by canonical name."""
         return self.state.weights
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight of the model."""
+        return self.state.shapes
+
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
@@ -203,7 +208,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Prepared) -> Tensor:
-        """[sum of the flow losses, number of samples] on the last stage, zeros on the others; padding weighs nothing."""
+        """[sum of the flow losses, number of samples] on the last stage, zeros on others; padding weighs nothing."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._run(_split(batch, self.eval_pieces), self._judge)
         return self._sums

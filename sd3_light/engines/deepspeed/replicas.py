@@ -52,6 +52,11 @@ class ZeroEngine:
         """What this process holds of the trainable float32 weights, live, by canonical name."""
         return self.state.weights
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight of the model."""
+        return self.state.shapes
+
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
@@ -87,6 +92,7 @@ class ZeroEngine:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
         features, label = self._to_device(batch)
         each = self.engine(features, label)["each"].double()
+        self._let_go()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
         return torch.stack([(each * weight).sum(), weight.sum()])
 
@@ -94,7 +100,13 @@ class ZeroEngine:
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
         velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        self._let_go()
         return velocity
+
+    def _let_go(self) -> None:
+        """Without a backward pass ZeRO-3 keeps the weights that it gathered, but other ones may stand there next."""
+        if isinstance(self.state, ShardState):
+            self.engine.optimizer.parameter_offload.partition_all_parameters()
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Numbers of all processes added up."""
