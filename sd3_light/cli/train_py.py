@@ -43,4 +43,4 @@ def _launch(flags: argparse.Namespace) -> None:
     place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     resume = asked_resume(flags.resume_from_checkpoint is not None, place, resets)
-    cache_then_train(loaded, launched, wishes, resume, flags.deepspeed)
+    cache_then_train(loaded, launched, wishes, resume, by_deepspeed=flags.deepspeed)

@@ -33,10 +33,8 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
             f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
         )
     if config.parallel != "ddp":
-        raise UserError(
-            f"parallel = {config.parallel!r} is for torch's own engine; start without --deepspeed, or write zero_stage = 3 "
-            "in its place"
-        )
+        hint = "start without --deepspeed, or write zero_stage = 3 in its place"
+        raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")
     if launch.world % stages:
         raise UserError(
             f"{launch.world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"

@@ -1,6 +1,7 @@
 """The instructions of DeepSpeed's pipeline schedule that are carried out otherwise than it does."""
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -47,10 +48,11 @@ def _backward(engine: Any, buffer_id: int) -> None:
     layers. An output without a gradient, such as text that is kept to be compared, takes none."""
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     floats = [tensor for tensor in outputs if tensor.is_floating_point()]
-    pairs = [(out, grad) for out, grad in zip(floats, engine.grad_layer, strict=True) if out.requires_grad]
+    grads = list(engine.grad_layer)
+    learning = [out.requires_grad for out in floats]
     engine._running_engine_backward = True
     try:
-        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        torch.autograd.backward(list(compress(floats, learning)), list(compress(grads, learning)))
     finally:
         engine._running_engine_backward = False
     engine.pipe_buffers["output_tensors"][buffer_id] = None

@@ -66,8 +66,9 @@ class PipelineEngine:
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.grid = Grid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
-        self.module: Any = module
-        self.clip, self.names = config.gradient_clipping, self.module.loss_names
+        self.module = _any(module)
+        self.names: tuple[str, ...] = self.module.loss_names
+        self.clip = config.gradient_clipping
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.grid.stages > 1 else 1
         names = {
             id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad
@@ -214,7 +215,7 @@ class PipelineEngine:
         return self._sums
 
     def _judge(self, outputs: tuple[Tensor, ...], _: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
-        each = self.module.losses(outputs, label)["each"].double()
+        each: Tensor = self.module.losses(outputs, label)["each"].double()
         weight = torch.ones_like(each) if len(label) < 3 or label[2] is None else label[2].double()
         self._sums += torch.stack([(each * weight).sum(), weight.sum()])
         return each.mean()
@@ -230,7 +231,7 @@ class PipelineEngine:
             dist.broadcast(self._velocity, last, group=self.pipe)
         return self._velocity
 
-    def _show(self, size: tuple[int, int], outputs: tuple[Tensor, ...], *_: object) -> Tensor:
+    def _show(self, size: Sequence[int], outputs: tuple[Tensor, ...], *_: object) -> Tensor:
         self._velocity = self.module.velocity(outputs, size)
         return self._velocity.mean()
 
@@ -263,6 +264,11 @@ class PipelineEngine:
 
     def _move(self, tensor: Any) -> Any:
         return None if tensor is None else tensor.to(self.device, non_blocking=True)
+
+
+def _any(module: nn.Module) -> Any:
+    """A module whose attributes are not for the type checker to guess."""
+    return module
 
 
 def _split(batch: Prepared, pieces: int) -> list[Prepared]:

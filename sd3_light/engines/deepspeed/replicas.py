@@ -28,8 +28,9 @@ class ZeroEngine:
     def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
         self.module: Any = module.to(device)
-        self.names: tuple[str, ...] = self.module.loss_names
-        denoiser: Any = self.module.transformer
+        given: Any = module
+        self.names: tuple[str, ...] = given.loss_names
+        denoiser = given.transformer
         parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"

@@ -31,7 +31,8 @@ def prepare(launch: Launch, device: torch.device) -> None:
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         library.init_distributed(dist_init_required=False, verbose=False)
 
 

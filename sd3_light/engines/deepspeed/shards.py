@@ -23,7 +23,7 @@ class _Part:
     start: int
     length: int
     room: int
-    flat: Tensor
+    flat: Any
     at: int
 
 
