@@ -1,13 +1,14 @@
 """The same training and one checkpoint for all: torch's engine and DeepSpeed's, in every layout."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
@@ -29,6 +30,7 @@ from tests.distributed.layouts import (
 pytest.importorskip("deepspeed")
 Project = Any  # the class is in tests/conftest.py
 STEPS, SAVED = 14, 4
+BIAS = "proj_out.bias"
 PROVEN_APART = {"proof.json", "config.toml"}  # seconds; the run's own folder and layout
 
 
@@ -68,8 +70,8 @@ def job(project: Project, layout: Layout, *keys: str, source: Layout | None = No
     return Job(str(project.train_toml), name, layout, keys, checkpoint)
 
 
-def saved(project: Project, layout: Layout, step: int = SAVED) -> Path:
-    return Path(project.folder / layout.name / "checkpoints" / checkpoint_name(step))
+def saved(project: Project, layout: Layout, step: int = SAVED, run: str = "") -> Path:
+    return Path(project.folder / (run or layout.name) / "checkpoints" / checkpoint_name(step))
 
 
 def export_again(project: Project, layout: Layout) -> Job:
@@ -121,7 +123,14 @@ def require_same_export(project: Project, layout: Layout) -> None:
 # --- a lean round: every layout writes, and reads another's ----------------------------------------
 
 READS = {DS_ONE: ONE, PIPES: DS_ONE, FSDP2: ZERO3, ZERO0: PIPES, ZERO1: PIPE, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
+POISONED = (ZERO0, PIPE, ZERO3)
 EXPORTS = (PIPES, ZERO1, PIPE, ZERO2, ZERO3)
+
+
+def poisoned(project: Project, layout: Layout) -> Job:
+    """A short run whose second step cannot be taken."""
+    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9")
+    return replace(job(project, layout, *keys, run=f"{layout.name}-poisoned"), poisoned=2)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +140,7 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
+        jobs += [poisoned(rich, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
     return rich
 
@@ -145,6 +155,21 @@ def test_every_layout_makes_the_same_steps(trained: Project, layout: Layout) -> 
 @pytest.mark.parametrize("layout", EXPORTS, ids=lambda layout: layout.name)
 def test_every_layout_exports_the_same_bytes(trained: Project, layout: Layout) -> None:
     require_same_export(trained, layout)
+
+
+@pytest.mark.parametrize("layout", POISONED, ids=lambda layout: layout.name)
+def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout) -> None:
+    """Weights, moments and Adam's count of steps stay as they were, so that the steps after it are one process's."""
+    run, reference = f"{layout.name}-poisoned", "one-poisoned"
+    (skip,) = trained.events("skip", run)
+    assert skip["step"] == 2
+    steps, wanted = trained.events("step", run), trained.events("step", reference)
+    assert [event["skipped"] for event in steps] == [event["skipped"] for event in wanted] == [0, 1, 1, 1]
+    for number in (0, 2, 3):
+        for key in ("loss", "grad_norm", "param_norm"):
+            assert steps[number][key] == pytest.approx(wanted[number][key], rel=1e-5), f"{run}: {key}"
+    counts = [open_checkpoint(saved(trained, layout, 4, run)).tensor(f"step/{BIAS}") for run in (run, reference)]
+    assert [int(count) for count in counts] == [3, 3]
 
 
 @pytest.mark.parametrize("source", [ZERO3, PIPE, PIPES], ids=lambda layout: layout.name)
