@@ -116,15 +116,18 @@ def require_same_export(project: Project, layout: Layout) -> None:
     wanted = content(project.folder / ONE.name / "exports" / checkpoint_name(STEPS))
     found = content(project.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
     assert "transformer/diffusion_pytorch_model.safetensors" in wanted
+    card = found["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
+    found["README.md"] = card  # it tells the run's name
     assert set(found) == set(wanted), layout.name
     assert not [name for name in wanted if found[name] != wanted[name]], layout.name
 
 
 # --- a lean round: every layout writes, and reads another's ----------------------------------------
 
-READS = {DS_ONE: ONE, PIPES: DS_ONE, FSDP2: ZERO3, ZERO0: PIPES, ZERO1: PIPE, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
+# two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
+READS = {DS_ONE: ONE, FSDP2: ZERO3, ZERO0: PIPE, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
 POISONED = (ZERO0, PIPE, ZERO3)
-EXPORTS = (PIPES, ZERO1, PIPE, ZERO2, ZERO3)
+EXPORTS = (ZERO1, PIPE, ZERO3)
 
 
 def poisoned(project: Project, layout: Layout) -> Job:
@@ -136,7 +139,7 @@ def poisoned(project: Project, layout: Layout) -> Job:
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
-    for world, fresh in ((1, [ONE, DS_ONE]), (4, [PIPES]), (2, [FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
+    for world, fresh in ((1, [ONE, DS_ONE]), (2, [FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
@@ -172,7 +175,7 @@ def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout
     assert [int(count) for count in counts] == [3, 3]
 
 
-@pytest.mark.parametrize("source", [ZERO3, PIPE, PIPES], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("source", [ZERO3, PIPE], ids=lambda layout: layout.name)
 def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
     resumed = job(trained, ONE, source=source)
@@ -202,7 +205,10 @@ def test_every_layout_goes_on_from_every_other(rich: Project, tmp_path: Path) ->
     for world in (1, 2, 4):
         readers = [layout for layout in LAYOUTS if layout.world == world]
         launch([job(project, one, source=other) for one in readers for other in LAYOUTS], tmp_path, 2400)
+    for world in (1, 2, 4):
+        launch([export_again(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 600)
     for layout in LAYOUTS:
+        require_same_export(project, layout)
         require_same_curve(project, layout.name, layout)
         for other in LAYOUTS:
             require_same_curve(project, f"{layout.name}-from-{other.name}", layout)
