@@ -37,14 +37,14 @@ def test_a_taken_name_is_refused_whatever_has_it(tmp_path: Path) -> None:
 
 
 def test_of_two_commands_the_first_wins_and_the_other_says_so(tmp_path: Path) -> None:
-    def race(place: Place, out: Path, write: Callable[[Path, str], None]) -> None:
+    def race(place: Place, out: Path, write: Callable[[Path, str], object]) -> None:
         with place(out) as mine:
             write(mine, "second")
             with place(out) as other:
                 write(other, "first")
 
     with pytest.raises(UserError, match="file exists already"):
-        race(new_file, tmp_path / "file", lambda path, word: path.write_text(word) and None)
+        race(new_file, tmp_path / "file", lambda path, word: path.write_text(word))
     with pytest.raises(UserError, match="folder exists already"):
         race(new_folder, tmp_path / "folder", lambda path, word: (path / word).mkdir())
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
