@@ -13,7 +13,7 @@ from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, lost_peer, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.peaks import peak_flops
@@ -126,7 +126,7 @@ def _plan(
 
 @contextmanager
 def _faults_in_words() -> Iterator[None]:
-    """Too little GPU memory and a dead worker are the user's to mend: one line each."""
+    """Too little GPU memory, a dead worker and a lost process are the user's to mend: one line each."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -136,7 +136,7 @@ def _faults_in_words() -> Iterator[None]:
             "`sd3-light check` foretells the need"
         ) from error
     except RuntimeError as error:
-        if fault := worker_fault(error):
+        if fault := worker_fault(error) or lost_peer(error):
             raise fault from error
         raise
 
