@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from sd3_light.engines.launch import Launch
 
 _SAVING_TIMEOUT = timedelta(hours=2)
 """A save waits for the slowest disk; training goes on meanwhile."""
+
+_MOST_GROUPS = 5  # with gloo: the default one, control, ending, saving, snapshots
+_FILES_A_GROUP = 3  # measured with 2, 4 and 8 processes
+_OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ def start_process_group(launch: Launch, device: torch.device, timeout_sec: float
 
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, parallel: str) -> Groups:
+    _allow_sockets(launch.world)
     if not dist.is_initialized():
         cuda = device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
@@ -76,6 +82,20 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, parallel: st
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
     return Groups(control, saving, snapshots, ending, writers)
+
+
+def sockets(world: int, groups: int = _MOST_GROUPS) -> int:
+    """Files that a process holds open for its groups: in each of them a socket to every other process, and a few."""
+    return groups * (world + _FILES_A_GROUP)
+
+
+def _allow_sockets(world: int) -> None:
+    """Raise this process's limit of open files where many processes need more; many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sockets(world) + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What goes wrong between processes, in words: no one comes, or someone goes."""
 
+import resource
 import socket
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sd3_light.config.faults import UserError
-from sd3_light.engines import Launch
+from sd3_light.engines import Launch, processes
 from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, start_process_group
 
 CPU = torch.device("cpu")
@@ -88,3 +89,24 @@ def test_too_little_memory_is_no_lost_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "init_process_group", fill)
     with pytest.raises(torch.OutOfMemoryError):
         start_process_group(Launch(0, 0, 2), CPU, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "given"),
+    [
+        (4096, 4096, None),  # 2 processes need no more
+        (1024, 1 << 20, 5 * 1027 + 1024),
+        (1024, 4096, 4096),
+        (1024, resource.RLIM_INFINITY, 5 * 1027 + 1024),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_many_processes_may_open_a_socket_to_each_other(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, given: int | None
+) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: seen.append(limits))
+    world = 2 if soft == 4096 else 1024
+    processes._allow_sockets(world)
+    assert seen == ([] if given is None else [(given, hard)])
