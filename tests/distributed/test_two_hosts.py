@@ -225,7 +225,7 @@ def test_a_wrong_network_device_is_told(hosts: Hosts, project: Project, device: 
         )
         for node in (0, 1)
     ]
-    ended = [job.end(60) for job in jobs]
+    ended = [job.end(100) for job in jobs]
     assert 2 in ended
     assert 0 not in ended
     told = [job.words for job in jobs if "does not meet the others" in job.words]
