@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from sd3_light import __version__, cli, journeys
+from sd3_light.cli import process
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.stages.cache import Wishes
 from sd3_light.stages.train import Resume
 
-VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "inspect", "report")
+VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "convert", "inspect", "report")
 FLAGS = (
     "--config",
     "--cache_only",
@@ -47,7 +48,7 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables, and nothing remembered from other calls."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cli, "_DEBUG", False)
+    monkeypatch.setattr(process, "_DEBUG", False)
     monkeypatch.setattr(console, "_main_process", None)
 
 
