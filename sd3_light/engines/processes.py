@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
@@ -82,6 +83,18 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, parallel: st
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
     return Groups(control, saving, snapshots, ending, writers)
+
+
+def share_patience(groups: Groups, timeout_sec: float) -> None:
+    """Let groups that a library has made for itself wait no longer than ours, those for saving apart.
+
+    DeepSpeed gives its own no time, so they would have torch's: half an hour with gloo.
+    """
+    patient = (groups.ending, groups.saving, groups.snapshots)
+    if groups.control is not None:
+        for group in tuple(c10d._world.pg_map):
+            if group not in patient:
+                c10d._set_pg_timeout(timedelta(seconds=timeout_sec), group)
 
 
 def sockets(world: int, groups: int = _MOST_GROUPS) -> int:

@@ -267,3 +267,30 @@ def test_the_deepspeed_launcher_trains_on_two_hosts(hosts: Hosts, project: Proje
     assert ended == [0, 0], jobs[0].words
     assert project.events("start")[0]["world"] == 2
     assert curve(project, "run") == pytest.approx(as_one_process(project, 8), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stages: int, how: str) -> None:
+    """Replicas with ZeRO-1, and a pipeline across the two hosts; one process of torch's engine goes on."""
+    pytest.importorskip("deepspeed")
+    patience = 12
+    shares = {**ENDLESS, "pipeline_stages": stages, "micro_batch_size_per_gpu": 2 * stages}
+    jobs = on_both(hosts, project, "--deepspeed", **shares, dist_timeout_sec=patience)
+    try:
+        reach(jobs[0], project, "checkpoint", 3)
+    except AssertionError:
+        if "this version trains with torch's own engine" in jobs[0].words:
+            pytest.skip("there is no DeepSpeed engine yet")
+        raise
+    if how == "killed":
+        jobs.pop().kill()
+    else:
+        hosts.cut()
+    for job in jobs:
+        assert job.end(patience + 30) != 0
+        said_lost(job)
+    newest = newest_checkpoint(project)
+    assert resumed_here(project, newest + 2) == newest
+    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(as_one_process(project, newest + 2), rel=1e-5)

@@ -13,7 +13,7 @@ from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.processes import Agreement, Groups, lost_peer, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.peaks import peak_flops
@@ -68,6 +68,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
             compile_blocks(pipeline.transformer)
         module = DiffusionTrainingModule(pipeline.transformer, config)
         engine = TorchEngine(module, config, launch, device, groups.writers)
+        share_patience(groups, config.dist_timeout_sec)
         averages = Averages(engine.weights, config.ema)
         restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
 

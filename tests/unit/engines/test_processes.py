@@ -2,6 +2,7 @@
 
 import resource
 import socket
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, processes
-from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, start_process_group
+from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, share_patience, start_process_group
 
 CPU = torch.device("cpu")
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -110,3 +111,19 @@ def test_many_processes_may_open_a_socket_to_each_other(
     world = 2 if soft == 4096 else 1024
     processes._allow_sockets(world)
     assert seen == ([] if given is None else [(given, hard)])
+
+
+def test_groups_of_a_library_wait_as_long_as_ours_and_a_save_longer() -> None:
+    def patience(group: Any) -> float:
+        seconds: float = group._get_backend(CPU).options._timeout.total_seconds()
+        return seconds
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        control, theirs = dist.new_group(), dist.new_group()
+        ending = dist.new_group(timeout=timedelta(hours=2))
+        assert patience(theirs) == 1800
+        share_patience(Groups(control, ending=ending), 7.0)
+        assert [patience(group) for group in (control, theirs, ending)] == [7, 7, 7200]
+    finally:
+        dist.destroy_process_group()
