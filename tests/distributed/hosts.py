@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -141,10 +142,14 @@ def _ip(*arguments: str) -> None:
 
 
 def _sweep() -> None:
-    """Remove the hosts of test processes that were killed."""
+    """Remove the hosts of test processes that were killed, and what still runs on them."""
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     for line in listed.splitlines():
         space = line.split()[0]
         owner = space.removeprefix(f"{_PREFIX}-").split("-")[0]
         if space.startswith(_PREFIX) and not Path(f"/proc/{owner}").exists():
+            left = subprocess.run(["ip", "netns", "pids", space], check=False, capture_output=True, text=True).stdout
+            for process in map(int, left.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
