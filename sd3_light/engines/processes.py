@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines.launch import Launch
 
 _SAVING_TIMEOUT = timedelta(hours=2)
@@ -128,7 +128,7 @@ def _meeting(launch: Launch, timeout_sec: float) -> Iterator[None]:
         ) from error
 
 
-def lost_peer(error: RuntimeError) -> UserError | None:
+def lost_peer(error: RuntimeError) -> PeerLost | None:
     """Another process's death, or silence, as a fault in one line; None for other errors.
 
     It shows wherever processes talk, also inside a backward pass. Gloo raises plain RuntimeErrors that begin with a
@@ -136,7 +136,7 @@ def lost_peer(error: RuntimeError) -> UserError | None:
     """
     if not isinstance(error, dist.DistError) and "/gloo/transport/" not in str(error):
         return None
-    return UserError(
+    return PeerLost(
         f"{socket.gethostname()} lost another process of the run ({_in_short(error)}): it ended, or its machine or the "
         "network did; look at the first error of the other machines, then start all of them again, a training with "
         "--resume_from_checkpoint"
