@@ -13,7 +13,7 @@ from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.peaks import peak_flops
@@ -74,6 +74,7 @@ def run(
         module = DiffusionTrainingModule(pipeline.transformer, config)
         make = deepspeed.make_engine if by_deepspeed else TorchEngine
         engine: Engine = make(module, config, launch, device, groups.writers)
+        share_patience(groups, config.dist_timeout_sec)
         saver.live = lambda: engine.whole(engine.weights)
         averages = Averages(engine.weights, config.ema)
         restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
@@ -138,7 +139,7 @@ def _plan(
 
 @contextmanager
 def _faults_in_words() -> Iterator[None]:
-    """Too little GPU memory and a dead worker are the user's to mend: one line each."""
+    """Too little GPU memory, a dead worker and a lost process are the user's to mend: one line each."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -148,7 +149,7 @@ def _faults_in_words() -> Iterator[None]:
             "`sd3-light check` foretells the need"
         ) from error
     except RuntimeError as error:
-        if fault := worker_fault(error):
+        if fault := worker_fault(error) or lost_peer(error):
             raise fault from error
         raise
 
