@@ -66,10 +66,10 @@ def start_process_group(launch: Launch, device: torch.device, timeout_sec: float
     if launch.world == 1:
         return Groups()
     with _meeting(launch, timeout_sec):
-        return _join(launch, device, timedelta(seconds=timeout_sec), parallel)
+        return _join(launch, device, timedelta(seconds=timeout_sec), all_write)
 
 
-def _join(launch: Launch, device: torch.device, timeout: timedelta, parallel: str) -> Groups:
+def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> Groups:
     _allow_sockets(launch.world)
     if not dist.is_initialized():
         cuda = device.type == "cuda"
