@@ -6,7 +6,6 @@ from pathlib import Path
 
 from sd3_light.cli.process import debug, guarded, load, prepare
 from sd3_light.cli.run_verbs import asked_resume
-from sd3_light.config.faults import UserError
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -24,7 +23,7 @@ def _flags() -> argparse.ArgumentParser:
     parser.add_argument("--reset_dataloader", action="store_true", help="on resume: start the data anew")
     parser.add_argument("--reset_optimizer", action="store_true", help="on resume: drop the optimizer's state")
     parser.add_argument("--reset_optimizer_params", action="store_true", help="on resume: lr etc. from the config")
-    parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed engine")
+    parser.add_argument("--deepspeed", action="store_true", help="train with the DeepSpeed engine")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the train TOML")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -33,8 +32,6 @@ def _flags() -> argparse.ArgumentParser:
 
 def _launch(flags: argparse.Namespace) -> None:
     debug(flags.debug)
-    if flags.deepspeed and not flags.cache_only:
-        raise UserError("--deepspeed: this version trains with torch's own engine; launch with torchrun, without it")
     loaded, launched = load(flags.config, flags.set, flags.cache_only), prepare(flags.local_rank)
     from sd3_light.journeys import cache_then_train, only_cache
     from sd3_light.stages.cache import Wishes
@@ -45,4 +42,5 @@ def _launch(flags: argparse.Namespace) -> None:
         return
     place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
-    cache_then_train(loaded, launched, wishes, asked_resume(flags.resume_from_checkpoint is not None, place, resets))
+    resume = asked_resume(flags.resume_from_checkpoint is not None, place, resets)
+    cache_then_train(loaded, launched, wishes, resume, by_deepspeed=flags.deepspeed)

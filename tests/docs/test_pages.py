@@ -22,6 +22,7 @@ TRANSLATED = [
     ("README.md", "README.zh.md"),
     ("docs/guide.md", "docs/zh/guide.md"),
     ("docs/training.md", "docs/zh/training.md"),
+    ("docs/multi-node.md", "docs/zh/multi-node.md"),
 ]
 
 
