@@ -148,10 +148,11 @@ class PipelineEngine:
         """Micro-batches as DeepSpeed takes them; their labels wait here, as its own cannot be without a mask."""
         last = self.grid.stage == self.grid.stages - 1
         for features, label in batches if self.grid.stages == 1 else _even(batches):
-            moved = tuple(map(self._move, features)) if self.grid.stage == 0 else (features[1],)
+            # on the device all of them: DeepSpeed would wait for its end to copy one that is not
+            times = self._move(features[1])
             if last:
-                self._labels.append((self._move(features[1]), tuple(map(self._move, label))))
-            yield moved, features[1]
+                self._labels.append((times, tuple(map(self._move, label))))
+            yield tuple(map(self._move, features)) if self.grid.stage == 0 else (times,), times
 
     def _loss(self, outputs: tuple[Tensor, ...], _: object) -> Tensor:
         """Called on the last stage, for each micro-batch in its turn."""
