@@ -45,12 +45,12 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
     owner = torch.arange(plan.samples, device=query.device).repeat_interleave(lengths)
     slot = owner * plan.longest + torch.arange(len(query), device=query.device) - starts[owner]
     is_real = torch.arange(plan.longest, device=query.device) < lengths[:, None]
-    shaped = [_padded(part, slot, plan) for part in (query, key, value)]
-    found = F.scaled_dot_product_attention(*shaped, attn_mask=is_real[:, None, None])
+    query, key, value = (_padded(part, slot, plan) for part in (query, key, value))
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask=is_real[:, None, None])
     return found.transpose(1, 2).flatten(0, 1)[slot]
 
 
 def _padded(rows: Tensor, slot: Tensor, plan: Plan) -> Tensor:
     """[rows, H, E] -> [B, H, longest, E] with zeros where a sample has ended."""
-    padded = rows.new_zeros(plan.samples * plan.longest, *rows.shape[1:]).index_copy(0, slot, rows)
-    return padded.unflatten(0, (plan.samples, -1)).transpose(1, 2)
+    padded: Tensor = rows.new_zeros(plan.samples * plan.longest, *rows.shape[1:]).index_copy(0, slot, rows)
+    return padded.view(plan.samples, plan.longest, *rows.shape[1:]).transpose(1, 2)

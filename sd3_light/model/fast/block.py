@@ -57,7 +57,7 @@ class Block(torch.autograd.Function):
     """See `run_block`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         plan: Plan,
         streams: tuple[Stream, Stream],
@@ -69,14 +69,13 @@ class Block(torch.autograd.Function):
         ops = operations(tensors[0].device)
         given = (tensors[:6], tensors[6:12])
         rows = (plan.image, plan.text)
-        saved = [
-            _read(ops, stream, values, row) for stream, values, row in zip(streams, given, rows, strict=True)
-        ]
+        saved = [_read(ops, stream, values, row) for stream, values, row in zip(streams, given, rows, strict=True)]
         norms = (streams[0].norms, streams[1].norms)
         qkv = ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan)
         with torch.enable_grad():
             leaves = tuple(part.detach().requires_grad_() for part in qkv)
-            joined = attend(*leaves, plan, how.attention)
+            query, key, value = leaves
+            joined = attend(query, key, value, plan, how.attention)
         outputs: list[Tensor] = []
         for stream, values, row, kept in zip(streams, given, rows, saved, strict=True):
             if stream.out is not None:
@@ -96,9 +95,7 @@ class Block(torch.autograd.Function):
             _add_backward(ops, stream, values, row, kept, grads[2 * at : 2 * at + 2], ctx.how)
             if stream.out is not None
             else _Late(None, torch.zeros_like(kept.x1), [], [])
-            for at, (stream, values, row, kept) in enumerate(
-                zip(ctx.streams, ctx.given, rows, ctx.saved, strict=True)
-            )
+            for at, (stream, values, row, kept) in enumerate(zip(ctx.streams, ctx.given, rows, ctx.saved, strict=True))
         ]
         leaves, joined = ctx.attention
         grad_joined = ops.give(late[0].attended, late[1].attended, ctx.plan).view_as(joined)
@@ -157,9 +154,7 @@ class _Late:
     out_bias: Tensor | None = None
 
 
-def _add_backward(
-    ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: How
-) -> _Late:
+def _add_backward(ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: How) -> _Late:
     gx, df = grads
     gate, _, scale = values[4].chunk(5, dim=1)[2:]
     dg = torch.mm(df, stream.down.weight)  # type: ignore[union-attr]
@@ -220,9 +215,7 @@ class Norm(torch.autograd.Function):
     """The stream with what is pending added, normed, scaled and shifted: the denoiser's last norm."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Rows, x: Tensor, y: Tensor, bias: Tensor, gate: Tensor, modulation: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Rows, x: Tensor, y: Tensor, bias: Tensor, gate: Tensor, modulation: Tensor) -> Tensor:
         """``modulation``: scale, then shift."""
         ops = operations(x.device)
         scale, shift = modulation.chunk(2, dim=1)
@@ -247,7 +240,7 @@ class Modulation(torch.autograd.Function):
     """One product for the modulation of all blocks and of the last norm: [B, D] -> [B, all of it]."""
 
     @staticmethod
-    def forward(ctx: Any, linear: Linear, how: How, time: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, linear: Linear, how: How, time: Tensor, *parameters: Tensor) -> Tensor:
         """``parameters`` are the weights, then the biases, for autograd."""
         ctx.linear, ctx.how = linear, how
         ctx.save_for_backward(time)
@@ -267,4 +260,5 @@ def modulate(weights: Weights, time_BD: Tensor, how: How) -> Tensor:
     """The modulation of everything, from the time (already through its activation)."""
     linear = weights.modulation
     parameters = [*(module.weight for module in linear.modules), *(module.bias for module in linear.modules)]
-    return Modulation.apply(linear, how, time_BD, *parameters)  # type: ignore[no-any-return]
+    found: Tensor = Modulation.apply(linear, how, time_BD, *parameters)  # type: ignore[no-untyped-call]
+    return found

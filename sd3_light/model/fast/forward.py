@@ -46,7 +46,7 @@ class FastDenoiser:
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             image, text, time, plan = self._embed(noisy, timestep, prompt, pooled, lengths)
             patches = self._run(image, text, time, plan)
-        return patches.unflatten(0, (len(noisy), -1))
+        return patches.view(len(noisy), -1, patches.shape[1])
 
     def _embed(
         self, noisy: Tensor, timestep: Tensor, prompt: Tensor, pooled: Tensor, lengths: Sequence[int] | None
@@ -77,7 +77,7 @@ class FastDenoiser:
                 for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
                 if stream.down is not None
             ]
-        rows = Norm.apply(plan.image, *streams[0], parts[-1])
+        rows = Norm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
         proj_out: nn.Linear = self.transformer.proj_out
         found: Tensor = proj_out(rows)
         return found
@@ -89,7 +89,7 @@ class FastDenoiser:
         for stream, values, parts in zip(pair, streams, modulation, strict=True):
             tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias]
         learned = [parameter for stream in pair for parameter in stream.parameters()]
-        outputs = Block.apply(plan, pair, self.heads, self.how, *tensors, *learned)
+        outputs = Block.apply(plan, pair, self.heads, self.how, *tensors, *learned)  # type: ignore[no-untyped-call]
         return [(outputs[at], outputs[at + 1]) for at in range(0, len(outputs), 2)]
 
     def compile(self, **options: Any) -> None:

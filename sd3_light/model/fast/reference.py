@@ -46,7 +46,7 @@ def residual_norm(
 def residual_norm_backward(
     dh: Tensor, gx: Tensor | None, x: Tensor, pending: Pending | None, scale: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients (stream, product, scale, shift, gate, bias) from those of the normed rows and, along the stream, ``gx``.
+    """Gradients (stream, product, scale, shift, gate, bias) from the normed rows' and, along the stream, ``gx``.
 
     ``x`` is the stream after what was pending; the last three, and the product's, are None where nothing was.
     """

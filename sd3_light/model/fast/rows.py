@@ -52,14 +52,12 @@ class Plan:
         return len(self.starts) - 1
 
 
-def make_plan(
-    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device
-) -> Plan:
+def make_plan(samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device) -> Plan:
     """A plan for B samples of ``num_image`` image tokens and ``num_text`` text tokens, or only the first ``lengths`` of
     these each."""
     image = torch.full((samples,), num_image, dtype=torch.int64)
     text = torch.full_like(image, num_text) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
-    assert len(text) == samples and 0 < int(text.min()) and int(text.max()) <= num_text, "text lengths"
+    assert len(text) == samples and int(text.min()) > 0 and int(text.max()) <= num_text, "text lengths"
     joined = _starts(image + text)
     image_rows = _rows(image, joined[:-1], device)
     text_rows = _rows(text, joined[:-1] + image, device)
@@ -72,7 +70,7 @@ def make_plan(
     return Plan(
         image_rows,
         text_rows,
-        joined.to(torch.int32).to(device, non_blocking=True),
+        _sent(joined, device),
         longest,
         longest if uniform else None,
         index,
@@ -84,8 +82,12 @@ def _rows(lengths: Tensor, begin: Tensor, device: torch.device) -> Rows:
     starts, longest = _starts(lengths), int(lengths.max())
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     place = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(lengths)
-    on_device = [values.to(torch.int32).to(device, non_blocking=True) for values in (starts, owner, place)]
-    return Rows(*on_device, longest, longest if bool((lengths == longest).all()) else None)
+    length = longest if bool((lengths == longest).all()) else None
+    return Rows(_sent(starts, device), _sent(owner, device), _sent(place, device), longest, length)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(torch.int32).to(device, non_blocking=True)
 
 
 def _starts(lengths: Tensor) -> Tensor:

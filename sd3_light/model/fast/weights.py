@@ -36,9 +36,9 @@ class Stream:
     up: Linear | None
     down: Linear | None
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """All that learn, in the order in which `block.py` returns gradients."""
-        found: list[nn.Parameter] = []
+        found: list[Tensor] = []
         for linear in (self.qkv, self.out, self.up, self.down):
             if linear is not None:
                 found += [module.weight for module in linear.modules]
@@ -53,8 +53,7 @@ class Weights:
 
     def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype) -> None:
         self._copies: list[Tensor] = []
-        self._sources: list[nn.Parameter] = []
-        self._seen: list[int] = []
+        self._sources: list[Tensor] = []
         self._dtype = dtype
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
@@ -62,12 +61,9 @@ class Weights:
         self.blocks = [(self._image(block), self._text(block)) for block in blocks]
 
     def refresh(self) -> None:
-        """Copy the parameters where any has changed since the last time."""
-        versions = [parameter._version for parameter in self._sources]
-        if versions != self._seen:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, [parameter.detach() for parameter in self._sources])
-            self._seen = versions
+        """Copy the parameters. Always: fused optimizers change them without a sign that could be asked for."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._copies, [parameter.detach() for parameter in self._sources])
 
     def _joined(self, modules: Sequence[nn.Linear]) -> Linear:
         first, outputs = modules[0].weight, sum(module.out_features for module in modules)
@@ -75,7 +71,8 @@ class Weights:
         bias = torch.empty(outputs, dtype=self._dtype, device=first.device)
         sizes = [module.out_features for module in modules]
         self._copies += [*weight.split(sizes), *bias.split(sizes)]
-        self._sources += [*(module.weight for module in modules), *(module.bias for module in modules)]
+        self._sources += [module.weight for module in modules]
+        self._sources += [module.bias for module in modules]
         return Linear(weight, bias, tuple(modules))
 
     def _image(self, block: Any) -> Stream:

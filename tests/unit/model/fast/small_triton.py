@@ -38,7 +38,8 @@ def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
     offset, wanted = torch.broadcast_tensors(offset, wanted)
     reached = offset[wanted]
     if reached.numel():
-        assert 0 <= int(reached.min()) and int(reached.max()) < len(pointer.flat()), "outside of the tensor"
+        assert int(reached.min()) >= 0, "before the tensor"
+        assert int(reached.max()) < len(pointer.flat()), "behind the tensor"
     return offset, wanted
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast.block import How
-from sd3_light.model.fast.forward import FastDenoiser, is_supported
+from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, new_transformer, run_layers
 
 CONFIGS = {
@@ -68,3 +68,20 @@ def test_forward_and_backward_are_the_stock_ones(name: str, lengths: list[int] |
         for key, gradient in of_wanted.items():
             worst = float((of_found[key] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-3))
             assert worst < 2e-5, f"{key}: {worst}"
+
+
+def test_steps_of_a_fused_optimizer_are_followed() -> None:
+    losses = []
+    for is_fast in (False, True):
+        transformer = lively(CONFIGS["three-blocks"])
+        optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3, fused=True)
+        fast = FastDenoiser(transformer, torch.float32)
+        for _ in range(3):
+            patches = fast(features()) if is_fast else expected(transformer, None)
+            loss = patches.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4)
+    assert losses[2] < 0.9 * losses[0], "something was learned"
