@@ -47,10 +47,11 @@ class Groups:
         return decision[0]
 
 
-def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, parallel: str = "ddp") -> Groups:
+def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False) -> Groups:
     """Join the other processes; made after the cache stage, which needs none (law 9).
 
-    Cut weights are written by all. Whole ones are equal: the processes of the first machine share the writing.
+    Where each holds something of its own, they ``all_write``. Otherwise the processes of the first machine share the
+    writing of what is equal on all.
     """
     if launch.world == 1:
         return Groups()
@@ -61,7 +62,7 @@ def start_process_group(launch: Launch, device: torch.device, timeout_sec: float
     control, ending = (dist.new_group(backend="gloo", timeout=patience) for patience in (timeout, _SAVING_TIMEOUT))
     first_machine = torch.tensor(launch.local_world)  # others may have more processes, or fewer
     dist.broadcast(first_machine, 0, control)
-    writers = launch.world if parallel == "fsdp2" else int(first_machine)
+    writers = launch.world if all_write else int(first_machine)
     if writers == 1:
         return Groups(control, ending=ending)
     ranks = list(range(writers))

@@ -63,7 +63,7 @@ def write_lora(
     _check(modules, layout)
     if padding is not None:
         modules = pad_names(modules, padding)
-    tensors, ranks = _kohya(modules) if layout == "kohya" else (_diffusers(modules), {})
+    tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
     saved = {
         key: tensor if key.endswith(".alpha") else _cast(key, tensor, save_dtype) for key, tensor in tensors.items()
     }
@@ -73,7 +73,8 @@ def write_lora(
     return path
 
 
-def _diffusers(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
+def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
+    """The tensors of the default file: what stock diffusers loads at the right scale, from a file or as they are."""
     tensors = {}
     for name, module in modules.items():
         tensors[f"transformer.{name}.lora_A.weight"] = module.down
@@ -169,6 +170,11 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoraFile(modules, naming, said.get("facts", {}))
+
+
+def diffusers_tensors(path: Path) -> dict[str, Tensor]:
+    """The LoRA in a file of any layout, as stock diffusers takes it."""
+    return diffusers_state(read_lora(path).modules)
 
 
 def _file_of(path: Path) -> Path:

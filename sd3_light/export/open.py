@@ -18,12 +18,17 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
     """
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is no diffusers folder (no model_index.json); give an export or another SD3 folder")
-    text = read_facts(folder).get("text", {})
-    policy = TextPolicy(
-        text.get("t5_max_length", 256), text.get("uncond_text", "empty"), text.get("text_tokens", "padded")
-    )
+    policy = text_policy(folder)
     given = {"dtype": torch.float32, "local_files_only": True}
     if policy.text_tokens == "padded":
         return StableDiffusion3Pipeline.from_pretrained(folder, **given).to(device), policy
     settings = {"t5_max_length": policy.t5_max_length, "uncond_text": policy.uncond_text}
     return RealTextPipeline.from_pretrained(folder, **settings, **given).to(device), policy
+
+
+def text_policy(folder: Path) -> TextPolicy:
+    """How a folder's text was encoded in training; stock SD3's way where it does not say."""
+    text = read_facts(folder).get("text", {})
+    return TextPolicy(
+        text.get("t5_max_length", 256), text.get("uncond_text", "empty"), text.get("text_tokens", "padded")
+    )

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusers import __version__ as diffusers_version
 from torch import Tensor
@@ -15,6 +15,8 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import replacing
 from sd3_light.export.folder import FACTS, FROZEN, read_facts
+from sd3_light.export.frozen import link_parts
+from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.real import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
@@ -38,8 +40,17 @@ from sd3_light.model.tensor_file import StoredTensor, same, write_tensor_file
 ABOUT = "sd3_light"
 """The one metadata entry of our files, sorted JSON: see ``_about``."""
 
+ENDING = ".safetensors"
 _INDEX = "model_index.json"
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
+
+
+class Contents(NamedTuple):
+    """The last arguments of `write_single_file`."""
+
+    vae: bool = True
+    text_encoders: bool = False
+    pad_blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,11 @@ class Written:
 
     path: Path
     notes: tuple[str, ...]
+
+
+def is_single_file(path: Path) -> bool:
+    """Whether a name is that of a single file and not of a folder."""
+    return path.suffix == ENDING
 
 
 # --- folder to file ---------------------------------------------------------------------------
@@ -62,8 +78,8 @@ def write_single_file(
     identity blocks where there are fewer blocks than heads, which readers want. Memory: a few chunks of 16 MiB.
     """
     _refuse_existing(out)
-    if out.suffix != ".safetensors":
-        raise UserError(f"{out}: readers know a single file by its ending; give a name that ends in .safetensors")
+    if not is_single_file(out):
+        raise UserError(f"{out}: readers know a single file by its ending; give a name that ends in {ENDING}")
     folder_size(folder / "transformer")  # a fault where this is no SD3 denoiser
     parts = ("transformer", *(["vae"] if vae else []), *(_encoders_of(folder) if text_encoders else []))
     model = _read_parts(folder, parts)
@@ -131,6 +147,13 @@ def transformer_from_single_file(path: Path, keep_pads: bool = False) -> tuple[C
     config, stock = _denoiser(_parts(tensors)["transformer"], _said(metadata, path), path, keep_pads)
     arguments = {name: value for name, value in config.items() if not name.startswith("_")}
     return arguments, {name: tensor.load() for name, tensor in stock.items()}
+
+
+def padding_of(path: Path) -> Padding | None:
+    """How a single file of ours is padded; None where it is not."""
+    about = _said(open_tensors(path)[1], path)
+    found = Padding(about.get("true_blocks", 0), about.get("blocks_in_file", 0))
+    return found if found.num_layers < found.num_blocks else None
 
 
 @dataclass(frozen=True)
@@ -241,16 +264,9 @@ def _write_folder(folder: Path, read: _File, base: Path | None) -> None:
 def _complete(folder: Path, base: Path) -> None:
     """Take from ``base`` what a pipeline wants and the file did not hold."""
     shutil.copyfile(base / _INDEX, folder / _INDEX)
-    for part in (*FROZEN, str(_SCHEDULER.parent)):
-        if (base / part).is_dir() and not (folder / part).exists():
-            shutil.copytree(base / part, folder / part, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    wanted = (*FROZEN, str(_SCHEDULER.parent))
+    missing = [part for part in wanted if (base / part).is_dir() and not (folder / part).exists()]
+    link_parts(base, folder, missing, series=folder.parent)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""The export stage: a proven diffusers folder from a run's checkpoint, or from its snapshots of averages."""
+"""The export stage: a proven diffusers folder, or a single file, from a run's checkpoint or snapshots of averages."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import ExportError, write_folder
+from sd3_light.export.folder import ExportError, ExportSpec, write_folder
 from sd3_light.export.hub import check_push, push
+from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
 from sd3_light.training.light_sd3 import starting_transformer
@@ -38,20 +40,21 @@ def run(
     weights: str | None = None,
     ema_length: float | None = None,
     push_to_hub: str | None = None,
+    contents: Contents | None = None,
 ) -> Path:
     """Export from the newest (or the given) checkpoint: ``weights`` is `raw`, `ema` or another average's name, None for
     `ema` where there is one.
 
     With ``ema_length`` (a width sigma_rel) an average of that length is rebuilt from the run's snapshots instead, as of
     the newest one (at the step of ``checkpoint`` or before it, where that is given). ``push_to_hub`` names a repository
-    of the Hugging Face hub that gets the export as well.
+    of the Hugging Face hub that gets the export as well. An ``out`` that ends in .safetensors is a single file, with
+    ``contents``; the folder it is made of is proven and then removed.
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other: a rebuilt average is neither; keep one")
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder, nothing was changed")
-    if push_to_hub is not None:
-        check_push(push_to_hub)  # now, and not after an hour
+    _check_form(out, contents, push_to_hub)
     train = load_config(run_folder / "config.toml").train
     if ema_length is None:
         chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
@@ -60,12 +63,38 @@ def run(
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
     try:
-        write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
+        _write(out, whole_state(transformer, chosen.trained, train.freeze), spec, contents)
     except ExportError as fault:
         raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
         say(f"pushed to {push(out, push_to_hub)}")
     return out
+
+
+def _check_form(out: Path, contents: Contents | None, push_to_hub: str | None) -> None:
+    """Refuse wishes that do not go together, now and not after an hour."""
+    if push_to_hub is not None:
+        if is_single_file(out):
+            raise UserError(f"--push-to-hub uploads a folder, and {out} is a single file; give the name of a folder")
+        check_push(push_to_hub)
+    if contents not in (None, Contents()) and not is_single_file(out):
+        raise UserError(
+            f"--vae, --text-encoders and --pad-blocks are for single files, and {out} is a folder's name; give one "
+            "that ends in .safetensors"
+        )
+
+
+def _write(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, contents: Contents | None) -> None:
+    if not is_single_file(out):
+        write_folder(out, state, spec)
+        return
+    folder = out.with_name(f".{out.stem}.folder")
+    try:
+        write_folder(folder, state, spec)
+        for note in write_single_file(folder, out, *(contents or Contents())).notes:
+            say(f"note: {note}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
 from sd3_light.runlog import progress, say
 from sd3_light.sampling.generate import draw, size_fault
@@ -110,7 +111,7 @@ def _open(model: Path, wishes: Wishes, launch: Launch) -> tuple[StableDiffusion3
     dtype = check_dtype(wishes.dtype)
     pipe, policy = open_pipeline(model, torch.device("cpu"))
     use_sampler(pipe, wishes.sampler)
-    add_loras(pipe, wishes.loras)
+    add_loras(pipe, wishes.loras, diffusers_tensors)
     compute_in(pipe, dtype)  # before the device: it need not hold the model in float32
     pipe.vae.enable_slicing()  # one picture at a time: its activations are the largest of all
     return pipe.to(launch.device()), policy

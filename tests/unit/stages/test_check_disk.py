@@ -210,7 +210,6 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
 @pytest.mark.parametrize(
     ("place_of", "keys", "key"),
     [
-        ("top", "pipeline_stages = 2", "pipeline_stages"),
         ("tables", "[adapter]\nrank = 4", "adapter"),
     ],
 )
