@@ -117,7 +117,7 @@ class TorchEngine:
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        velocity: Tensor = self.module.denoise(tuple(map(self._move, features)))
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -163,7 +163,10 @@ class TorchEngine:
         return tuple(map(self._move, features)), tuple(map(self._move, label))
 
     def _move(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
+        """Counts stay on the host: who needs them there would have to wait for the device."""
+        if tensor is None or tensor.dtype == torch.int64:
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ norms the sum in one pass. Shapes: M rows of a stream, D width, B samples; see `
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from sd3_light.model.fast.reference import Pending
 from sd3_light.model.fast.rows import Plan, Rows
 from sd3_light.model.fast.weights import Linear, Stream, Weights
 
+Keep = Literal["all", "products", "inputs"]
+"""What a block keeps for its backward pass. All of it; what products and attention made, the rest (norms, GELU, normed
+heads, copies) being made again in passing; or its inputs alone, so that the whole block runs again."""
+
 
 @dataclass(frozen=True)
 class How:
     """Choices that change speed and memory but not what is computed (rounding apart)."""
 
     attention: str | None = None
-    keep_gelu: bool = True
+    keep: Keep = "all"
     float32_gradients: bool = True
     """Gradients of weights leave their product in float32, not rounded to the type that computes."""
 
@@ -43,7 +47,7 @@ class _Saved:
     """What one stream of a block keeps for the backward pass."""
 
     x1: Tensor
-    h1: Tensor
+    h1: Tensor | None
     qkv: Tensor
     attended: Tensor | None = None
     a: Tensor | None = None
@@ -52,9 +56,34 @@ class _Saved:
     u: Tensor | None = None
     g: Tensor | None = None
 
+    def forget(self) -> None:
+        """Let go what can be made again without a product."""
+        self.h1 = self.h2 = self.g = self.attended = None
+
+
+@dataclass
+class _Attention:
+    """Queries, keys and values as leaves of a small graph of their own, and what attention made of them."""
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    joined: Tensor
+
+    def forget(self) -> None:
+        """Free the leaves' memory; the graph still holds them."""
+        for leaf in self.leaves:
+            leaf.untyped_storage().resize_(0)
+
+    def remember(self, ops: ModuleType, streams: Any, saved: list[_Saved], heads: int, plan: Plan) -> None:
+        """Fill the leaves anew."""
+        for leaf in self.leaves:
+            leaf.untyped_storage().resize_(leaf.numel() * leaf.itemsize)
+        norms = (streams[0].norms, streams[1].norms)
+        # by `data`: autograd must not take it for a change
+        ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan, tuple(leaf.data for leaf in self.leaves))
+
 
 class Block(torch.autograd.Function):
-    """See `run_block`."""
+    """One joint block over both streams: what it adds to them at its end is handed on as pending."""
 
     @staticmethod
     def forward(
@@ -66,49 +95,65 @@ class Block(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         """``tensors``: for each stream x, y, bias, gate, modulation, out bias; then its parameters, for autograd."""
-        ops = operations(tensors[0].device)
         given = (tensors[:6], tensors[6:12])
-        rows = (plan.image, plan.text)
-        saved = [_read(ops, stream, values, row) for stream, values, row in zip(streams, given, rows, strict=True)]
-        norms = (streams[0].norms, streams[1].norms)
-        qkv = ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan)
-        with torch.enable_grad():
-            leaves = tuple(part.detach().requires_grad_() for part in qkv)
-            query, key, value = leaves
-            joined = attend(query, key, value, plan, how.attention)
-        outputs: list[Tensor] = []
-        for stream, values, row, kept in zip(streams, given, rows, saved, strict=True):
-            if stream.out is not None:
-                outputs += _add(ops, stream, values, row, kept, joined.detach(), how)
+        outputs, saved, attention = _compute(plan, streams, heads, how, given)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.streams, ctx.heads, ctx.how = plan, streams, heads, how
-        ctx.given, ctx.saved, ctx.attention = given, saved, (leaves, joined)
-        return tuple(outputs)
+        ctx.plan, ctx.streams, ctx.heads, ctx.how, ctx.given = plan, streams, heads, how, given
+        if how.keep == "products":
+            attention.forget()
+            for kept in saved:
+                kept.forget()
+        ctx.kept = None if how.keep == "inputs" else (saved, attention)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Gradients in the order of the inputs."""
-        ops = operations(grads[0].device)
-        rows = (ctx.plan.image, ctx.plan.text)
+        plan, streams, how, given = ctx.plan, ctx.streams, ctx.how, ctx.given
+        ops, rows = operations(grads[0].device), (plan.image, plan.text)
+        if ctx.kept is None:
+            ctx.kept = _compute(plan, streams, ctx.heads, how, given, again=True)[1:]
+        saved, attention = ctx.kept
+        ctx.kept = ctx.given = None
+        if how.keep == "products":
+            attention.remember(ops, streams, saved, ctx.heads, plan)
+            for stream, kept, row in zip(streams, saved, rows, strict=True):
+                kept.attended = None if stream.out is None else ops.take(attention.joined.detach(), row).flatten(1)
         late = [
-            _add_backward(ops, stream, values, row, kept, grads[2 * at : 2 * at + 2], ctx.how)
+            _add_backward(ops, stream, values, row, kept, grads[2 * at : 2 * at + 2], how)
             if stream.out is not None
             else _Late(None, torch.zeros_like(kept.x1), [], [])
-            for at, (stream, values, row, kept) in enumerate(zip(ctx.streams, ctx.given, rows, ctx.saved, strict=True))
+            for at, (stream, values, row, kept) in enumerate(zip(streams, given, rows, saved, strict=True))
         ]
-        leaves, joined = ctx.attention
-        grad_joined = ops.give(late[0].attended, late[1].attended, ctx.plan).view_as(joined)
-        grad_qkv = tuple(part.contiguous() for part in torch.autograd.grad(joined, leaves, grad_joined))
-        ctx.attention = leaves = joined = grad_joined = None
+        grad_joined = ops.give(late[0].attended, late[1].attended, plan).view_as(attention.joined)
+        found = torch.autograd.grad(attention.joined, attention.leaves, grad_joined)
+        grad_qkv = tuple(part.contiguous() for part in found)
+        del attention, grad_joined, found
         inputs: list[Any] = []
         weights: list[Tensor] = []
-        for stream, values, row, kept, end in zip(ctx.streams, ctx.given, rows, ctx.saved, late, strict=True):
-            more, learned = _read_backward(ops, stream, values, row, kept, end, grad_qkv, ctx.heads, ctx.how)
+        for stream, values, row, kept, end in zip(streams, given, rows, saved, late, strict=True):
+            more, learned = _read_backward(ops, stream, values, row, kept, end, grad_qkv, ctx.heads, how)
             inputs += more
             weights += learned
-        ctx.saved = ctx.given = None
         return (None, None, None, None, *inputs, *weights)
+
+
+def _compute(
+    plan: Plan, streams: tuple[Stream, Stream], heads: int, how: How, given: Any, again: bool = False
+) -> tuple[tuple[Tensor, ...], list[_Saved], _Attention]:
+    """(what the block hands on, what the backward pass needs); ``again`` without the products that only hand on."""
+    ops, rows = operations(given[0][0].device), (plan.image, plan.text)
+    saved = [_read(ops, stream, values, row) for stream, values, row in zip(streams, given, rows, strict=True)]
+    qkv = ops.join((saved[0].qkv, saved[1].qkv), (streams[0].norms, streams[1].norms), heads, plan)
+    with torch.enable_grad():
+        query, key, value = (part.detach().requires_grad_() for part in qkv)
+        joined = attend(query, key, value, plan, how.attention)
+    outputs: list[Tensor] = []
+    for stream, values, row, kept in zip(streams, given, rows, saved, strict=True):
+        if stream.out is not None:
+            outputs += _add(ops, stream, values, row, kept, joined.detach(), again)
+    return tuple(outputs), saved, _Attention((query, key, value), joined)
 
 
 def _pending(values: Any) -> Pending | None:
@@ -128,8 +173,8 @@ def _read(ops: ModuleType, stream: Stream, values: Any, rows: Rows) -> _Saved:
 
 
 def _add(
-    ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: _Saved, joined: Tensor, how: How
-) -> tuple[Tensor, Tensor]:
+    ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: _Saved, joined: Tensor, again: bool
+) -> tuple[Tensor, ...]:
     """The second half: attention's output into the stream, and the feed-forward, which stays pending."""
     assert stream.out is not None and stream.up is not None and stream.down is not None
     gate, shift, scale = values[4].chunk(5, dim=1)[2:]
@@ -138,9 +183,10 @@ def _add(
     x2, kept.h2 = ops.residual_norm(kept.x1, (kept.a, values[5], gate), scale, shift, rows)
     kept.x2 = x2.detach()  # an output that its own node held would be a circle
     kept.u = torch.addmm(stream.up.bias, kept.h2, stream.up.weight.t())
-    g = ops.gelu(kept.u)
-    kept.g = g if how.keep_gelu else None
-    return x2, torch.mm(g, stream.down.weight.t())
+    if again:  # the backward pass of GELU makes it
+        return ()
+    kept.g = ops.gelu(kept.u)
+    return x2, torch.mm(kept.g, stream.down.weight.t())
 
 
 @dataclass
@@ -156,17 +202,19 @@ class _Late:
 
 def _add_backward(ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: How) -> _Late:
     gx, df = grads
-    gate, _, scale = values[4].chunk(5, dim=1)[2:]
+    gate, shift, scale = values[4].chunk(5, dim=1)[2:]
     dg = torch.mm(df, stream.down.weight)  # type: ignore[union-attr]
     du, again, up_bias = ops.gelu_backward(dg, kept.u, kept.g is None)
     del dg
     down = _of_weight(df, kept.g if again is None else again, how)
     kept.g = kept.u = again = None
     dh2 = torch.mm(du, stream.up.weight)  # type: ignore[union-attr]
-    up = _of_weight(du, kept.h2, how)
-    del du
-    pending = (kept.a, values[5], gate)
-    dx, da, dscale, dshift, dgate, out_bias = ops.residual_norm_backward(dh2, gx, kept.x2, pending, scale, rows)
+    pending, wanted = (kept.a, values[5], gate), shift if kept.h2 is None else None
+    dx, da, dscale, dshift, dgate, out_bias, h2 = ops.residual_norm_backward(
+        dh2, gx, kept.x2, pending, scale, rows, wanted
+    )
+    up = _of_weight(du, kept.h2 if h2 is None else h2, how)
+    del du, dh2
     out = _of_weight(da, kept.attended, how)
     kept.x2 = kept.h2 = kept.a = kept.attended = None
     return _Late(
@@ -187,13 +235,13 @@ def _read_backward(
 ) -> tuple[list[Any], list[Any]]:
     """(gradients of the stream's six inputs, gradients of its parameters)"""
     dqkv, bias, norms = ops.join_backward(grad_qkv, kept.qkv, stream.norms, heads, rows)
-    weight = _of_weight(dqkv, kept.h1, how)
     dh1 = torch.mm(dqkv, stream.qkv.weight)
     is_last = stream.out is None
-    scale = values[4].chunk(2, dim=1)[0] if is_last else values[4].chunk(5, dim=1)[1]
-    dx, dy, dscale, dshift, dgate, dbias = ops.residual_norm_backward(
-        dh1, late.x, kept.x1, _pending(values), scale, rows
+    scale, shift = values[4].chunk(2, dim=1) if is_last else values[4].chunk(5, dim=1)[1::-1]
+    dx, dy, dscale, dshift, dgate, dbias, h1 = ops.residual_norm_backward(
+        dh1, late.x, kept.x1, _pending(values), scale, rows, shift if kept.h1 is None else None
     )
+    weight = _of_weight(dqkv, kept.h1 if h1 is None else h1, how)
     first = [dscale, dshift] if is_last else [dshift, dscale]
     modulation = torch.cat([*first, *late.modulation], dim=1).to(values[4].dtype)
     gate = None if dgate is None else dgate.to(values[3].dtype)
@@ -229,7 +277,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         """Gradients in the order of the inputs."""
         x, y, bias, gate, modulation = ctx.saved_tensors
-        dx, dy, dscale, dshift, dgate, dbias = operations(x.device).residual_norm_backward(
+        dx, dy, dscale, dshift, dgate, dbias, _ = operations(x.device).residual_norm_backward(
             dh.contiguous(), None, x, (y, bias, gate), modulation.chunk(2, dim=1)[0], ctx.rows
         )
         of_modulation = torch.cat([dscale, dshift], dim=1).to(modulation.dtype)

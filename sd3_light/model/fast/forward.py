@@ -1,6 +1,6 @@
 """The whole denoiser through the fast blocks: the stock module's weights, inputs and outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,49 @@ from sd3_light.model.fast.block import Block, How, Norm, modulate
 from sd3_light.model.fast.rows import Plan, make_plan
 from sd3_light.model.fast.weights import Stream, Weights
 
-Streams = list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]
+Pending = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Streams = list[Pending]
 """Image and text, each with what is pending: (x, y, bias, gate)."""
 
 
-def is_supported(transformer: SD3Transformer2DModel) -> bool:
-    """Whether the fast blocks can stand for a transformer's own: SD3.5's second attention is not written."""
-    return all(block.attn2 is None for block in transformer.transformer_blocks)
+def obstacle(transformer: SD3Transformer2DModel) -> str | None:
+    """Why the fast blocks cannot stand for a transformer's own, in words; None where they can."""
+    config = transformer.config
+    if any(block.attn2 is not None for block in transformer.transformer_blocks):
+        return "the denoiser has SD3.5's second attention"
+    if config.attention_head_dim & (config.attention_head_dim - 1):
+        return f"the width of its heads, {config.attention_head_dim}, is no power of two"
+    if config.qk_norm not in (None, "rms_norm"):
+        return f"its qk-norm is {config.qk_norm!r}"
+    if any(type(module) is not nn.Linear for module in _linears(transformer)):
+        return "the linear layers of its blocks are not its own (adapters)"
+    return None
+
+
+def _linears(transformer: SD3Transformer2DModel) -> Iterator[nn.Module]:
+    for block in transformer.transformer_blocks:
+        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+            yield getattr(block.attn, name)
+        yield block.attn.to_out[0]
+        yield from (block.norm1.linear, block.norm1_context.linear)
+        for feed in (block.ff, block.ff_context):
+            if feed is not None:
+                yield from (feed.net[0].proj, feed.net[2])
+        if not block.context_pre_only:
+            yield block.attn.to_add_out
+    yield transformer.norm_out.linear
 
 
 class FastDenoiser:
     """``denoiser(features, lengths)`` gives the patches [B, N, P] that `model/layers.py` would give, up to rounding.
 
     ``features`` are (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP); ``lengths`` are the real text tokens of each
-    sample, on the host, or None where all of them count. The transformer must be on its device already. On CUDA
-    ``dtype`` is what computes; the weights stay float32.
+    sample, on the host, or None where all of them count. The transformer must be on its device already. ``dtype`` is
+    what computes; the weights stay float32.
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, how: How | None = None) -> None:
-        assert is_supported(transformer)
+        assert obstacle(transformer) is None, obstacle(transformer)
         self.transformer, self.dtype, self.how = transformer, dtype, how or How()
         self.heads = int(transformer.config.num_attention_heads)
         self.weights = Weights(transformer, dtype)
@@ -40,13 +64,21 @@ class FastDenoiser:
 
     def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
         """The predicted patches."""
+        return self.with_text(features, lengths, None)[0]
+
+    def with_text(
+        self, features: Sequence[Tensor], lengths: Sequence[int] | None, target_layer: int | None
+    ) -> tuple[Tensor, ...]:
+        """(patches,), or with a ``target_layer`` k (patches, the last text [B, T, D], the text after block k, without
+        gradient); behind a sample's own tokens stand zeros."""
         noisy, timestep, prompt, pooled = features
         device = noisy.device
         self.weights.refresh()
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             image, text, time, plan = self._embed(noisy, timestep, prompt, pooled, lengths)
-            patches = self._run(image, text, time, plan)
-        return patches.view(len(noisy), -1, patches.shape[1])
+            patches, *texts = self._run(image, text, time, plan, target_layer)
+        found = [patches.view(len(noisy), -1, patches.shape[1])]
+        return (*found, *(_by_sample(rows, plan, prompt.shape[1]) for rows in texts))
 
     def _embed(
         self, noisy: Tensor, timestep: Tensor, prompt: Tensor, pooled: Tensor, lengths: Sequence[int] | None
@@ -61,14 +93,21 @@ class FastDenoiser:
         time = F.silu(transformer.time_text_embed(timestep, pooled.float()))
         return image.flatten(0, 1).to(self.dtype), transformer.context_embedder(rows), time.to(self.dtype), plan
 
-    def _run(self, image: Tensor, text: Tensor, time: Tensor, plan: Plan) -> Tensor:
+    def _run(
+        self, image: Tensor, text: Tensor, time: Tensor, plan: Plan, target_layer: int | None
+    ) -> tuple[Tensor, ...]:
         width = image.shape[1]
         blocks = self.weights.blocks
         # of each stream of a block five parts, then the gate of what it leaves pending; the last text has two
         sizes = [5 * width, width] * (2 * len(blocks) - 1) + [2 * width, 2 * width]
         parts = list(modulate(self.weights, time, self.how).split(sizes, dim=1))
         streams: Streams = [(image, None, None, None), (text, None, None, None)]
+        texts: list[Tensor] = []
         for number, pair in enumerate(blocks):
+            if target_layer == number:
+                texts.append(_whole(streams[1], plan).detach())
+            if target_layer is not None and number == len(blocks) - 1:
+                texts.insert(0, _whole(streams[1], plan))
             mine = parts[4 * number : 4 * number + 4]
             gates = [mine[1], mine[3] if pair[1].out is not None else None]
             outputs = self.run_block(plan, pair, streams, (mine[0], mine[2]))
@@ -78,9 +117,7 @@ class FastDenoiser:
                 if stream.down is not None
             ]
         rows = Norm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
-        proj_out: nn.Linear = self.transformer.proj_out
-        found: Tensor = proj_out(rows)
-        return found
+        return self.transformer.proj_out(rows), *texts
 
     def _by_hand(
         self, plan: Plan, pair: tuple[Stream, Stream], streams: Streams, modulation: tuple[Tensor, Tensor]
@@ -106,6 +143,19 @@ class FastDenoiser:
             return found
 
         self.run_block = run
+
+
+def _whole(stream: Pending, plan: Plan) -> Tensor:
+    """The rows of the text with what is pending."""
+    x, y, bias, gate = stream
+    return x if y is None or bias is None or gate is None else reference.add(x, (y, bias, gate), plan.text)
+
+
+def _by_sample(rows: Tensor, plan: Plan, num_text: int) -> Tensor:
+    """Rows of text as [B, T, D]."""
+    if plan.text_index is not None:
+        rows = rows.new_zeros(plan.samples * num_text, rows.shape[1]).index_copy(0, plan.text_index, rows)
+    return rows.view(plan.samples, num_text, -1)
 
 
 def _plain_weights(stream: Stream) -> dict[str, Any]:
@@ -144,7 +194,8 @@ def _plain_block(
             stays.append(x)
             qkv.append(_product(h, learned["qkv"], dtype))
         norms = (weights[0]["norms"], weights[1]["norms"])
-        joined = attend(*reference.join((qkv[0], qkv[1]), norms, heads, plan), plan, backend)
+        query, key, value = reference.join((qkv[0], qkv[1]), norms, heads, plan)
+        joined = attend(query, key, value, plan, backend)
         found = []
         for learned, x, parts, rows in zip(weights, stays, modulation, rows_of, strict=True):
             if "out" not in learned:

@@ -20,14 +20,15 @@ CHUNK = 32
 """Rows that one program walks where it sums over them."""
 
 TUNING: dict[str, dict[str, int]] = {
-    "norm": {"R": 2, "num_warps": 8},
-    "norm_backward": {"R": 1, "STAGES": 2, "num_warps": 8},
-    "gelu_backward": {"R": 4, "BLOCK": 1024, "STAGES": 2, "num_warps": 8},
-    "join": {"num_warps": 4},
-    "join_backward": {"STAGES": 2, "num_warps": 8},
+    "norm": {"R": 4, "num_warps": 4},
+    "norm_backward": {"R": 1, "STAGES": 3, "num_warps": 4},
+    "gelu_backward": {"R": 4, "BLOCK": 1024, "STAGES": 2, "num_warps": 4},
+    "join": {"num_warps": 8},
+    "join_backward": {"STAGES": 3, "num_warps": 8},
     "copy": {"R": 4, "num_warps": 8},
 }
-"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel."""
+"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found these
+best on an H200 at width 1536."""
 
 
 # --- norm, scale, shift; gate and residual -----------------------------------------------------
@@ -77,15 +78,18 @@ def residual_norm(
 
 
 @triton.jit
-def _norm_backward(dh, gx, x, y, bias, gate, scale, starts, dx, dy, partial, gate_stride, mod_stride,
+def _norm_backward(dh, gx, x, y, bias, gate, scale, shift, starts, dx, dy, h, partial, gate_stride, mod_stride,
                    EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
-                   SUMS: tl.constexpr, STREAM: tl.constexpr, PENDING: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                   SUMS: tl.constexpr, STREAM: tl.constexpr, PENDING: tl.constexpr, AGAIN: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + sample) + tl.program_id(1) * CHUNK
     last = tl.minimum(first + CHUNK, tl.load(starts + sample + 1))
     flat = tl.arange(0, BLOCK)
     cols = flat[None, :]
     by = 1.0 + tl.load(scale + sample * mod_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if AGAIN:
+        plus = tl.load(shift + sample * mod_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
     sum_dh = tl.zeros([BLOCK], dtype=tl.float32)
     sum_dh_normed = tl.zeros([BLOCK], dtype=tl.float32)
     if PENDING:
@@ -103,6 +107,8 @@ def _norm_backward(dh, gx, x, y, bias, gate, scale, starts, dx, dy, partial, gat
         centred = tl.where(mask, value - mean, 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / D + EPS)
         normed = centred * rstd
+        if AGAIN:
+            tl.store(h + at, (normed * by + plus).to(h.dtype.element_ty), mask=mask)
         dnormed = grad * by
         along = tl.sum(dnormed * normed, axis=1)[:, None] / D
         result = rstd * (dnormed - tl.sum(dnormed, axis=1)[:, None] / D - normed * along)
@@ -126,26 +132,35 @@ def _norm_backward(dh, gx, x, y, bias, gate, scale, starts, dx, dy, partial, gat
 
 
 def residual_norm_backward(
-    dh: Tensor, gx: Tensor | None, x: Tensor, pending: Pending | None, scale: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    dh: Tensor,
+    gx: Tensor | None,
+    x: Tensor,
+    pending: Pending | None,
+    scale: Tensor,
+    rows: Rows,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See `reference.residual_norm_backward`."""
     assert dh.is_contiguous() and x.is_contiguous() and (gx is None or gx.is_contiguous())
     width, sums = x.shape[1], 2 if pending is None else 4
     y, bias, gate = pending if pending is not None else (x, x, x)
     dx = torch.empty_like(x)
     dy = torch.empty_like(x) if pending is not None else dx
+    h = torch.empty_like(x) if shift is not None else None
+    assert shift is None or shift.stride(0) == scale.stride(0)
     grid = (rows.samples, triton.cdiv(rows.longest, CHUNK))
     partial = x.new_empty(*grid, sums, width, dtype=torch.float32)
     _norm_backward[grid](
-        dh, x if gx is None else gx, x, y, bias, gate, scale, rows.starts, dx, dy, partial,
-        gate.stride(0), scale.stride(0), EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK, SUMS=sums,
-        STREAM=gx is not None, PENDING=pending is not None, **TUNING["norm_backward"],
+        dh, x if gx is None else gx, x, y, bias, gate, scale, scale if shift is None else shift, rows.starts,
+        dx, dy, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
+        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK, SUMS=sums,
+        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **TUNING["norm_backward"],
     )  # fmt: skip
     total = partial.sum(1)
     if pending is None:
-        return dx, None, total[:, 1], total[:, 0], None, None
+        return dx, None, total[:, 1], total[:, 0], None, None, h
     dbias = (gate.float() * total[:, 3]).sum(0)
-    return dx, dy, total[:, 1], total[:, 0], total[:, 2], dbias
+    return dx, dy, total[:, 1], total[:, 0], total[:, 2], dbias, h
 
 
 # --- GELU --------------------------------------------------------------------------------------
@@ -215,14 +230,18 @@ def _join(qkv, wq, wk, place, query, key, value, EPS: tl.constexpr, H: tl.conste
 
 
 def join(
-    qkv: tuple[Tensor, Tensor], norms: tuple[HeadNorms, HeadNorms], heads: int, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: tuple[Tensor, Tensor],
+    norms: tuple[HeadNorms, HeadNorms],
+    heads: int,
+    plan: Plan,
+    out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
     """See `reference.join`."""
     width = qkv[0].shape[1] // 3
     units = width // heads
     assert units == triton.next_power_of_2(units), "the width of a head must be a power of two"
     count = len(qkv[0]) + len(qkv[1])
-    query, key, value = (qkv[0].new_empty(count, heads, units) for _ in range(3))
+    query, key, value = out or (qkv[0].new_empty(count, heads, units) for _ in range(3))
     for stream, pair, rows in zip(qkv, norms, (plan.image, plan.text), strict=True):
         assert stream.is_contiguous()
         wq, wk = pair if pair is not None else (stream, stream)

@@ -32,23 +32,34 @@ def add_up(values_MD: Tensor, rows: Rows) -> Tensor:
     return total.index_add(0, rows.owner.long(), values_MD)
 
 
+def add(x: Tensor, pending: Pending, rows: Rows) -> Tensor:
+    """The stream with what was pending added."""
+    y, bias, gate = pending
+    return (x.float() + spread(gate, rows).float() * (y.float() + bias.float())).to(x.dtype)
+
+
 def residual_norm(
     x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """(the stream with what was pending added, its norm scaled and shifted)."""
-    if pending is not None:
-        y, bias, gate = pending
-        x = (x.float() + spread(gate, rows).float() * (y.float() + bias.float())).to(x.dtype)
+    x = x if pending is None else add(x, pending, rows)
     normed = F.layer_norm(x.float(), (x.shape[1],), eps=EPS)
     return x, (normed * (1 + spread(scale, rows).float()) + spread(shift, rows).float()).to(x.dtype)
 
 
 def residual_norm_backward(
-    dh: Tensor, gx: Tensor | None, x: Tensor, pending: Pending | None, scale: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients (stream, product, scale, shift, gate, bias) from the normed rows' and, along the stream, ``gx``.
+    dh: Tensor,
+    gx: Tensor | None,
+    x: Tensor,
+    pending: Pending | None,
+    scale: Tensor,
+    rows: Rows,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients (stream, product, scale, shift, gate, bias) from the normed rows' and, along the stream, ``gx``; then
+    the normed rows themselves, where ``shift`` is given to make them again.
 
-    ``x`` is the stream after what was pending; the last three, and the product's, are None where nothing was.
+    ``x`` is the stream after what was pending; gradients of what was are None where nothing was.
     """
     dh, value = dh.float(), x.float()
     centred = value - value.mean(1, keepdim=True)
@@ -59,12 +70,15 @@ def residual_norm_backward(
     if gx is not None:
         dx = dx + gx.float()
     dscale, dshift = add_up(dh * normed, rows), add_up(dh, rows)
+    again = None
+    if shift is not None:
+        again = (normed * (1 + spread(scale, rows).float()) + spread(shift, rows).float()).to(x.dtype)
     if pending is None:
-        return dx.to(x.dtype), None, dscale, dshift, None, None
+        return dx.to(x.dtype), None, dscale, dshift, None, None, again
     y, bias, gate = pending
     dy = dx * spread(gate, rows).float()
     dgate = add_up(dx * (y.float() + bias.float()), rows)
-    return dx.to(x.dtype), dy.to(x.dtype), dscale, dshift, dgate, dy.sum(0)
+    return dx.to(x.dtype), dy.to(x.dtype), dscale, dshift, dgate, dy.sum(0), again
 
 
 def gelu(u: Tensor) -> Tensor:
@@ -91,16 +105,27 @@ def _rms(values_MHE: Tensor, weight_E: Tensor | None) -> Tensor:
 
 
 def join(
-    qkv: tuple[Tensor, Tensor], norms: tuple[HeadNorms, HeadNorms], heads: int, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of image and text, [rows of both, H, E] each; queries and keys are normed."""
+    qkv: tuple[Tensor, Tensor],
+    norms: tuple[HeadNorms, HeadNorms],
+    heads: int,
+    plan: Plan,
+    out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values of image and text, [rows of both, H, E] each; queries and keys are normed.
+
+    They are written into ``out`` where it is given.
+    """
     parts: list[list[Tensor]] = []
     for stream, pair in zip(qkv, norms, strict=True):
         query, key, value = stream.unflatten(1, (3, heads, -1)).unbind(1)
         weights = pair or (None, None)
         parts.append([_rms(query, weights[0]), _rms(key, weights[1]), value])
-    query, key, value = (give(image, text, plan) for image, text in zip(*parts, strict=True))
-    return query, key, value
+    made = tuple(give(image, text, plan) for image, text in zip(*parts, strict=True))
+    if out is None:
+        return made
+    for target, source in zip(out, made, strict=True):
+        target.copy_(source)
+    return out
 
 
 def join_backward(

@@ -1,6 +1,6 @@
 """The fast path equals the stock transformer in float32: outputs and the gradients of every parameter."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast.block import How
-from sd3_light.model.fast.forward import FastDenoiser
+from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.layers import build_layers, new_transformer, run_layers
 
 CONFIGS = {
@@ -60,14 +60,25 @@ def test_forward_and_backward_are_the_stock_ones(name: str, lengths: list[int] |
     transformer = lively(CONFIGS[name])
     wanted = expected(transformer, lengths)
     of_wanted = learned(transformer, wanted)
-    for keep_gelu in (True, False):
-        found = FastDenoiser(transformer, torch.float32, How(keep_gelu=keep_gelu))(features(), lengths)
+    for keep in get_args(Keep):
+        found = FastDenoiser(transformer, torch.float32, How(keep=keep))(features(), lengths)
         of_found = learned(transformer, found)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
         assert of_found.keys() == of_wanted.keys() == dict(transformer.named_parameters()).keys()
         for key, gradient in of_wanted.items():
             worst = float((of_found[key] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-3))
             assert worst < 2e-5, f"{key}: {worst}"
+
+
+def test_a_transformer_that_it_is_not_written_for_is_named() -> None:
+    assert obstacle(lively(CONFIGS["no-qk-norm"])) is None
+    dual = lively({**CONFIGS["three-blocks"], "dual_attention_layers": (0,)})
+    assert "second attention" in str(obstacle(dual))
+    adapted = lively(CONFIGS["one-block"])
+    adapted.transformer_blocks[0].attn.to_out[0] = torch.nn.Sequential(adapted.transformer_blocks[0].attn.to_out[0])
+    assert "adapters" in str(obstacle(adapted))
+    with pytest.raises(AssertionError, match="adapters"):
+        FastDenoiser(adapted, torch.float32)
 
 
 def test_steps_of_a_fused_optimizer_are_followed() -> None:

@@ -83,7 +83,11 @@ def test_norm_backward(kernels: ModuleType, plan: Plan, is_pending: bool, is_str
         x, scale = 2 * normal(rows.count, WIDTH), normal(plan.samples, 5 * WIDTH)[:, :WIDTH]
         dh, gx = normal(WIDTH, rows.count).t().contiguous(), normal(rows.count, WIDTH).flip(0) if is_stream else None
         given = (dh, gx, x, pending(rows.count, plan.samples) if is_pending else None, scale, rows)
-        same(kernels.residual_norm_backward(*given), reference.residual_norm_backward(*given))
+        shift = normal(plan.samples, 5 * WIDTH)[:, WIDTH : 2 * WIDTH]
+        for wanted in (None, shift):
+            found, expected = (ops.residual_norm_backward(*given, wanted) for ops in (kernels, reference))
+            same(found, expected)
+        same(expected[-1], reference.residual_norm(x, None, scale, shift, rows)[1])
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -102,6 +106,9 @@ def test_join_and_back(kernels: ModuleType, plan: Plan, is_normed: bool) -> None
     pairs: Any = [(normal(UNITS), normal(UNITS).flip(0) + 1) if is_normed else None] * 2
     found, wanted = (ops.join(qkv, tuple(pairs), HEADS, plan) for ops in (kernels, reference))
     same(found, wanted)
+    places = tuple(torch.zeros_like(part) for part in wanted)
+    assert kernels.join(qkv, tuple(pairs), HEADS, plan, places)[0] is places[0]
+    same(places, wanted)
     grads = tuple(normal(len(part), HEADS, UNITS) * (at + 1) for at, part in enumerate(wanted))
     for stream, pair, rows in zip(qkv, pairs, (plan.image, plan.text), strict=True):
         found, wanted = (ops.join_backward(grads, stream, pair, HEADS, rows) for ops in (kernels, reference))
