@@ -66,14 +66,16 @@ class TorchEngine:
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
-        assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
         self.optimizer.set_rate(lr)
         for weight in self._parameters.values():
             weight.grad = None
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
+        shapes = set()
         for number, prepared in enumerate(batches):
             features, label = self._to_device(prepared)
+            shapes.add(tuple(features[0].shape))
+            assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
                 losses: dict[str, Tensor] = dict(self.layout.run(features, label))
                 (losses["loss"] / len(batches)).backward()

@@ -240,8 +240,7 @@ def join(
     width = qkv[0].shape[1] // 3
     units = width // heads
     assert units == triton.next_power_of_2(units), "the width of a head must be a power of two"
-    count = len(qkv[0]) + len(qkv[1])
-    query, key, value = out or (qkv[0].new_empty(count, heads, units) for _ in range(3))
+    query, key, value = out or (qkv[0].new_empty(plan.room, heads, units) for _ in range(3))
     for stream, pair, rows in zip(qkv, norms, (plan.image, plan.text), strict=True):
         assert stream.is_contiguous()
         wq, wk = pair if pair is not None else (stream, stream)
@@ -364,7 +363,7 @@ def take(joined: Tensor, rows: Rows) -> Tensor:
 def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
     """See `reference.give`."""
     assert image.is_contiguous() and text.is_contiguous()
-    joined = image.new_empty(len(image) + len(text), *image.shape[1:])
+    joined = image.new_empty(plan.room, *image.shape[1:])
     _copy_rows(image, plan.image, joined, out=False)
     _copy_rows(text, plan.text, joined, out=False)
     return joined

@@ -154,9 +154,9 @@ def take(joined: Tensor, rows: Rows) -> Tensor:
 
 def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
     """Rows of both streams joined; the other way round from `take`."""
-    if plan.length is not None and plan.image.length is not None and plan.text.length is not None:
+    if plan.text_index is None:
         shaped = [part.unflatten(0, (plan.samples, -1)) for part in (image, text)]
         return torch.cat(shaped, dim=1).flatten(0, 1)
-    joined = image.new_empty(len(image) + len(text), *image.shape[1:])
+    joined = image.new_zeros(plan.room, *image.shape[1:])
     joined = joined.index_copy(0, plan.image.place.long(), image)
     return joined.index_copy(0, plan.text.place.long(), text)

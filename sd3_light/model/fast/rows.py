@@ -7,9 +7,13 @@ for no device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+ROUND = 2048
+"""Joined rows of real text on a GPU are a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Plan:
     length: int | None
     text_index: Tensor | None
     """Which rows of a padded [B x T] text are real, [M]; None where all of them are."""
+    room: int
+    """Rows that joined matrices have. On a GPU those of real text end with rows that mean nothing, so that attention
+    meets few different sizes."""
 
     @property
     def samples(self) -> int:
@@ -55,8 +62,19 @@ class Plan:
 def make_plan(samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device) -> Plan:
     """A plan for B samples of ``num_image`` image tokens and ``num_text`` text tokens, or only the first ``lengths`` of
     these each."""
+    if lengths is None:
+        return _padded_plan(samples, num_image, num_text, device)
+    return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)
+
+
+@lru_cache(maxsize=32)
+def _padded_plan(samples: int, num_image: int, num_text: int, device: torch.device) -> Plan:
+    return _plan(samples, num_image, num_text, None, device)
+
+
+def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, device: torch.device) -> Plan:
     image = torch.full((samples,), num_image, dtype=torch.int64)
-    text = torch.full_like(image, num_text) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
+    text = torch.full_like(image, num_text) if lengths is None else lengths
     assert len(text) == samples and int(text.min()) > 0 and int(text.max()) <= num_text, "text lengths"
     joined = _starts(image + text)
     image_rows = _rows(image, joined[:-1], device)
@@ -64,9 +82,10 @@ def make_plan(samples: int, num_image: int, num_text: int, lengths: Sequence[int
     index = None
     if lengths is not None:
         first = torch.arange(samples) * num_text - _starts(text)[:-1]
-        index = (torch.arange(int(text.sum())) + first.repeat_interleave(text)).to(device, non_blocking=True)
-    longest = int((image + text).max())
+        index = _sent(torch.arange(int(text.sum())) + first.repeat_interleave(text), device, torch.int64)
+    longest, total = int((image + text).max()), int(joined[-1])
     uniform = text_rows.length is not None
+    is_rounded = lengths is not None and device.type == "cuda"
     return Plan(
         image_rows,
         text_rows,
@@ -74,6 +93,7 @@ def make_plan(samples: int, num_image: int, num_text: int, lengths: Sequence[int
         longest,
         longest if uniform else None,
         index,
+        -(-total // ROUND) * ROUND if is_rounded else total,
     )
 
 
@@ -86,8 +106,10 @@ def _rows(lengths: Tensor, begin: Tensor, device: torch.device) -> Rows:
     return Rows(_sent(starts, device), _sent(owner, device), _sent(place, device), longest, length)
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(torch.int32).to(device, non_blocking=True)
+def _sent(values: Tensor, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    values = values.to(dtype)
+    # from pageable memory the host would wait for all that the device has to do
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -122,9 +122,10 @@ def _plan(
     total = total_steps(config, order, restored.progress)
     share = launch.of_data(config.pipeline_stages)
     place = folder.path if launch.is_main else None
+    ahead = device if device.type == "cuda" and isinstance(engine, TorchEngine) else None
     return Run(
         engine=engine,
-        steps=training_steps(config, data, order, share, engine, pipeline.preparer),
+        steps=training_steps(config, data, order, share, engine, pipeline.preparer, ahead),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,

@@ -1,5 +1,6 @@
 """The fast path equals the stock transformer in float32: outputs and the gradients of every parameter."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -8,6 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
+from sd3_light.model.fast import forward
 from sd3_light.model.fast.block import How, Keep
 from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.layers import build_layers, new_transformer, run_layers
@@ -96,3 +98,20 @@ def test_steps_of_a_fused_optimizer_are_followed() -> None:
             losses.append(loss.item())
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-4)
     assert losses[2] < 0.9 * losses[0], "something was learned"
+
+
+def test_rows_behind_the_last_sample_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the joined rows of real text are rounded up."""
+    transformer = lively(CONFIGS["three-blocks"])
+    wanted = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
+    of_wanted = learned(transformer, wanted)
+    plan_of = forward.make_plan
+
+    def rounded(*given: Any) -> Any:
+        plan = plan_of(*given)
+        return replace(plan, room=plan.room + 5)
+
+    monkeypatch.setattr(forward, "make_plan", rounded)
+    found = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(learned(transformer, found), of_wanted)
