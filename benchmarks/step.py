@@ -56,32 +56,47 @@ class Row:
     size: str = "sd3_light"
     qk_norm: bool = True
     how: How = field(default_factory=How)
+    batches: int = NUM_BATCHES
+    steps: int | None = None
 
 
 def _rows() -> dict[str, Row]:
-    ours = Row("fast", 128, how=How(attention="flash"))
+    ours, most = Row("fast", 128), {"batches": 1, "steps": 2}
+    plain = Row("plain", 64, optimizer="default")
     return {
-        "plain-64": Row("plain", 64, optimizer="default"),
-        "plain-64-no-qk-norm": Row("plain", 64, optimizer="default", qk_norm=False),
+        "plain-64": plain,
+        "plain-64-no-qk-norm": replace(plain, qk_norm=False),
         "compiled-64": Row("compiled", 64, optimizer="fused"),
+        "compiled-128": Row("compiled", 128, optimizer="fused"),
         "fast-64": replace(ours, batch=64),
         "fast-128": ours,
-        "fast-128-cudnn": replace(ours, how=How(attention="cudnn")),
+        "fast-192": replace(ours, batch=192),
+        "fast-128-flash": replace(ours, how=How("flash")),
         "fast-128-real": replace(ours, text="real"),
+        "fast-128-real-cudnn": replace(ours, text="real", how=How("cudnn")),
         "fast-256-real": replace(ours, batch=256, text="real"),
-        "compiled-128": Row("compiled", 128, optimizer="fused"),
-        "fast-128-bf16-gradients": replace(ours, how=How("flash", float32_gradients=False)),
-        "fast-128-gelu-again": replace(ours, how=How("flash", keep="products")),
+        "fast-256-real-cudnn": replace(ours, batch=256, text="real", how=How("cudnn")),
+        "fast-128-bf16-gradients": replace(ours, how=How(float32_gradients=False)),
         "fast-128-clip-apart": replace(ours, optimizer="fused"),
         "fast-128-buckets": replace(ours, sides=BUCKETS),
         "fast-128-real-buckets": replace(ours, sides=BUCKETS, text="real"),
         "fast-32-512px": replace(ours, batch=32, sides=LARGE),
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
-        "fast-192": replace(ours, batch=192, how=How("flash", keep="products")),
-        "fast-256-gelu-again": replace(ours, batch=256, how=How("flash", keep="products")),
+        "fast-64-512px-real-cudnn": replace(ours, batch=64, sides=LARGE, text="real", how=How("cudnn")),
+        "plain-32-512px": replace(plain, batch=32, sides=LARGE),
         "written-128": replace(ours, step="written"),
-        "plain-128": Row("plain", 128, optimizer="default"),
-        "plain-32-512px": Row("plain", 32, optimizer="default", sides=LARGE),
+        # less is kept for the backward pass
+        "fast-128-selective": replace(ours, how=How(keep="products")),
+        "fast-128-again": replace(ours, how=How(keep="inputs")),
+        "fast-256-selective": replace(ours, batch=256, how=How(keep="products")),
+        "fast-512-again": replace(ours, batch=512, how=How(keep="inputs")),
+        # about the largest micro-batches that 139 GiB hold
+        "plain-112-most": replace(plain, batch=112, **most),
+        "plain-120-most": replace(plain, batch=120, **most),
+        "plain-960-again-most": replace(plain, batch=960, how=How(keep="inputs"), **most),
+        "fast-208-most": replace(ours, batch=208, **most),
+        "fast-336-selective-most": replace(ours, batch=336, how=How(keep="products"), **most),
+        "fast-1024-again-most": replace(ours, batch=1024, how=How(keep="inputs"), **most),
     }
 
 
@@ -121,7 +136,7 @@ def real_lengths(count: int, rng: np.random.Generator) -> list[int]:
 def batches(row: Row, size: ModelSize, device: torch.device) -> list[Batch]:
     """Random numbers of the right shapes."""
     rng, made = np.random.default_rng(0), []
-    for number in range(NUM_BATCHES):
+    for number in range(row.batches):
         width, height = row.sides[number % len(row.sides)]
         latent = (row.batch, size.latent_channels, height // 8, width // 8)
         lengths = real_lengths(row.batch, rng) if row.text == "real" else None
@@ -149,8 +164,11 @@ def autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def plain_step(model: SD3Transformer2DModel, device: torch.device) -> Step:
+def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
     """What anybody would write first: stock model, autocast, mean squared error, clip, AdamW."""
+    if row.how.keep == "inputs":
+        model.train()
+        model.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
 
     def step(batch: Batch) -> Tensor:
@@ -232,7 +250,7 @@ def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
     with torch.device(device):
         model = SD3Transformer2DModel(**size.transformer_config())
     if row.step == "plain":
-        return plain_step(model, device)
+        return plain_step(row, model, device)
     return (compiled_step if row.step == "compiled" else fast_step)(row, model, device)
 
 
@@ -256,7 +274,7 @@ def measure(row: Row, steps: int, profiled: bool, device: torch.device) -> dict[
     first = time.perf_counter() - begun
     losses += [step(batch) for batch in data]  # every shape once
     synchronize(device)
-    begun = time.perf_counter()
+    steps, begun = row.steps or steps, time.perf_counter()
     losses += [step(data[number % len(data)]) for number in range(steps)]
     synchronize(device)
     seconds = (time.perf_counter() - begun) / steps
