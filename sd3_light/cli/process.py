@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sd3_light.config.faults import Stopped, UserError
+from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.runlog import quiet_libraries, set_main_process
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ def prepare(local_rank: int | None = None) -> "Launch":
 
 
 def guarded(work: Callable[[], object]) -> int:
-    """Run; a known fault is one line (or one report) and exit code 2, anything else exit code 1."""
+    """Run; a known fault is one line (or one report) and exit code 2 (75 where starting again is all it needs),
+    anything else exit code 1."""
     try:
         work()
     except UserError as fault:
-        return _fail(str(fault), 2)
+        return _fail(str(fault), RESUMABLE if isinstance(fault, PeerLost) else 2)
     except Stopped as stop:
         _say_stopped(str(stop))
         return RESUMABLE

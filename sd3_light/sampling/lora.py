@@ -60,7 +60,7 @@ def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Rea
             tensors = _tensors(pipe, lora.file, read)
             _check(pipe, tensors)
             pipe.load_lora_weights(dict(tensors), adapter_name=name)
-        except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as fault:
+        except (ValueError, LookupError, RuntimeError, OSError, SafetensorError) as fault:
             reason = str(fault).strip().splitlines()
             # of the many lines that torch has for tensors of wrong shapes, the first says which model, the second why
             raise UserError(f"LoRA {lora.file} does not fit this model: {' '.join(reason[:2])}") from fault

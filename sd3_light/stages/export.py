@@ -1,6 +1,5 @@
 """The export stage: a proven diffusers folder, or a single file, from a run's checkpoint or snapshots of averages."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.export.folder import ExportError, ExportSpec, write_folder
 from sd3_light.export.hub import check_push, push
+from sd3_light.export.places import refuse_existing, unnamed_folder, writing
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
@@ -52,8 +52,7 @@ def run(
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other: a rebuilt average is neither; keep one")
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another folder, nothing was changed")
+    refuse_existing(out)
     _check_form(out, contents, push_to_hub)
     train = load_config(run_folder / "config.toml").train
     if ema_length is None:
@@ -85,16 +84,14 @@ def _check_form(out: Path, contents: Contents | None, push_to_hub: str | None) -
 
 
 def _write(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, contents: Contents | None) -> None:
-    if not is_single_file(out):
-        write_folder(out, state, spec)
-        return
-    folder = out.with_name(f".{out.stem}.folder")
-    try:
-        write_folder(folder, state, spec)
-        for note in write_single_file(folder, out, *(contents or Contents())).notes:
-            say(f"note: {note}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with writing(out):
+        if not is_single_file(out):
+            write_folder(out, state, spec, replace=False)
+            return
+        with unnamed_folder(out) as place:  # gone at the end, whatever happens
+            folder = write_folder(place / out.stem, state, spec)
+            for note in write_single_file(folder, out, *(contents or Contents())).notes:
+                say(f"note: {note}")
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

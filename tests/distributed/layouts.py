@@ -72,13 +72,17 @@ LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a project's train TOML in a folder beside it, from its beginning or from a checkpoint."""
+    """A run of a project's train TOML in a folder beside it, from its beginning or from a checkpoint.
+
+    With ``poisoned`` the pictures of that step of the process are not numbers.
+    """
 
     toml: str
     run: str
     layout: Layout
     keys: tuple[str, ...] = ()
     checkpoint: str | None = None
+    poisoned: int = 0
 
     @property
     def overrides(self) -> list[str]:
@@ -106,15 +110,32 @@ def train_here(job: Job) -> None:
     from sd3_light.stages import train
 
     resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
+    POISON["in"] = job.poisoned
     train.run(load_config(Path(job.toml), job.overrides), Launch.detect(), resume, job.layout.deepspeed)
 
 
+POISON = {"in": 0}
+"""How many steps from now have a bad batch; 0: none."""
+
+
+def poison(batches: Sequence[Any]) -> Sequence[Any]:
+    """The micro-batches of a step, or such that no loss of them is finite."""
+    POISON["in"] -= 1
+    if POISON["in"]:
+        return batches
+    return [((features[0] * float("nan"), *features[1:]), label) for features, label in batches]
+
+
 def patch() -> None:
-    """No proof of exports, and what a run has loaded is compared with its checkpoint, bit by bit."""
+    """No proof of exports, bad batches where a job asks for them, and what a run has loaded is compared with its
+    checkpoint, bit by bit."""
     from sd3_light.checkpoint.state import track_kind
+    from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import folder
     from sd3_light.stages.train import restore
 
+    steps = PipelineDataLoader.steps
+    PipelineDataLoader.steps = lambda self: map(poison, steps(self))  # type: ignore[method-assign, assignment]
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = restore.Saved.load
 

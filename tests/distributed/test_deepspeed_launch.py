@@ -76,15 +76,15 @@ def test_the_deepspeed_launcher_trains(place: Project) -> None:
 
 
 def test_torchrun_trains_on_two_nodes(place: Project) -> None:
-    """`torchrun --nnodes 2 --node_rank R --nproc_per_node 1 ... train.py --deepspeed --config X --trust_cache`: here
-    both nodes are this machine, and each has a stage."""
+    """`torchrun --nnodes 2 --node_rank R --nproc_per_node 2 ... train.py --deepspeed --config X --trust_cache`: here
+    both nodes are this machine, and each has a stage of two pipelines."""
     port, nodes = free_port(), []
     for rank in range(2):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
-        launcher += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        nodes.append(start([*launcher, *arguments(place, "nodes", "pipeline_stages=2")]))
+        launcher += ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        nodes.append(start([*launcher, *arguments(place, "nodes", "pipeline_stages=2", "micro_batch_size_per_gpu=2")]))
     finish(*nodes)
     assert same_losses(place, "nodes")
     (event,) = place.events("start", "nodes")
-    assert (event["world"], event["engine"]) == (2, "deepspeed pp2 dp1 zero1")
-    assert len(list((place.folder / "nodes" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))) == 2
+    assert (event["world"], event["engine"]) == (4, "deepspeed pp2 dp2 zero1")
+    assert len(list((place.folder / "nodes" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))) == 4

@@ -1,13 +1,14 @@
 """The same training and one checkpoint for all: torch's engine and DeepSpeed's, in every layout."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
@@ -30,6 +31,7 @@ from tests.distributed.layouts import (
 pytest.importorskip("deepspeed")
 Project = Any  # the class is in tests/conftest.py
 STEPS, SAVED = 14, 4
+BIAS = "proj_out.bias"
 PROVEN_APART = {"proof.json", "config.toml"}  # seconds; the run's own folder and layout
 
 
@@ -69,8 +71,8 @@ def job(project: Project, layout: Layout, *keys: str, source: Layout | None = No
     return Job(str(project.train_toml), name, layout, keys, checkpoint)
 
 
-def saved(project: Project, layout: Layout, step: int = SAVED) -> Path:
-    return Path(project.folder / layout.name / "checkpoints" / checkpoint_name(step))
+def saved(project: Project, layout: Layout, step: int = SAVED, run: str = "") -> Path:
+    return Path(project.folder / (run or layout.name) / "checkpoints" / checkpoint_name(step))
 
 
 def export_again(project: Project, layout: Layout) -> Job:
@@ -117,25 +119,36 @@ def require_same_export(project: Project, layout: Layout) -> None:
     wanted = content(project.folder / ONE.name / "exports" / checkpoint_name(STEPS))
     found = content(project.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
     assert "transformer/diffusion_pytorch_model.safetensors" in wanted
+    card = found["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
+    found["README.md"] = card  # it tells the run's name
     assert set(found) == set(wanted), layout.name
     assert not [name for name in wanted if found[name] != wanted[name]], layout.name
 
 
 # --- a lean round: every layout writes, and reads another's ----------------------------------------
 
-READS = {DS_ONE: ONE, PIPES: DS_ONE, FSDP2: ZERO3, ZERO0: PIPES, ZERO1: PIPE, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
 FAST = "ddp-fast"
-EXPORTS = (PIPES, ZERO1, PIPE, ZERO2, ZERO3)
+# two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
+READS = {DS_ONE: ONE, FSDP2: ZERO3, ZERO0: PIPE, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
+POISONED = (ZERO0, PIPE, ZERO3)
+EXPORTS = (ZERO1, PIPE, ZERO3)
+
+
+def poisoned(project: Project, layout: Layout) -> Job:
+    """A short run whose second step cannot be taken."""
+    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9")
+    return replace(job(project, layout, *keys, run=f"{layout.name}-poisoned"), poisoned=2)
 
 
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
-    for world, fresh in ((1, [ONE, DS_ONE]), (4, [PIPES]), (2, [FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
+    for world, fresh in ((1, [ONE, DS_ONE]), (2, [FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
         jobs += [job(rich, DDP, "fast=true", 'activation_checkpointing="selective"', run=FAST)] if world == 2 else []
+        jobs += [poisoned(rich, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
     return rich
 
@@ -157,7 +170,22 @@ def test_every_layout_exports_the_same_bytes(trained: Project, layout: Layout) -
     require_same_export(trained, layout)
 
 
-@pytest.mark.parametrize("source", [ZERO3, PIPE, PIPES], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", POISONED, ids=lambda layout: layout.name)
+def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout) -> None:
+    """Weights, moments and Adam's count of steps stay as they were, so that the steps after it are one process's."""
+    run, reference = f"{layout.name}-poisoned", "one-poisoned"
+    (skip,) = trained.events("skip", run)
+    assert skip["step"] == 2
+    steps, wanted = trained.events("step", run), trained.events("step", reference)
+    assert [event["skipped"] for event in steps] == [event["skipped"] for event in wanted] == [0, 1, 1, 1]
+    for number in (0, 2, 3):
+        for key in ("loss", "grad_norm", "param_norm"):
+            assert steps[number][key] == pytest.approx(wanted[number][key], rel=1e-5), f"{run}: {key}"
+    counts = [open_checkpoint(saved(trained, layout, 4, run)).tensor(f"step/{BIAS}") for run in (run, reference)]
+    assert [int(count) for count in counts] == [3, 3]
+
+
+@pytest.mark.parametrize("source", [ZERO3, PIPE], ids=lambda layout: layout.name)
 def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
     resumed = job(trained, ONE, source=source)
@@ -187,31 +215,37 @@ def test_every_layout_goes_on_from_every_other(rich: Project, tmp_path: Path) ->
     for world in (1, 2, 4):
         readers = [layout for layout in LAYOUTS if layout.world == world]
         launch([job(project, one, source=other) for one in readers for other in LAYOUTS], tmp_path, 2400)
+    for world in (1, 2, 4):
+        launch([export_again(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 600)
     for layout in LAYOUTS:
+        require_same_export(project, layout)
         require_same_curve(project, layout.name, layout)
         for other in LAYOUTS:
             require_same_curve(project, f"{layout.name}-from-{other.name}", layout)
 
 
-PLAIN = ("model.text_recon_gamma=0", "gradient_clipping=0", "ema.enable=false", "pseudo_huber_c=0")
+RECON, CLIP, AVERAGE = "model.text_recon_gamma=0", "gradient_clipping=0", "ema.enable=false"
 FEATURES = {
-    "plain": PLAIN,
-    "recon": PLAIN[1:],
-    "clipping": (PLAIN[0], *PLAIN[2:]),
-    "average": (*PLAIN[:2], PLAIN[3]),
+    "none": (RECON, CLIP, AVERAGE),
+    "recon": (CLIP, AVERAGE),
+    "clipping": (RECON, AVERAGE),
+    "average": (RECON, CLIP),
     "checkpointing": ("activation_checkpointing=true",),
 }
+"""What is left out, so that one is left."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("masks", [True, False])
 def test_each_feature_in_each_layout(rich: Project, tmp_path: Path, masks: bool) -> None:
-    """Stages 1 and 2, data parallel 1 and 2, accumulation 1 and 4, each feature by itself; real and padded text."""
+    """Stages 1 and 2, data parallel 1 and 2, accumulation 1 and 4, each feature by itself: with masks, real tokens and
+    pseudo-Huber, and without."""
     project = rich.copy(tmp_path / "features")
     if not masks:
         project.data(project.data_toml.read_text().replace('mask_path = "masks"\n', ""))
-        project.train_toml.write_text(project.train_toml.read_text().replace('text_tokens = "real"\n', ""))
+        text = project.train_toml.read_text().replace('text_tokens = "real"\n', "")
+        project.train_toml.write_text(text.replace("pseudo_huber_c = 0.1\n", ""))
         project.build_cache()
     layouts = [one.accumulating(micro) for one in (DS_ONE, ZERO1, PIPE, PIPES) for micro in (1, 4)]
     for world in (1, 2, 4):

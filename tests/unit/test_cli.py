@@ -11,7 +11,7 @@ import pytest
 
 from sd3_light import __version__, cli, journeys
 from sd3_light.cli import process
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.stages.cache import Wishes
@@ -201,6 +201,18 @@ def test_our_fault_is_code_1(
         line = one_line(said)
         assert line.startswith("error: RuntimeError: a wheel came off (our fault, at test_cli.py:")
         assert line.endswith("; --debug shows the whole way)")
+
+
+def test_a_lost_process_is_one_line_and_says_try_again(
+    train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise PeerLost("a machine is gone; start again")
+
+    monkeypatch.setattr(journeys, "cache_then_train", lost)
+    said = train_py("--config", project.train_toml)
+    assert said.code == cli.RESUMABLE
+    assert one_line(said) == "error: a machine is gone; start again"
 
 
 def test_debug_shows_where(

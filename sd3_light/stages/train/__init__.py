@@ -14,7 +14,7 @@ from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle
 from sd3_light.model.fast.forward import obstacle
@@ -79,6 +79,7 @@ def run(
         module = DiffusionTrainingModule(pipeline.transformer, config, fast)
         make = deepspeed.make_engine if by_deepspeed else TorchEngine
         engine: Engine = make(module, config, launch, device, groups.writers)
+        share_patience(groups, config.dist_timeout_sec)
         saver.live = lambda: engine.whole(engine.weights)
         averages = Averages(engine.weights, config.ema)
         restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
@@ -144,7 +145,7 @@ def _plan(
 
 @contextmanager
 def _faults_in_words() -> Iterator[None]:
-    """Too little GPU memory and a dead worker are the user's to mend: one line each."""
+    """Too little GPU memory, a dead worker and a lost process are the user's to mend: one line each."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -154,7 +155,7 @@ def _faults_in_words() -> Iterator[None]:
             "`sd3-light check` foretells the need"
         ) from error
     except RuntimeError as error:
-        if fault := worker_fault(error):
+        if fault := worker_fault(error) or lost_peer(error):
             raise fault from error
         raise
 

@@ -73,6 +73,7 @@ class Duties:
         self.keeper.prepare(self.pieces())
         self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
         self.exports = Background("exports")
+        self._order_facts = order_facts(self.order)  # once: it looks at every shard
         self._news: list[Saved | Failed | Done] = []
         self._failed: dict[str, str] = {}
 
@@ -155,7 +156,7 @@ class Duties:
         """What a checkpoint says besides its tensors."""
         return {
             "progress": progress.as_dict(),
-            "order": order_facts(self.order),
+            "order": self._order_facts,
             "settings": rate_settings(self.config),
             "window": self.training.meter.window.as_dict(),
         }
