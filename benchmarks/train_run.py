@@ -1,12 +1,13 @@
 """How fast the training stage is, from a synthetic cache of real shape; encoders and pictures are not needed.
 
-    python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real] [--compile]
-                                   [--checkpointing] [--workers 8] [--engine torch|deepspeed] [--out FOLDER]
+    python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real]
+                                   [--fast true|false|auto] [--compile] [--checkpointing true|false|selective]
+                                   [--workers 8] [--engine torch|deepspeed] [--out FOLDER]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
 ones), a model folder with configs only and a train TOML, then runs the real stage: loader, engine, running average,
-log, and a checkpoint at the end (or every `--checkpoint-every` steps). What is printed comes from the run's log.jsonl;
-the first `--warm` steps (compiling, hashing shards, filling memory) are left out.
+log, and a checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). What is printed comes
+from the run's log.jsonl; the first `--warm` steps (compiling, hashing shards, filling memory) are left out.
 
 With `--text real` a caption has as many T5 tokens as a log-normal draw says (median 22, sigma 0.5, so 25 in the mean,
 5 at least), and as many CLIP tokens, 77 at most. `--out` keeps log, config and summary; the rest is deleted.
@@ -16,6 +17,7 @@ import argparse
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,7 +148,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def train_toml(args: argparse.Namespace, shape: Shape) -> str:
     """No export is asked for: the model folder could not be part of one."""
-    flags = {name: str(getattr(args, name)).lower() for name in ("checkpointing", "compile")}
+    words = {"true": "true", "false": "false"}
+    flags = {name: words.get(getattr(args, name), f'"{getattr(args, name)}"') for name in ("checkpointing", "fast")}
     return f"""
 output_dir = "run"
 dataset = "data.toml"
@@ -156,7 +159,8 @@ micro_batch_size_per_gpu = {args.batch}
 gradient_accumulation_steps = {args.accumulation}
 zero_stage = {args.zero_stage}
 activation_checkpointing = {flags["checkpointing"]}
-compile = {flags["compile"]}
+fast = {flags["fast"]}
+compile = {str(args.compile).lower()}
 warmup_steps = 1000
 checkpoint_every_n_steps = {args.checkpoint_every or args.steps}
 keep_last_n_checkpoints = 1
@@ -175,7 +179,7 @@ uncond_text = "empty"
 type = "{args.optimizer}"
 [ema]
 enable = true
-update_every = 10
+update_every = 100
 """
 
 
@@ -193,8 +197,9 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         Tokens(image_tokens(shape.pixels, shape.pixels), shape.clip_tokens + shape.t5_tokens),
         args.batch,
         ema_tracks=1,
-        checkpointing=args.checkpointing,
+        checkpointing={"true": True, "false": False}.get(args.checkpointing, "selective"),  # type: ignore[arg-type]
         compiled=args.compile,
+        fast=args.fast != "false" and not args.compile and args.engine == "torch",
         accumulation=args.accumulation,
         optimizer=args.optimizer,
     )
@@ -205,6 +210,7 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch,
         "text": args.text,
         "compile": args.compile,
+        "fast": args.fast,
         **asdict(shape),
     }
     return {
@@ -222,13 +228,18 @@ _MEANS = ("samples_per_second", "seconds", "data_wait", "tflops_per_gpu", "mfu",
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
 
 
-def train(folder: Path, engine: str) -> None:
+def train(folder: Path, engine: str, saves: bool) -> None:
     """The training stage on what was laid out."""
+    from sd3_light.checkpoint.background import CheckpointKeeper
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
     from sd3_light.stages.train.duties import Duties
 
     Duties.export = lambda self, progress: None  # type: ignore[method-assign]  # there are no frozen parts to export
+
+    if not saves:
+        Duties.checkpoint = lambda self, progress: None  # type: ignore[method-assign]
+        CheckpointKeeper.prepare = lambda self, pieces: None  # type: ignore[method-assign]
 
     loaded = load_config(folder / "train.toml")
     check.require(loaded)
@@ -238,12 +249,15 @@ def train(folder: Path, engine: str) -> None:
         print(f"the run ended with: {error}")
 
 
-def summary(log: Path, warm: int) -> dict[str, Any]:
+def summary(log: Path, warm: int, begun: float) -> dict[str, Any]:
     """What the log says after the first ``warm`` steps."""
     events = list(read_log(log))
     steps = [event for event in events if event["event"] == "step"]
     settled = [event for event in steps if event["step"] > warm] or steps[-1:]
     found: dict[str, Any] = {"records": len(settled)}
+    # until the model is built, and until the first steps are done; what was imported before is not counted
+    found |= {"seconds_to_start": next(e["time"] for e in events if e["event"] == "start") - begun}
+    found |= {f"seconds_to_step_{steps[0]['step']}": steps[0]["time"] - begun}
     for name in _MEANS:
         values = [event[name] for event in settled if name in event]
         found |= {name: sum(values) / len(values)} if values else {}
@@ -282,7 +296,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--text", choices=("padded", "real"), default="padded")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="the fast blocks")
+    choices = ("true", "false", "selective")
+    parser.add_argument("--checkpointing", choices=choices, default="false", help="activation checkpointing")
+    parser.add_argument("--no-save", action="store_true", help="no checkpoint, not even at the end")
     parser.add_argument("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw")
     parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="of the DeepSpeed engine")
@@ -300,8 +317,9 @@ def main() -> None:
         folder = Path(name)
         about = lay_out(folder, args)
         print(f"{args.samples} samples, {about['cache_gb']:.2f} GB, {about['text_tokens']:.1f} text tokens", flush=True)
-        train(folder, args.engine)
-        found = {**about, **summary(folder / "run" / "log.jsonl", args.warm)}
+        begun = time.time()
+        train(folder, args.engine, not args.no_save)
+        found = {**about, **summary(folder / "run" / "log.jsonl", args.warm, begun)}
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             for file in ("log.jsonl", "config.toml"):

@@ -3,7 +3,7 @@
 import os
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -94,6 +94,17 @@ def random_or_path(value: Any, info: ValidationInfo) -> Path | Literal["random"]
     return "random" if value == "random" else absolute(value, info)
 
 
+def flag_or(word: str) -> Callable[[Any], Any]:
+    """A validator: true, false or one word."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, bool) or value == word:
+            return value
+        raise bad("not a known value")
+
+    return known
+
+
 def slug(value: Any) -> Any:
     """A name that is also part of a file name."""
     if isinstance(value, str) and not re.fullmatch(r"[\w.\-]+", value):
@@ -115,6 +126,10 @@ Place = Path | str
 """Where a cache lies: a Path is a folder, a str is a URL that fsspec knows."""
 TomlPlace = Annotated[
     Place, BeforeValidator(path_or_url), Allowed("a path, or a URL such as s3://bucket/folder without credentials")
+]
+FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
+FlagOrSelective = Annotated[
+    bool | Literal["selective"], BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')
 ]
 RandomOrPath = Annotated[
     Literal["random"] | Path, BeforeValidator(random_or_path), Allowed('"random" or the path of a folder')

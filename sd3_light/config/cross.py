@@ -118,6 +118,16 @@ def partition(train: TrainConfig) -> Iterator[Finding]:
         yield Finding("partition_split", f"beyond the last of {depth + 2} layers", given, f"1 to {depth + 1}")
 
 
+def blocks(train: TrainConfig) -> Iterator[Finding]:
+    """Blocks are run by hand-written kernels or compiled, and what is compiled cannot be kept by operation."""
+    hint = "keep one"
+    if train.compile and train.fast is True:
+        yield Finding("fast", "compile = true compiles the stock blocks, fast = true replaces them", "true", hint=hint)
+    if train.compile and train.activation_checkpointing == "selective":
+        problem = "does not work with compile = true: inside a compiled block operations cannot be told apart"
+        yield Finding("activation_checkpointing", problem, '"selective"', hint="write true, or compile = false")
+
+
 def optimizer(train: TrainConfig) -> Iterator[Finding]:
     """Muon needs whole matrices, and 8-bit state is not sharded."""
     kind = train.optimizer.type
@@ -189,6 +199,7 @@ CHECKS = (
     Check(schedule, ("lr_scheduler", "lr_step_size", "lr_step_gamma")),
     Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
     Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
+    Check(blocks, ("fast", "compile", "activation_checkpointing")),
     Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
     Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),

@@ -13,6 +13,8 @@ from sd3_light.config.base import (
     CountOrZero,
     Dtype,
     Flag,
+    FlagOrAuto,
+    FlagOrSelective,
     Name,
     NotNegative,
     Positive,
@@ -164,10 +166,18 @@ class TrainConfig(Table):
         default=(),
         description="`manual` only: index of the first layer of each stage after the first (0 is the embedding).",
     )
-    activation_checkpointing: Flag = Field(
-        default=False, description="Recompute activations in the backward pass: less memory."
+    activation_checkpointing: FlagOrSelective = Field(
+        default=False,
+        description="Compute activations again in the backward pass: less memory. true: whole blocks, a third more "
+        "arithmetic; selective: all but what matrix products and attention made, a few percent more time.",
     )
-    compile: Flag = Field(default=False, description="Compile the blocks with torch.compile.")
+    fast: FlagOrAuto = Field(
+        default="auto",
+        description="Run the joint blocks by hand-written kernels: the same weights and mathematics, faster. auto: on "
+        "a GPU in bfloat16, where nothing stands in the way (`compile`, an adapter, sharded weights, the DeepSpeed "
+        "engine, SD3.5's second attention); true: such an obstacle is a fault.",
+    )
+    compile: Flag = Field(default=False, description="Compile the stock blocks with torch.compile.")
     dist_timeout_sec: Positive = Field(
         default=600.0, description="Seconds a rank waits for the others in a collective."
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.slots import InPlaceDataset, Packed, Packer, SlotPool, tensors_in
+from sd3_light.data.slots import InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
 from sd3_light.data.stream import Batch, fresh
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -97,6 +97,7 @@ class PipelineDataLoader:
 
     Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
     making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
+    With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class PipelineDataLoader:
         num_dataloader_workers: int = 0,
         prefetch_batches_per_worker: int = 1,
         items: range | None = None,
+        pin: Pin | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._pin = engine, pin
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._items = _PreparedItems(dataset, model.prepare_inputs)
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
@@ -126,7 +128,7 @@ class PipelineDataLoader:
         )
 
     def __iter__(self) -> Iterator[Prepared]:
-        pool = self._items.pool = SlotPool(self._num_slots)
+        pool = self._items.pool = SlotPool(self._num_slots, self._pin)
         batches = iter(self.dataloader)  # workers start here, with this pool
         while True:
             try:

@@ -24,6 +24,9 @@ from torch.utils.data import Dataset
 Allocate = Callable[[int], Tensor]
 """Bytes wanted -> a flat uint8 tensor of so many."""
 
+Pin = Callable[[int, int], Callable[[], Any] | None]
+"""(address, bytes) -> what undoes it: lets a device read the memory by itself."""
+
 _ALIGN = 64
 _GROWTH = 1 << 20
 
@@ -56,9 +59,13 @@ class Packed:
 
 
 class SlotPool:
-    """Slots for a trainer and the workers forked from it. Only the trainer lends; only the borrower writes."""
+    """Slots for a trainer and the workers forked from it. Only the trainer lends; only the borrower writes.
 
-    def __init__(self, count: int) -> None:
+    With ``pin`` the trainer's view of a slot is pinned when it is made, so that a device copies from it directly.
+    """
+
+    def __init__(self, count: int, pin: Pin | None = None) -> None:
+        self._pin, self._trainer = pin, os.getpid()
         self._files = [os.memfd_create("sd3-light-batch", os.MFD_CLOEXEC) for _ in range(count)]
         self._free: deque[int] = deque(range(count))
         self._maps: dict[int, NDArray[np.uint8]] = {}
@@ -94,7 +101,14 @@ class SlotPool:
             size = max(os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
             os.ftruncate(self._files[slot], size)
             found = self._maps[slot] = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)
+            self._pinned(found)
         return found
+
+    def _pinned(self, view: NDArray[np.uint8]) -> None:
+        """Pin a new view; it is let go with its last user, before its memory is."""
+        undo = self._pin(view.ctypes.data, len(view)) if self._pin and os.getpid() == self._trainer else None
+        if undo is not None:
+            weakref.finalize(view, undo).atexit = False
 
 
 class Packer:

@@ -47,8 +47,8 @@ class Replicas:
         self.run: nn.Module = module
         self.rank, self.writers = launch.rank, writers
         if launch.world > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.run = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+            # without device_ids: the engine has moved what belongs on the device, and lengths stay on the host
+            self.run = DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """See `Layout`."""

@@ -66,14 +66,16 @@ class TorchEngine:
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
-        assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
         self.optimizer.set_rate(lr)
         for weight in self._parameters.values():
             weight.grad = None
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
+        shapes = set()
         for number, prepared in enumerate(batches):
             features, label = self._to_device(prepared)
+            shapes.add(tuple(features[0].shape))
+            assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
                 losses: dict[str, Tensor] = dict(self.layout.run(features, label))
                 (losses["loss"] / len(batches)).backward()
@@ -117,7 +119,7 @@ class TorchEngine:
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        velocity: Tensor = self.module.denoise(tuple(map(self._move, features)))
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -163,7 +165,10 @@ class TorchEngine:
         return tuple(map(self._move, features)), tuple(map(self._move, label))
 
     def _move(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
+        """Counts stay on the host: who needs them there would have to wait for the device."""
+        if tensor is None or tensor.dtype == torch.int64:
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -7,8 +7,12 @@ of a GPU's memory is in `model/memory.py`.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from sd3_light.config import ModelSize
+
+Checkpointing = bool | Literal["selective"]
+"""Which activations are computed again: none, those of whole blocks, or those that no product or attention made."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ def forward_flops(size: ModelSize, tokens: Tokens) -> int:
     return products + joint + dual
 
 
-def training_flops(size: ModelSize, tokens: Tokens, checkpointing: bool = False) -> Amount:
+def training_flops(size: ModelSize, tokens: Tokens, checkpointing: Checkpointing = False) -> Amount:
     """FLOPs that a GPU spends on one training sample: the backward pass costs two forwards, checkpointing one more."""
-    passes = 4 if checkpointing else 3
+    passes = 4 if checkpointing is True else 3
     terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
     if size.dual_attention_layers:
         terms += f" + 4·N²·D·{len(size.dual_attention_layers)}"

@@ -7,14 +7,16 @@ tokens, T text tokens, D width.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sd3_light.model.attention import MaskedJointAttention, mask_attention, real_text_mask
+from sd3_light.model.cost import Checkpointing
 
 State = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), the lengths_B of real text tokens (int64) where text is real, and with text
@@ -102,15 +104,26 @@ def build_layers(
     return [*layers, Output(transformer)]
 
 
-def run_layers(layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: bool = False) -> State:
-    """Run the list; with ``checkpointing`` the blocks' activations are computed again in the backward pass."""
+def run_layers(layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False) -> State:
+    """Run the list; with ``checkpointing`` the blocks' activations are computed again in the backward pass, all of
+    them or (``"selective"``) those that neither a matrix product nor attention made."""
+    context: dict[str, Any] = {"context_fn": _keep_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for layer in layers:
         if checkpointing and isinstance(layer, Block) and torch.is_grad_enabled():
-            state = checkpoint(layer, state, use_reentrant=False)
+            state = checkpoint(layer, state, use_reentrant=False, **context)
         else:
             state = layer(state)
     return tuple(state)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().removeprefix("aten::")
+    is_kept = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keep_products = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:

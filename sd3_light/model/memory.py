@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sd3_light.config import ModelSize
-from sd3_light.model.cost import Amount, Tokens, block_weights
+from sd3_light.model.cost import Amount, Checkpointing, Tokens, block_weights
 
 GIB = 1 << 30
 _GPUS_A_MACHINE = 8  # replicas of one machine share the writing
@@ -83,6 +83,12 @@ class Saved:
 FLOAT32 = Saved(block=84, last_text=28, dual=24, norm=16, norm_dual=16, output=12, stream=4, work=20)
 BFLOAT16 = Saved(block=54, last_text=22, dual=16, norm=20, norm_dual=22, output=10, stream=2, work=10)
 COMPILED = Saved(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
+# in bf16 what products (q, k, v, out, up, down) and attention made, and the block's inputs
+SELECTIVE = Saved(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
+# the fast blocks, see `model/fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
+# 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
+FAST = Saved(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
+FAST_SELECTIVE = Saved(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,9 @@ class Case:
     tokens: Tokens
     batch: int
     ema_tracks: int = 0
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     compiled: bool = False
+    fast: bool = False
     compute: str = "bfloat16"
     accumulation: int = 1
     optimizer: str = "adamw"
@@ -110,11 +117,21 @@ class Case:
 
     @property
     def saved(self) -> Saved:
-        """What a block keeps, as it is computed here."""
+        """What a block keeps while it is computed."""
         if self.compute == "float32":
-            # compiled float32 keeps the same tensors as compiled bf16, twice as wide
-            return FLOAT32 if not self.compiled else _twice(COMPILED)
+            # compiled or fast float32 keeps the same tensors as in bf16, twice as wide
+            return FLOAT32 if not (self.compiled or self.fast) else _twice(FAST if self.fast else COMPILED)
+        if self.fast:
+            return FAST
         return COMPILED if self.compiled else BFLOAT16
+
+    @property
+    def kept(self) -> Saved:
+        """What a block keeps until the backward pass comes to it, where not only its inputs."""
+        if self.checkpointing != "selective":
+            return self.saved
+        kept = FAST_SELECTIVE if self.fast else SELECTIVE
+        return _twice(kept) if self.compute == "float32" else kept
 
     @property
     def parameters(self) -> int:
@@ -152,6 +169,7 @@ def gpu_memory(case: Case) -> GpuMemory:
     moments = _moments(case)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: count for name, count in moments[moment].items() if count}
+    parts["next micro-batch"] = next_bytes(case)
     parts["slack"] = round(SLACK * sum(parts.values()))
     words = " + ".join(f"{name} {_size(count)}" for name, count in parts.items())
     nccl = NCCL_BYTES if case.world > 1 else 0
@@ -168,11 +186,28 @@ def state_bytes(case: Case) -> Amount:
     terms = {"weights": 4.0, **_optimizer_terms(case), "EMA": 4.0 * case.ema_tracks}
     if case.world > 1 and case.shards == 1:
         terms["gradient buckets"] = 4.0  # DDP's; gradients are views of them
+    if case.fast:
+        terms["copies that compute"] = _copy_width(case)
     words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
     formula = f"P·({words})" + (f" / {case.shards} GPUs" if case.shards > 1 else "")
     if case.beside:
         formula += f" + {_size(case.beside)} of other models"
     return Amount(round(case.parameters * sum(terms.values()) / case.shards) + case.beside, formula)
+
+
+def _copy_width(case: Case) -> float:
+    return 4.0 if case.compute == "float32" else 2.0
+
+
+def next_bytes(case: Case) -> int:
+    """Bytes of the micro-batch that comes to the GPU while another is computed."""
+    return case.batch * _inputs(case)
+
+
+def _inputs(case: Case) -> int:
+    """Bytes of a sample as it comes to the GPU: text in bf16, noisy latent and target in float32."""
+    size, tokens = case.size, case.tokens
+    return 2 * tokens.text * size.text_width + 8 * tokens.image * size.patch_size**2 * size.latent_channels
 
 
 def copies_bytes(case: Case) -> Amount:
@@ -197,20 +232,21 @@ def _optimizer_terms(case: Case) -> dict[str, float]:
 
 def activation_bytes(case: Case) -> int:
     """Bytes that the forward pass of a micro-batch keeps for the backward pass, besides copies of weights."""
-    if case.checkpointing:
+    if case.checkpointing is True:
         kept = case.size.num_layers * case.saved.stream * case.size.width * case.tokens.joint
     else:
-        kept = case.saved.of(case.size, case.tokens)
+        kept = case.kept.of(case.size, case.tokens)
     return case.batch * (kept + _ends(case))
 
 
 def _ends(case: Case) -> int:
     """Bytes for one sample outside the blocks: inputs, final norm, prediction and loss."""
     size, tokens = case.size, case.tokens
-    # text comes in bf16, is made float32, and cast once more by autocast's linear layer
-    prompt = tokens.text * size.text_width * (2 + 4 + (2 if case.compute != "float32" else 0))
-    # noisy, target, prediction and its error, all float32
-    latents = 4 * 4 * tokens.image * size.patch_size**2 * size.latent_channels
+    # text comes in bf16, is made float32, and cast once more by autocast's linear layer; fast, real rows are gathered
+    casts = 2 if case.fast else 4 + (2 if case.compute != "float32" else 0)
+    prompt = tokens.text * size.text_width * casts
+    # besides noisy and target the prediction and its error, all float32
+    latents = 2 * 4 * tokens.image * size.patch_size**2 * size.latent_channels + _inputs(case)
     return prompt + latents + case.saved.output * size.width * tokens.image
 
 
@@ -220,14 +256,18 @@ def _moments(case: Case) -> dict[str, Mapping[str, int]]:
     kept = activation_bytes(case)
     work = batch * (saved.work + FLASH_BACKWARD) * size.width * case.tokens.joint
     one_block = batch * saved.largest(size, case.tokens) + work
+    # what is made again of a block when the backward pass begins
+    again = one_block if case.checkpointing else work
+    if case.checkpointing == "selective":
+        again -= batch * case.kept.largest(size, case.tokens)
     gradients, before = _gradients(case), _gradients_before(case)
     whole, block = _copies(case)
-    name = "block inputs" if case.checkpointing else "activations"
+    name = {False: "activations", True: "block inputs", "selective": "products"}[case.checkpointing]
     return {
         "end of forward": {name: kept, "work": work, "bf16 weights": whole, "gradients so far": before},
         "start of backward": {
             name: kept,
-            "one block": one_block if case.checkpointing else work,
+            "one block": again,
             "bf16 weights": block if case.checkpointing else whole,
             "gradients so far": before,
         },
@@ -274,7 +314,7 @@ def _copies(case: Case) -> tuple[int, int]:
     if case.shards > 1:
         gathered = 2 * block * (4 if case.compute == "float32" else 2)
         return gathered, gathered + 4 * block
-    if case.compute == "float32":
+    if case.compute == "float32" or case.fast:  # the fast blocks' copies live as long as the run
         return 0, 0
     freed = case.compiled and case.checkpointing  # a compiled block casts for itself
     return 2 * (block if freed else case.parameters), 2 * block

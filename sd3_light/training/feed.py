@@ -4,15 +4,18 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.data.building.catalogue import sources_of
 from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
 from sd3_light.data.order import Order
+from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
+from sd3_light.engines.ahead import pin, steps_ahead
 from sd3_light.engines.protocol import Prepared
 from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.start import WeightsStart
@@ -61,6 +64,7 @@ def make_loader(
     micro_batches: int,
     preparer: PreparesInputs,
     items: range | None = None,
+    pin: Pin | None = None,
 ) -> PipelineDataLoader:
     """A loader with the config's workers."""
     return PipelineDataLoader(
@@ -71,18 +75,31 @@ def make_loader(
         num_dataloader_workers=config.num_dataloader_workers,
         prefetch_batches_per_worker=config.dataloader_prefetch_per_worker,
         items=items,
+        pin=pin,
     )
 
 
 def training_steps(
-    config: TrainConfig, data: CachedDataset, order: Order, launch: Launch, engine: object, preparer: PreparesInputs
+    config: TrainConfig,
+    data: CachedDataset,
+    order: Order,
+    launch: Launch,
+    engine: object,
+    preparer: PreparesInputs,
+    ahead: torch.device | None = None,
 ) -> Callable[[int], Iterator[Sequence[Prepared]]]:
-    """From a position in the order on, the micro-batches of step after step, for ever."""
+    """From a position in the order on, the micro-batches of step after step, for ever.
+
+    With a device to send them ``ahead`` to they come to it while it computes the ones before.
+    """
     micro = config.gradient_accumulation_steps
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 
     def steps(first: int) -> Iterator[Sequence[Prepared]]:
-        return make_loader(config, dataset, engine, micro, preparer, range(first * micro, 2**62)).steps()
+        items = range(first * micro, 2**62)
+        if ahead is None:
+            return make_loader(config, dataset, engine, micro, preparer, items).steps()
+        return steps_ahead(iter(make_loader(config, dataset, engine, micro, preparer, items, pin)), micro, ahead)
 
     return steps
 

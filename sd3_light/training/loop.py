@@ -55,11 +55,11 @@ class Run:
 def train(run: Run) -> Progress:
     """Train from ``run.progress`` to ``run.total_steps``, or until somebody asks to stop; returns where it ended."""
     batches = run.steps(run.progress.position)
+    coming: Sequence[Prepared] | None = None
     with progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar:
         while run.progress.step < run.total_steps and not run.watch.quit:
             before = run.progress
-            with run.meter.waiting():
-                micro_batches = next(batches)
+            micro_batches, coming = coming or _next_step(run, batches), None
             lr = run.learning_rate(before.step)
 
             result = run.engine.train_step(micro_batches, lr)
@@ -71,14 +71,27 @@ def train(run: Run) -> Progress:
             run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
             run.watch.ask()
             due = [duty for duty in run.duties if duty.due(before, run.progress)]
-            record = run.progress.step % run.logging_steps == 0 or run.progress.step == run.total_steps
-            _settle(run, wait=record or bool(due))
-            if record:
-                _log_step(run, lr, bar)
+            is_last = run.progress.step == run.total_steps
+            record = run.progress.step % run.logging_steps == 0 or is_last
+            try:
+                if (
+                    record and not due and not is_last
+                ):  # a record waits for the device: the next batch travels meanwhile
+                    coming = _next_step(run, batches)
+            finally:
+                _settle(run, wait=record or bool(due))
+                if record:
+                    _log_step(run, lr, bar)
             with run.meter.away():
                 for duty in due:
                     duty.act(run.progress)
     return run.progress
+
+
+def _next_step(run: Run, batches: Iterator[Sequence[Prepared]]) -> Sequence[Prepared]:
+    """What the next step learns from."""
+    with run.meter.waiting():
+        return next(batches)
 
 
 def _settle(run: Run, wait: bool) -> None:

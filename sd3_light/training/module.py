@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
+from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
@@ -15,22 +17,29 @@ Label = tuple[Tensor | None, ...]
 """(target, mask) and, in evaluation, each sample's weight, which no loss here reads."""
 
 
+_KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
+
+
 class DiffusionTrainingModule(nn.Module):
     """``module(features, label)`` gives the loss of a micro-batch, its parts (each a mean over its samples), and the
     flow loss of ``each`` sample; ``module.denoise(features)`` gives the predicted velocity.
 
-    ``features`` are what `InputPreparer.prepare_inputs` makes, with lengths exactly where the config's text is real.
+    ``features`` are what `InputPreparer.prepare_inputs` makes, with lengths exactly where the config's text is real;
+    lengths had best stay on the host. With ``fast`` the blocks run by hand-written kernels (`model/fast`).
     """
 
-    def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig) -> None:
+    def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
         super().__init__()
         self.transformer = transformer
+        self.fast = fast
         self.gamma = config.model.text_recon_gamma
         self.pseudo_huber_c = config.pseudo_huber_c
         self.checkpointing = config.activation_checkpointing
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
+        self.target_layer = target_layer
+        self._fast: FastDenoiser | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
@@ -75,12 +84,39 @@ class DiffusionTrainingModule(nn.Module):
         return [PipelineLayer(self, layer) for layer in self._layers]
 
     def _run(self, features: tuple[Tensor, ...]) -> State:
-        return self.run_some(self._layers, self.inputs(features))
+        return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
 
     def inputs(self, features: tuple[Tensor, ...]) -> State:
         """What the first layer takes."""
+        self._require(features)
+        device = features[0].device
+        return (
+            *(feature.float() for feature in features[:4]),
+            *(lengths.to(device, non_blocking=True) for lengths in features[4:]),
+        )
+
+    def _require(self, features: tuple[Tensor, ...]) -> None:
         assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
-        return (*(feature.float() for feature in features[:4]), *features[4:])
+
+    def _run_fast(self, features: tuple[Tensor, ...]) -> State:
+        """What the last layer would give; a text that nobody reads is empty."""
+        self._require(features)
+        noisy, times, prompt, pooled, *lengths = features
+        fast = self._fast_denoiser(noisy.device)
+        given = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled)
+        counts = lengths[0].tolist() if lengths else None
+        patches, *texts = fast.with_text(given, counts, self.target_layer)
+        if not texts:
+            return (patches, patches.new_empty(0))
+        text, target = texts
+        return (patches, text, *(part.to(noisy.device, non_blocking=True) for part in lengths), target)
+
+    def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
+        """Made when it is first needed: its copies of weights lie where they do."""
+        if self._fast is None:
+            dtype = self.compute_dtype if device.type == "cuda" else torch.float32
+            self._fast = FastDenoiser(self.transformer, dtype, How(keep=_KEEPS[self.checkpointing]))
+        return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: State) -> State:
         """Some layers after another, computing in the config's type."""

@@ -19,6 +19,7 @@ from sd3_light.data.buckets import Bucket
 from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes, sample_bytes
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
+from sd3_light.model.fast.choice import config_obstacle
 from sd3_light.model.folder import TextShape, stored_weights, text_shape
 from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
 from sd3_light.model.start import WeightsStart, where_weights_start
@@ -206,6 +207,7 @@ class _Ruler:
             ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
             checkpointing=train.activation_checkpointing,
             compiled=train.compile,
+            fast=config_obstacle(train, self.start.size, self.world) is None,
             compute=train.model.transformer_dtype,
             accumulation=self.accumulation,
             optimizer=train.optimizer.type,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from diffusers import SD3Transformer2DModel
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -15,11 +16,14 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.fast.forward import obstacle
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
+from sd3_light.runlog import say
 from sd3_light.stages.train.duties import Duties, make_sampler
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.restore import (
@@ -71,7 +75,8 @@ def run(
         saver = Saver.of(config, pipeline.transformer, folder.path / "exports")
         if config.compile:
             compile_blocks(pipeline.transformer)
-        module = DiffusionTrainingModule(pipeline.transformer, config)
+        fast = choose_blocks(config, pipeline.transformer, launch, device, by_deepspeed)
+        module = DiffusionTrainingModule(pipeline.transformer, config, fast)
         make = deepspeed.make_engine if by_deepspeed else TorchEngine
         engine: Engine = make(module, config, launch, device, groups.writers)
         share_patience(groups, config.dist_timeout_sec)
@@ -118,9 +123,10 @@ def _plan(
     total = total_steps(config, order, restored.progress)
     share = launch.of_data(config.pipeline_stages)
     place = folder.path if launch.is_main else None
+    ahead = device if device.type == "cuda" and isinstance(engine, TorchEngine) else None
     return Run(
         engine=engine,
-        steps=training_steps(config, data, order, share, engine, pipeline.preparer),
+        steps=training_steps(config, data, order, share, engine, pipeline.preparer, ahead),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
@@ -187,6 +193,23 @@ def freeze(pipeline: LightSD3Pipeline, patterns: Sequence[str]) -> None:
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     if not any(parameter.requires_grad for parameter in pipeline.transformer.parameters()):
         raise UserError(f"freeze: {list(patterns)} leaves nothing to train; name fewer parameters")
+
+
+def choose_blocks(
+    config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
+) -> bool:
+    """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
+    size = where_weights_start(config.model).size
+    reason = (
+        config_obstacle(config, size, launch.world, by_deepspeed)
+        or device_obstacle(config, device.type)
+        or obstacle(transformer)
+    )
+    if reason is not None and config.fast is True:
+        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
+    if device.type == "cuda" and launch.is_main:
+        say("blocks: fast kernels" if reason is None else f"blocks: stock ({reason})")
+    return reason is None
 
 
 def _peak(device: torch.device, config: TrainConfig) -> float | None:

@@ -1,5 +1,6 @@
 """Slots: what is packed comes out, without copies where it lies there already, and no slot is lent while it is read."""
 
+import gc
 import multiprocessing
 import os
 from typing import Any
@@ -135,3 +136,46 @@ def test_files_go_with_the_pool() -> None:
 def test_no_slot_is_lent_twice(count: int) -> None:
     pool = SlotPool(count)
     assert [pool.lend() for _ in range(count + 1)] == [*range(count), None]
+
+
+def test_a_trainers_view_is_pinned_once_and_let_go_before_its_memory() -> None:
+    pinned: dict[int, int] = {}
+    asked: list[int] = []
+
+    def pin(address: int, nbytes: int) -> Any:
+        pinned[address] = nbytes
+        asked.append(nbytes)
+        return lambda: pinned.pop(address)
+
+    pool = SlotPool(1, pin)
+    slot = pool.lend()
+    assert slot is not None
+    small = pool.lease(slot, 100)
+    assert pinned[small.data_ptr()] >= 100
+    assert len(asked) == 1
+    del small
+    assert len(pinned) == 1, "the slot is still mapped"
+    slot = pool.lend()
+    assert slot is not None
+    large = pool.lease(slot, 5 << 20)
+    assert list(pinned) == [large.data_ptr()], "the view that was too small is gone"
+    del large
+    again = pool.lease(0, 50)
+    assert len(asked) == 2, "a view that is there is used again"
+    del again, pool
+    gc.collect()
+    assert not pinned
+
+
+def test_a_view_that_cannot_be_pinned_is_used_all_the_same() -> None:
+    pool = SlotPool(1, lambda address, nbytes: None)
+    assert len(pool.lease(0, 10)) == 10
+
+
+def test_workers_pin_nothing() -> None:
+    pool = SlotPool(1, lambda address, nbytes: os._exit(3))
+    child = os.fork()
+    if child == 0:
+        pool.memory(0, 10)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

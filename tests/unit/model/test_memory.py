@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.flow.objective import flow_loss
-from sd3_light.model.cost import Tokens
+from sd3_light.model.cost import Checkpointing, Tokens
+from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.model.memory import (
     FLASH_BACKWARD,
@@ -24,6 +26,7 @@ from sd3_light.model.memory import (
     activation_bytes,
     copies_bytes,
     gpu_memory,
+    next_bytes,
     state_bytes,
 )
 from sd3_light.optim.groups import is_block_matrix
@@ -98,16 +101,69 @@ def allocated_in_a_step(case: Case) -> int:
     return memory.peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize("dual", [(), (0, 1, 2, 3)])
 @pytest.mark.parametrize("batch", [2, 12])
 def test_a_step_in_bf16_takes_what_the_formula_says(
-    norms_as_on_gpus: None, checkpointing: bool, dual: tuple[int, ...], batch: int
+    norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
     case = Case(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
-    formula = gpu_memory(case).step.value / (1 + SLACK)
+    formula = gpu_memory(case).step.value / (1 + SLACK) - next_bytes(case)
     inside_kernels = batch * FLASH_BACKWARD * case.size.width * case.tokens.joint
-    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.05)
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.06)
+
+
+# GiB that torch allocated on an H200 in steps of `benchmarks/step.py`: image tokens, mean text tokens, batch
+MEASURED_FAST = [
+    (52.8, 256, 333, 64),
+    (88.7, 256, 333, 128),
+    (58.8, 1024, 333, 32),
+    (55.1, 256, 51, 128),
+    (93.5, 256, 51, 256),
+    (83.9, 1024, 51, 64),
+]
+
+
+@pytest.mark.parametrize(("measured", "image", "text", "batch"), MEASURED_FAST)
+def test_fast_blocks_take_what_was_measured(measured: float, image: int, text: int, batch: int) -> None:
+    found = gpu_memory(Case(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
+    allocated = found.total - found.context.value
+    assert allocated / 2**30 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("keep", "checkpointing"), [("all", False), ("products", "selective"), ("inputs", True)])
+def test_fast_blocks_keep_what_the_formula_counts(keep: Keep, checkpointing: Checkpointing) -> None:
+    """In float32 on a CPU, by the rows that blocks hold between their passes."""
+    case = Case(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute="float32", fast=True)
+    transformer = SD3Transformer2DModel(**case.size.transformer_config())
+    pooled = torch.randn(2, case.size.pooled_width)
+    features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, case.size.text_width), pooled)
+    patches = FastDenoiser(transformer, torch.float32, How(keep=keep))(features)
+    size, tokens = case.size, case.tokens
+    of_inputs = size.num_layers * case.saved.stream * size.width * tokens.joint
+    expected = 2 * (of_inputs if keep == "inputs" else case.kept.of(size, tokens))
+    # less: the first block has nothing pending, and what the last one hands on is the output's to hold
+    few = 2 * 4 * size.width * (tokens.joint + tokens.image)
+    assert expected - few <= held_rows(patches) <= expected
+
+
+def held_rows(patches: Tensor) -> int:
+    """Bytes of all rows that blocks hold, each memory once."""
+    seen, waiting, found = set(), [patches.grad_fn], dict[int, int]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [follower for follower, _ in node.next_functions]
+        if type(node).__name__ == "BlockBackward":
+            things: list[Any] = [*node.given[0][:2], *node.given[1][:2]]
+            if node.kept is not None:
+                (image, text), attention = node.kept
+                things += [*vars(image).values(), *vars(text).values(), *attention.leaves, attention.joined]
+            storages = [thing.untyped_storage() for thing in things if thing is not None]
+            found |= {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return sum(found.values())
 
 
 def saved_bytes(size: ModelSize, height: int, text: int, batch: int) -> int:

@@ -148,6 +148,26 @@ def test_no_batch_is_taken_beyond_the_end() -> None:
     assert taken == [0, 1, 2]
 
 
+def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> None:
+    logged, done = list[int](), list[int]()
+
+    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+        for batch in numbered(first):
+            if batch[0][0][0] == 3:
+                raise UserError("a shard is gone")
+            yield batch
+
+    duty = Duty("note", every(steps=3), lambda progress: done.append(progress.step))
+    for duties in ([], [duty]):
+        logged.clear()
+        broken = replace(run(6), steps=steps, duties=duties, logging_steps=1)
+        broken.log = lambda event, **fields: logged.append(fields["step"])
+        with pytest.raises(UserError, match="gone"):
+            train(broken)
+        assert logged == [1, 2, 3]
+    assert done == [3]
+
+
 # --- duties ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,31 @@
+"""Whether the fast blocks may run, from the config alone: what `check` foretells and training does."""
+
+import importlib.util
+
+from sd3_light.config import ModelSize, TrainConfig
+
+
+def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
+    """Why a run on GPUs computes with the stock blocks, in words; None where it takes the fast ones."""
+    if config.fast is False:
+        return "fast = false"
+    if config.compile:
+        return "compile = true"
+    if config.adapter is not None:
+        return "an adapter is trained"
+    if by_deepspeed or config.pipeline_stages > 1:
+        return "DeepSpeed runs the stock layers"
+    if config.parallel == "fsdp2" and world > 1:
+        return 'parallel = "fsdp2" cuts the weights'
+    if size.dual_attention_layers:
+        return "the denoiser has SD3.5's second attention"
+    if config.fast == "auto" and config.model.transformer_dtype != "bfloat16":
+        return f'transformer_dtype = "{config.model.transformer_dtype}"'
+    return None
+
+
+def device_obstacle(config: TrainConfig, device: str) -> str | None:
+    """What stands in the way on this machine."""
+    if device != "cuda":
+        return None if config.fast is True else "there is no GPU"  # asked for, it runs without kernels, for tests
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"

@@ -1,0 +1,369 @@
+"""The operations of `reference.py` as Triton kernels: each reads what it needs once and writes what it makes once.
+
+Sums over the rows of a sample are made where the rows are read: a program walks some rows of one sample, keeps sums in
+registers and leaves one partial row, and these few are added up afterwards. No atomics, so results repeat bit for bit.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sd3_light.model.fast.reference import EPS, HeadNorms, Pending, gelu
+from sd3_light.model.fast.rows import Plan, Rows
+
+__all__ = ["gelu", "gelu_backward", "give", "join", "join_backward", "residual_norm", "residual_norm_backward", "take"]
+
+CHUNK = 32
+"""Rows that one program walks where it sums over them."""
+
+TUNING: dict[str, dict[str, int]] = {
+    "norm": {"R": 4, "num_warps": 4},
+    "norm_backward": {"R": 1, "STAGES": 3, "num_warps": 4},
+    "gelu_backward": {"R": 4, "BLOCK": 1024, "STAGES": 2, "num_warps": 4},
+    "join": {"num_warps": 8},
+    "join_backward": {"STAGES": 3, "num_warps": 8},
+    "copy": {"R": 4, "num_warps": 8},
+}
+"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found these
+best on an H200 at width 1536."""
+
+
+# --- norm, scale, shift; gate and residual -----------------------------------------------------
+
+
+@triton.jit
+def _norm(x, y, bias, gate, scale, shift, owner, x_out, h, gate_stride, mod_stride, count, EPS: tl.constexpr,
+          D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PENDING: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.arange(0, BLOCK)[None, :]
+    is_row = (rows < count)[:, None]
+    mask = is_row & (cols < D)
+    sample = tl.load(owner + rows, mask=rows < count, other=0).to(tl.int64)[:, None]
+    at = rows.to(tl.int64)[:, None] * D + cols
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if PENDING:
+        added = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+        added += tl.load(bias + cols, mask=cols < D, other=0.0).to(tl.float32)
+        value += added * tl.load(gate + sample * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(x_out.dtype.element_ty)
+        tl.store(x_out + at, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    mean = tl.sum(value, axis=1)[:, None] / D
+    centred = tl.where(mask, value - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / D + EPS)
+    by = tl.load(scale + sample * mod_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    plus = tl.load(shift + sample * mod_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(h + at, (centred * rstd * (1.0 + by) + plus).to(h.dtype.element_ty), mask=mask)
+
+
+def residual_norm(
+    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """See `reference.residual_norm`."""
+    count, width = x.shape
+    assert x.is_contiguous() and scale.stride(0) == shift.stride(0)
+    y, bias, gate = pending if pending is not None else (x, x, x)
+    assert y.is_contiguous()
+    h = torch.empty_like(x)
+    x_out = torch.empty_like(x) if pending is not None else x
+    tuning = TUNING["norm"]
+    _norm[(triton.cdiv(count, tuning["R"]),)](
+        x, y, bias, gate, scale, shift, rows.owner, x_out, h, gate.stride(0), scale.stride(0), count,
+        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), PENDING=pending is not None, **tuning,
+    )  # fmt: skip
+    return x_out, h
+
+
+@triton.jit
+def _norm_backward(dh, gx, x, y, bias, gate, scale, shift, starts, dx, dy, h, partial, gate_stride, mod_stride,
+                   EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+                   SUMS: tl.constexpr, STREAM: tl.constexpr, PENDING: tl.constexpr, AGAIN: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    first = tl.load(starts + sample) + tl.program_id(1) * CHUNK
+    last = tl.minimum(first + CHUNK, tl.load(starts + sample + 1))
+    flat = tl.arange(0, BLOCK)
+    cols = flat[None, :]
+    by = 1.0 + tl.load(scale + sample * mod_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if AGAIN:
+        plus = tl.load(shift + sample * mod_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    sum_dh = tl.zeros([BLOCK], dtype=tl.float32)
+    sum_dh_normed = tl.zeros([BLOCK], dtype=tl.float32)
+    if PENDING:
+        gates = tl.load(gate + sample * gate_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+        biases = tl.load(bias + cols, mask=cols < D, other=0.0).to(tl.float32)
+        sum_dx = tl.zeros([BLOCK], dtype=tl.float32)
+        sum_dx_y = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, R, num_stages=STAGES):
+        rows = row + tl.arange(0, R)[:, None]
+        mask = (rows < last) & (cols < D)
+        at = rows.to(tl.int64) * D + cols
+        grad = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.sum(value, axis=1)[:, None] / D
+        centred = tl.where(mask, value - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / D + EPS)
+        normed = centred * rstd
+        if AGAIN:
+            tl.store(h + at, (normed * by + plus).to(h.dtype.element_ty), mask=mask)
+        dnormed = grad * by
+        along = tl.sum(dnormed * normed, axis=1)[:, None] / D
+        result = rstd * (dnormed - tl.sum(dnormed, axis=1)[:, None] / D - normed * along)
+        if STREAM:
+            result += tl.load(gx + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
+        sum_dh += tl.sum(grad, axis=0)
+        sum_dh_normed += tl.sum(grad * normed, axis=0)
+        if PENDING:
+            result = tl.where(mask, result, 0.0)
+            tl.store(dy + at, (result * gates).to(dy.dtype.element_ty), mask=mask)
+            added = tl.load(y + at, mask=mask, other=0.0).to(tl.float32) + biases
+            sum_dx += tl.sum(result, axis=0)
+            sum_dx_y += tl.sum(result * added, axis=0)
+    out = partial + (sample * tl.num_programs(1) + tl.program_id(1)) * SUMS * D + flat
+    tl.store(out, sum_dh, mask=flat < D)
+    tl.store(out + D, sum_dh_normed, mask=flat < D)
+    if PENDING:
+        tl.store(out + 2 * D, sum_dx_y, mask=flat < D)
+        tl.store(out + 3 * D, sum_dx, mask=flat < D)
+
+
+def residual_norm_backward(
+    dh: Tensor,
+    gx: Tensor | None,
+    x: Tensor,
+    pending: Pending | None,
+    scale: Tensor,
+    rows: Rows,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """See `reference.residual_norm_backward`."""
+    assert dh.is_contiguous() and x.is_contiguous() and (gx is None or gx.is_contiguous())
+    width, sums = x.shape[1], 2 if pending is None else 4
+    y, bias, gate = pending if pending is not None else (x, x, x)
+    dx = torch.empty_like(x)
+    dy = torch.empty_like(x) if pending is not None else dx
+    h = torch.empty_like(x) if shift is not None else None
+    assert shift is None or shift.stride(0) == scale.stride(0)
+    grid = (rows.samples, triton.cdiv(rows.longest, CHUNK))
+    partial = x.new_empty(*grid, sums, width, dtype=torch.float32)
+    _norm_backward[grid](
+        dh, x if gx is None else gx, x, y, bias, gate, scale, scale if shift is None else shift, rows.starts,
+        dx, dy, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
+        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK, SUMS=sums,
+        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **TUNING["norm_backward"],
+    )  # fmt: skip
+    total = partial.sum(1)
+    if pending is None:
+        return dx, None, total[:, 1], total[:, 0], None, None, h
+    dbias = (gate.float() * total[:, 3]).sum(0)
+    return dx, dy, total[:, 1], total[:, 0], total[:, 2], dbias, h
+
+
+# --- GELU --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gelu_backward(dg, u, du, g, partial, count, F: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+                   CHUNK: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0) * CHUNK
+    last = tl.minimum(first + CHUNK, count)
+    flat = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = flat[None, :]
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, R, num_stages=STAGES):
+        rows = row + tl.arange(0, R)[:, None]
+        mask = (rows < last) & (cols < F)
+        at = rows.to(tl.int64) * F + cols
+        value = tl.load(u + at, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dg + at, mask=mask, other=0.0).to(tl.float32)
+        square = value * value
+        share = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
+        inner = value * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+        result = grad * (share + inner)
+        tl.store(du + at, result.to(du.dtype.element_ty), mask=mask)
+        if AGAIN:
+            tl.store(g + at, (value * share).to(g.dtype.element_ty), mask=mask)
+        total += tl.sum(result, axis=0)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * F + flat, total, mask=flat < F)
+
+
+def gelu_backward(dg: Tensor, u: Tensor, again: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """See `reference.gelu_backward`."""
+    assert dg.is_contiguous() and u.is_contiguous()
+    count, width = u.shape
+    tuning = TUNING["gelu_backward"]
+    chunk = 2 * CHUNK
+    grid = (triton.cdiv(count, chunk), triton.cdiv(width, tuning["BLOCK"]))
+    du, g = torch.empty_like(u), torch.empty_like(u) if again else u
+    partial = u.new_empty(grid[0], width, dtype=torch.float32)
+    _gelu_backward[grid](dg, u, du, g, partial, count, F=width, CHUNK=chunk, AGAIN=again, **tuning)
+    return du, g if again else None, partial.sum(0)
+
+
+# --- queries, keys and values ------------------------------------------------------------------
+
+
+@triton.jit
+def _join(qkv, wq, wk, place, query, key, value, EPS: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+          HEADS: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    to = tl.load(place + row).to(tl.int64)
+    heads = tl.arange(0, HEADS)[:, None]
+    units = tl.arange(0, E)[None, :]
+    at = heads * E + units
+    mask = (heads < H) & (units < E)
+    source, target = qkv + row * 3 * H * E + at, to * H * E + at
+    q = tl.load(source, mask=mask, other=0.0)
+    k = tl.load(source + H * E, mask=mask, other=0.0)
+    tl.store(value + target, tl.load(source + 2 * H * E, mask=mask, other=0.0), mask=mask)
+    if NORMED:
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+        q = q * tl.rsqrt(tl.sum(q * q, axis=1)[:, None] / E + EPS) * tl.load(wq + units).to(tl.float32)
+        k = k * tl.rsqrt(tl.sum(k * k, axis=1)[:, None] / E + EPS) * tl.load(wk + units).to(tl.float32)
+    tl.store(query + target, q.to(query.dtype.element_ty), mask=mask)
+    tl.store(key + target, k.to(key.dtype.element_ty), mask=mask)
+
+
+def join(
+    qkv: tuple[Tensor, Tensor],
+    norms: tuple[HeadNorms, HeadNorms],
+    heads: int,
+    plan: Plan,
+    out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """See `reference.join`."""
+    width = qkv[0].shape[1] // 3
+    units = width // heads
+    assert units == triton.next_power_of_2(units), "the width of a head must be a power of two"
+    query, key, value = out or (qkv[0].new_empty(plan.room, heads, units) for _ in range(3))
+    for stream, pair, rows in zip(qkv, norms, (plan.image, plan.text), strict=True):
+        assert stream.is_contiguous()
+        wq, wk = pair if pair is not None else (stream, stream)
+        _join[(len(stream),)](
+            stream, wq, wk, rows.place, query, key, value, EPS=EPS, H=heads, E=units,
+            HEADS=triton.next_power_of_2(heads), NORMED=pair is not None, **TUNING["join"],
+        )  # fmt: skip
+    return query, key, value
+
+
+@triton.jit
+def _norm_of_heads_backward(grad, value, weight, EPS: tl.constexpr, E: tl.constexpr):
+    """(gradient before the norm, what adds to the weight's gradient)"""
+    rstd = tl.rsqrt(tl.sum(value * value, axis=1)[:, None] / E + EPS)
+    normed = value * rstd
+    dnormed = grad * weight
+    along = tl.sum(dnormed * normed, axis=1)[:, None] / E
+    return rstd * (dnormed - normed * along), grad * normed
+
+
+@triton.jit
+def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, partial, partial_norm, count, EPS: tl.constexpr,
+                   H: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, NORMED: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0) * CHUNK
+    last = tl.minimum(first + CHUNK, count)
+    heads = tl.arange(0, HEADS)[:, None]
+    units = tl.arange(0, E)[None, :]
+    at = heads * E + units
+    mask = (heads < H) & (units < E)
+    sum_q = tl.zeros([HEADS, E], dtype=tl.float32)
+    sum_k = tl.zeros([HEADS, E], dtype=tl.float32)
+    sum_v = tl.zeros([HEADS, E], dtype=tl.float32)
+    if NORMED:
+        weight_q = tl.load(wq + units).to(tl.float32)
+        weight_k = tl.load(wk + units).to(tl.float32)
+        sum_wq = tl.zeros([HEADS, E], dtype=tl.float32)
+        sum_wk = tl.zeros([HEADS, E], dtype=tl.float32)
+    for row in tl.range(first, last, num_stages=STAGES):
+        source = tl.load(place + row).to(tl.int64) * H * E + at
+        target = row.to(tl.int64) * 3 * H * E + at
+        grad_q = tl.load(dq + source, mask=mask, other=0.0).to(tl.float32)
+        grad_k = tl.load(dk + source, mask=mask, other=0.0).to(tl.float32)
+        grad_v = tl.load(dv + source, mask=mask, other=0.0).to(tl.float32)
+        if NORMED:
+            q = tl.load(qkv + target, mask=mask, other=0.0).to(tl.float32)
+            k = tl.load(qkv + target + H * E, mask=mask, other=0.0).to(tl.float32)
+            grad_q, of_wq = _norm_of_heads_backward(grad_q, q, weight_q, EPS, E)
+            grad_k, of_wk = _norm_of_heads_backward(grad_k, k, weight_k, EPS, E)
+            sum_wq += of_wq
+            sum_wk += of_wk
+        sum_q += grad_q
+        sum_k += grad_k
+        sum_v += grad_v
+        tl.store(dqkv + target, grad_q.to(dqkv.dtype.element_ty), mask=mask)
+        tl.store(dqkv + target + H * E, grad_k.to(dqkv.dtype.element_ty), mask=mask)
+        tl.store(dqkv + target + 2 * H * E, grad_v.to(dqkv.dtype.element_ty), mask=mask)
+    out = partial + tl.program_id(0).to(tl.int64) * 3 * H * E + at
+    tl.store(out, sum_q, mask=mask)
+    tl.store(out + H * E, sum_k, mask=mask)
+    tl.store(out + 2 * H * E, sum_v, mask=mask)
+    if NORMED:
+        flat = tl.program_id(0) * 2 * E + tl.arange(0, E)
+        tl.store(partial_norm + flat, tl.sum(sum_wq, axis=0))
+        tl.store(partial_norm + flat + E, tl.sum(sum_wk, axis=0))
+
+
+def join_backward(
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """See `reference.join_backward`."""
+    assert qkv.is_contiguous() and all(grad.is_contiguous() for grad in grads)
+    count, units = len(qkv), qkv.shape[1] // (3 * heads)
+    grid = (triton.cdiv(count, CHUNK),)
+    dqkv = torch.empty_like(qkv)
+    partial = qkv.new_empty(*grid, qkv.shape[1], dtype=torch.float32)
+    partial_norm = qkv.new_empty(*grid, 2, units, dtype=torch.float32)
+    wq, wk = norms if norms is not None else (qkv, qkv)
+    _join_backward[grid](
+        *grads, qkv, wq, wk, rows.place, dqkv, partial, partial_norm, count, EPS=EPS, H=heads, E=units,
+        HEADS=triton.next_power_of_2(heads), CHUNK=CHUNK, NORMED=norms is not None, **TUNING["join_backward"],
+    )  # fmt: skip
+    if norms is None:
+        return dqkv, partial.sum(0), None
+    weights = partial_norm.sum(0)
+    return dqkv, partial.sum(0), (weights[0], weights[1])
+
+
+# --- rows in and out of the joined ones --------------------------------------------------------
+
+
+@triton.jit
+def _copy(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, OUT: tl.constexpr):
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < count)[:, None] & (cols < D)
+    there = tl.load(place + rows, mask=rows < count, other=0).to(tl.int64)[:, None] * D + cols
+    here = rows.to(tl.int64)[:, None] * D + cols
+    if OUT:
+        tl.store(target + here, tl.load(source + there, mask=mask, other=0.0), mask=mask)
+    else:
+        tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
+
+
+def _copy_rows(source: Tensor, rows: Rows, target: Tensor, out: bool) -> None:
+    width, tuning = source[0].numel(), TUNING["copy"]
+    grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
+    block = triton.next_power_of_2(width)
+    _copy[grid](source, rows.place, target, rows.count, D=width, BLOCK=block, OUT=out, **tuning)
+
+
+def take(joined: Tensor, rows: Rows) -> Tensor:
+    """See `reference.take`."""
+    assert joined.is_contiguous()
+    found = joined.new_empty(rows.count, *joined.shape[1:])
+    _copy_rows(joined, rows, found, out=True)
+    return found
+
+
+def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
+    """See `reference.give`."""
+    assert image.is_contiguous() and text.is_contiguous()
+    joined = image.new_empty(plan.room, *image.shape[1:])
+    _copy_rows(image, plan.image, joined, out=False)
+    _copy_rows(text, plan.text, joined, out=False)
+    return joined

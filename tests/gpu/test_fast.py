@@ -1,0 +1,152 @@
+"""The fast blocks on a GPU: kernels against their reference, training beside the stock blocks, batches sent ahead."""
+
+import mmap
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines import Launch
+from sd3_light.engines.ahead import pin, steps_ahead
+from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.fast import reference
+from sd3_light.model.fast.attention import attend
+from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.layers import new_transformer
+from sd3_light.training.module import DiffusionTrainingModule
+
+pytest.importorskip("triton")
+from sd3_light.model.fast import kernels
+
+CUDA = torch.device("cuda")
+HEADS, UNITS = 6, 64
+WIDTH = HEADS * UNITS
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(CUDA, dtype)
+
+
+def near(found: Any, wanted: Any, limit: float) -> None:
+    if isinstance(wanted, Tensor):
+        distance = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
+        assert distance < limit, distance
+    elif wanted is not None:
+        for one, other in zip(found, wanted, strict=True):
+            near(one, other, limit)
+
+
+@pytest.fixture(params=["padded", "real"])
+def plan(request: Any) -> Plan:
+    return make_plan(4, 70, 90, None if request.param == "padded" else [5, 90, 33, 1], CUDA)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+def test_kernels_compute_what_their_references_do(plan: Plan, dtype: torch.dtype, limit: float) -> None:
+    count = plan.image.count + plan.text.count
+    streams = tuple(normal(rows.count, 3 * WIDTH, dtype=dtype) for rows in (plan.image, plan.text))
+    norms = (normal(UNITS), normal(UNITS, seed=1))
+    joined = [ops.join(streams, (norms, norms), HEADS, plan) for ops in (kernels, reference)]
+    near([part[:count] for part in joined[0]], [part[:count] for part in joined[1]], limit)
+    grads = tuple(normal(plan.room, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    for rows, stream in zip((plan.image, plan.text), streams, strict=True):
+        modulation = normal(plan.samples, 5 * WIDTH, dtype=dtype)
+        shift, scale, gate = modulation.chunk(5, dim=1)[:3]
+        x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
+        pending = (y, normal(WIDTH), gate)
+        u, dg = normal(rows.count, 4 * WIDTH, dtype=dtype), normal(rows.count, 4 * WIDTH, dtype=dtype, seed=1)
+        for name, given in (
+            ("residual_norm", (x, pending, scale, shift, rows)),
+            ("residual_norm_backward", (dh, y, x, pending, scale, rows, shift)),
+            ("gelu_backward", (dg, u, True)),
+            ("join_backward", (grads, stream, norms, HEADS, rows)),
+            ("take", (joined[1][0], rows)),
+        ):
+            near(getattr(kernels, name)(*given), getattr(reference, name)(*given), limit)
+
+
+def test_attention_sees_its_own_sample_only(plan: Plan) -> None:
+    count = plan.image.count + plan.text.count
+    parts = [normal(plan.room, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
+    grad = normal(plan.room, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
+    found = attend(parts[0], parts[1], parts[2], plan)
+    grads = torch.autograd.grad(found, parts, grad)
+    exact = [part.detach().float().requires_grad_() for part in parts]
+    starts = plan.starts.tolist()
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(part[a:b].transpose(0, 1)[None] for part in exact)
+        )[0].transpose(0, 1)
+        for a, b in pairwise(starts)
+    ]  # fmt: skip
+    wanted = torch.cat(alone)
+    near(found[:count], wanted, 1e-2)
+    near(
+        [g[:count] for g in grads], [g[:count] for g in torch.autograd.grad(wanted, exact, grad[:count].float())], 2e-2
+    )
+
+
+def table(**keys: Any) -> TrainConfig:
+    model = {"train_type": "sd3_light_pretrain", "diffusers_path": "model", "size": "tiny3", **keys.pop("model", {})}
+    given = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    return TrainConfig.model_validate(given, context={"base": Path.cwd()})
+
+
+def prepared(real: bool, seed: int) -> Prepared:
+    generator = torch.Generator().manual_seed(seed)
+    noisy, target = torch.randn(2, 8, 16, 8, 8, generator=generator)
+    prompt, pooled = torch.randn(8, 20, 256, generator=generator), torch.randn(8, 224, generator=generator)
+    features = [noisy, 1000 * torch.rand(8, generator=generator), prompt.bfloat16(), pooled.bfloat16()]
+    lengths = [torch.randint(1, 21, (8,), generator=generator)] if real else []
+    return (*features, *lengths), (target, None)
+
+
+@pytest.mark.parametrize("checkpointing", [False, "selective", True])
+@pytest.mark.parametrize("real", [False, True])
+def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) -> None:
+    recon = {"text_recon_gamma": 0.1, "text_recon_target_layer": 1}
+    config = table(model={"text_tokens": "real" if real else "padded", **recon}, activation_checkpointing=checkpointing)
+    curves = []
+    for fast in (False, True):
+        transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
+        engine = TorchEngine(DiffusionTrainingModule(transformer, config, fast), config, Launch(), CUDA)
+        given: Iterator[Prepared] = iter([prepared(real, seed % 4) for seed in range(40)])
+        numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
+        assert all(one.taken for one in numbers)
+        curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(real, 0))[0])])
+        drawn = engine.denoise(prepared(real, 0)[0])
+        assert bool(torch.isfinite(drawn).all())
+    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+    assert curves[0][-2] < 0.9 * curves[0][0], "something was learned"
+
+
+def test_pinned_memory_is_known_as_such_and_let_go() -> None:
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8))  # as slots are
+    undo = pin(memory.data_ptr(), len(memory))
+    assert undo is not None
+    assert memory.is_pinned()
+    undo()
+    assert not memory.is_pinned()
+
+
+def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
+    big = torch.randn(4096, 4096, device=CUDA)
+
+    def source() -> Iterator[Prepared]:
+        for number in range(30):
+            yield (torch.full((3, 1 << 18), float(number)).pin_memory(), torch.tensor([number])), (None,)
+
+    sums = []
+    for step in steps_ahead(source(), 3, CUDA):
+        for (values, _), _ in step:
+            for _ in range(20):  # the device is long busy before it comes to read
+                big = torch.nn.functional.normalize(big @ big)
+            sums.append((values.min(), values.max()))
+    assert [(int(low), int(high)) for low, high in sums] == [(number, number) for number in range(30)]

@@ -1,0 +1,63 @@
+"""Which blocks a run takes: the fast ones where nothing stands in the way, and a word where something does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.config.cross import cross_findings
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.layers import new_transformer
+from sd3_light.stages.train import choose_blocks
+
+SIZE = SIZES["tiny2"]
+
+
+def table(**keys: Any) -> TrainConfig:
+    model = {"train_type": "sd3_light_pretrain", "diffusers_path": "model", "size": "tiny2", **keys.pop("model", {})}
+    given = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    return TrainConfig.model_validate(given, context={"base": Path.cwd()})
+
+
+def test_on_gpus_they_are_taken_unless_something_is_in_the_way() -> None:
+    assert config_obstacle(table(), SIZE) is None
+    assert config_obstacle(table(parallel="fsdp2"), SIZE) is None, "one process cuts nothing"
+    found = [
+        config_obstacle(table(fast=False), SIZE),
+        config_obstacle(table(compile=True), SIZE),
+        config_obstacle(table(adapter={"type": "lora", "rank": 4}), SIZE),
+        config_obstacle(table(), SIZE, by_deepspeed=True),
+        config_obstacle(table(pipeline_stages=2), SIZE),
+        config_obstacle(table(parallel="fsdp2"), SIZE, world=2),
+        config_obstacle(table(), SIZES["sd3.5_medium"]),
+        config_obstacle(table(model={"transformer_dtype": "float32"}), SIZE),
+    ]
+    words = ["fast", "compile", "adapter", "DeepSpeed", "DeepSpeed", "fsdp2", "second attention", "transformer_dtype"]
+    assert [word in str(reason) for word, reason in zip(words, found, strict=True)] == [True] * len(words)
+
+
+def test_a_cpu_takes_the_stock_blocks_unless_told_otherwise() -> None:
+    assert device_obstacle(table(), "cpu") == "there is no GPU"
+    assert device_obstacle(table(fast=True), "cpu") is None
+
+
+def test_what_is_demanded_in_vain_is_a_fault() -> None:
+    transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
+    assert choose_blocks(table(fast=True), transformer, Launch(), cpu, by_deepspeed=False)
+    assert not choose_blocks(table(), transformer, Launch(), cpu, by_deepspeed=False)
+    with pytest.raises(UserError, match=r'fast = true cannot be had: DeepSpeed.*write fast = "auto"'):
+        choose_blocks(table(fast=True), transformer, Launch(), cpu, by_deepspeed=True)
+
+
+def test_two_ways_at_once_are_findings() -> None:
+    def keys(**given: Any) -> list[str]:
+        given |= {"save_every_n_steps": 1}
+        return [finding.key for finding in cross_findings(table(**given), frozenset())]
+
+    assert keys(fast=True, compile=True) == ["fast"]
+    assert keys(activation_checkpointing="selective", compile=True) == ["activation_checkpointing"]
+    assert keys(activation_checkpointing="selective", fast=True) == []
