@@ -20,7 +20,17 @@ from sd3_light.export.spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportS
 from sd3_light.export.verify import prove
 from sd3_light.sampling.scheduler import flow_scheduler
 
-__all__ = ["FACTS", "FROZEN", "MAX_SHARD", "ExportError", "ExportSpec", "checked_copy", "read_facts", "write_folder"]
+__all__ = [
+    "FACTS",
+    "FROZEN",
+    "MAX_SHARD",
+    "ExportError",
+    "ExportSpec",
+    "checked_copy",
+    "read_facts",
+    "replace_folder",
+    "write_folder",
+]
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec) -> Path:
@@ -35,13 +45,13 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec) -> Pa
         _write_parts(temporary, out, weights, spec)
         proof = prove(temporary, spec, weights)
         write_json(temporary / "proof.json", proof)
-        _replace(temporary, out)
+        replace_folder(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 
-def _replace(new: Path, out: Path) -> None:
+def replace_folder(new: Path, out: Path) -> None:
     """Put ``new`` in the place of ``out``; a folder cannot be renamed over another, so the old one steps aside."""
     aside = out.with_name(f".{out.name}.{os.getpid()}.old")
     if out.exists():

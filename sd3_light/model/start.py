@@ -23,6 +23,11 @@ class WeightsStart:
     size: ModelSize
     sentence: str
 
+    @property
+    def source(self) -> Path | None:
+        """The denoiser's folder or file; None for random weights."""
+        return self.folder
+
 
 def where_weights_start(model: ModelConfig) -> WeightsStart:
     """The one truth about a [model] table's start; raises UserError where it names a folder without a denoiser."""

@@ -1,4 +1,5 @@
-"""The export stage: a proven diffusers folder from a run's checkpoint, or from its snapshots of averages."""
+"""The export stage: a proven diffusers folder, or a proven adapter file, from a run's checkpoint or its snapshots of
+averages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from torch import Tensor
 
 from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
-from sd3_light.config import load_config
+from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
+from sd3_light.export.adapter import write_adapter
 from sd3_light.export.folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
+from sd3_light.training.adapter import adapter_spec
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
 
@@ -57,15 +60,23 @@ def run(
         chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
         chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
-    transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
-    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
     try:
-        write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
+        _write(train, chosen, run_folder, out)
     except ExportError as fault:
         raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
         say(f"pushed to {push(out, push_to_hub)}")
     return out
+
+
+def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
+    """The whole model, or of a run that trains an adapter the adapter's file."""
+    if train.adapter is not None:
+        write_adapter(out, chosen.trained, adapter_spec(train, chosen.words, chosen.progress, run_folder))
+        return
+    transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
+    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
+    write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
+from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
@@ -31,6 +32,7 @@ class DiffusionTrainingModule(nn.Module):
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
+        self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
@@ -59,6 +61,8 @@ class DiffusionTrainingModule(nn.Module):
     def _run(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
         device = features[0].device
+        if self.dropout is not None:
+            self.dropout.forward(device)
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         inputs = [*(feature.float() for feature in features[:4]), *features[4:]]
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):

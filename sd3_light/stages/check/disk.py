@@ -13,6 +13,7 @@ from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
+from sd3_light.model.linears import linear_layers, matched
 from sd3_light.model.start import (
     WeightsStart,
     denoiser_folder,
@@ -34,7 +35,7 @@ def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
     faults += start_faults
     faults += _encoder_faults(loaded, None if start is None else start.size)
     if start is not None:
-        faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size)]
+        faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size), *_adapter_faults(loaded, start)]
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # a cache at a URL is taken as it is: a machine that trains from it need not have the pictures
         faults += [] if isinstance(dataset.cache_dir, str) else _source_faults(dataset)
@@ -129,6 +130,26 @@ def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
     if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
         given = str(model.text_recon_target_layer)
         yield Fault(str(loaded.path), key, given=given, **text_recon_words(size.num_layers))
+
+
+def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
+    """An adapter has trained weights under it, layers to be on, and what it starts from is there."""
+    adapter, file = loaded.train.adapter, str(loaded.path)
+    if adapter is None:
+        return
+    if start.source is None and loaded.train.model.init is None:
+        hint = "remove train_type, or name the folder of a trained model with init"
+        yield Fault(
+            file, "model.train_type", "an adapter belongs on trained weights, and these start at random", hint=hint
+        )
+    existing = adapter.init_from_existing
+    if existing is not None and not existing.exists():
+        yield Fault(file, "adapter.init_from_existing", "no such file or folder", given=str(existing))
+    try:
+        matched(linear_layers(start.size), adapter.target_modules)
+    except UserError as error:
+        problem = str(error).removeprefix("adapter.target_modules: ")
+        yield Fault(file, "adapter.target_modules", problem, hint="names and patterns are in docs/finetune.md")
 
 
 def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fault]:

@@ -21,7 +21,6 @@ NOT_YET = (
     NotYet("pipeline_stages", lambda t: t.pipeline_stages > 1, "write pipeline_stages = 1"),
     NotYet("eval_gradient_accumulation_steps", lambda t: t.eval_gradient_accumulation_steps > 1, "remove it"),
     NotYet("partition_method", lambda t: t.partition_method != "parameters", "remove it: for pipelines"),
-    NotYet("adapter", lambda t: t.adapter is not None, "remove [adapter]: all weights train"),
 )
 # fmt: on
 

@@ -211,7 +211,6 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
     ("place_of", "keys", "key"),
     [
         ("top", "pipeline_stages = 2", "pipeline_stages"),
-        ("tables", "[adapter]\nrank = 4", "adapter"),
     ],
 )
 def test_what_this_version_lacks_is_a_fault(only_fault: Single, place_of: str, keys: str, key: str) -> None:
