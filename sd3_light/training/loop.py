@@ -31,8 +31,8 @@ def _nobody() -> Watch:
 @dataclass
 class Run:
     """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
-    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's. ``begin_step``
-    is told how many steps are done before each."""
+    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's.
+    ``begin_step`` is told how many steps are done before each."""
 
     engine: Engine
     steps: Callable[[int], Iterator[Sequence[Prepared]]]
