@@ -117,7 +117,9 @@ TomlPlace = Annotated[
     Place, BeforeValidator(path_or_url), Allowed("a path, or a URL such as s3://bucket/folder without credentials")
 ]
 RandomOrPath = Annotated[
-    Literal["random"] | Path, BeforeValidator(random_or_path), Allowed('"random" or the path of a folder')
+    Literal["random"] | Path,
+    BeforeValidator(random_or_path),
+    Allowed('"random", or the path of a folder or file'),
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
 

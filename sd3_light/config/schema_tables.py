@@ -62,8 +62,8 @@ class ModelConfig(Table):
     )
     init: RandomOrPath | None = Field(
         default=None,
-        description="Where the denoiser starts: `random`, or a folder. Absent: `random` with `train_type` (unless "
-        "`diffusers_path` was written by `sd3-light init`), else `diffusers_path`.",
+        description="Where the denoiser starts: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: "
+        "`random` with `train_type` (unless `diffusers_path` was written by `sd3-light init`), else `diffusers_path`.",
     )
     num_layers: Count | None = Field(default=None, description="Depth in joint blocks, in place of the size's own.")
     qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: what the size says.")

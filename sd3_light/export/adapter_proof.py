@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from sd3_light.config import AdapterConfig
 from sd3_light.data.files import file_sha256
 from sd3_light.export import adapter_reload as reload
 from sd3_light.export.lora_layouts import baked
+from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.export.verify import ProofError, fixed_inputs
 from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris
 from sd3_light.model.lora import LoraModule
@@ -46,11 +48,12 @@ def prove_adapter(
     """
     began = time.perf_counter()
     inputs, dtype = fixed_inputs(config, real_text=False), "bfloat16" if _is_large(config) else "float32"
-    with tempfile.TemporaryDirectory() as place:
-        single = str(_config_folder(Path(place), config)) if base.is_file() else None
-        wishes = {"base": str(base), "config": single, "base_dtype": dtype, "kind": adapter.type}
-        theirs = _elsewhere(file, Path(place), {**wishes, "threads": torch.get_num_threads()}, inputs)
-        denoiser = reload.load_base(str(base), getattr(torch, dtype), single)
+    # beside the file: a single file's denoiser is written there as a folder, which any temporary place may not hold
+    with tempfile.TemporaryDirectory(dir=file.parent) as place:
+        folder = str(_as_folder(base, Path(place)))
+        wishes = {"base": folder, "base_dtype": dtype, "kind": adapter.type, "threads": torch.get_num_threads()}
+        theirs = _elsewhere(file, Path(place), wishes, inputs)
+        denoiser = reload.load_base(folder, getattr(torch, dtype))
     _put_on(denoiser, modules, adapter, save_dtype)
     ours = reload.output_of(denoiser, inputs)
     difference = (theirs["output"] - ours).abs().max().item()
@@ -73,13 +76,16 @@ def _is_large(config: Mapping[str, Any]) -> bool:
     return bool(36 * config["num_layers"] * width**2 > _LARGE)  # 24 squares of weights and 12 of modulation a block
 
 
-def _config_folder(place: Path, config: Mapping[str, Any]) -> Path:
-    """A folder with the denoiser's config, as stock loading of single files wants it."""
-    folder = place / "config"
-    folder.mkdir()
-    stated = {"_class_name": "SD3Transformer2DModel", **config}
-    (folder / "config.json").write_text(json.dumps(stated), encoding="utf-8")
-    return folder
+def _as_folder(base: Path, place: Path) -> Path:
+    """The denoiser's folder; that of a single file is written for the proof."""
+    if base.is_dir():
+        return base
+    config, state = transformer_from_single_file(base)
+    with torch.device("meta"):
+        denoiser = SD3Transformer2DModel(**config)
+    denoiser.load_state_dict(state, strict=True, assign=True)
+    denoiser.save_pretrained(place / "base")
+    return place / "base"
 
 
 def _elsewhere(file: Path, place: Path, wishes: Mapping[str, Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

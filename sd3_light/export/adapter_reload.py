@@ -20,10 +20,8 @@ INPUTS = ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projecti
 _WITHOUT = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 
-def load_base(base: str, dtype: torch.dtype, config: str | None = None) -> SD3Transformer2DModel:
-    """The denoiser of a folder, or of a single file whose config is in the folder ``config``."""
-    if config is not None:
-        return SD3Transformer2DModel.from_single_file(base, config=config, torch_dtype=dtype, local_files_only=True)
+def load_base(base: str, dtype: torch.dtype) -> SD3Transformer2DModel:
+    """The denoiser of a folder."""
     return SD3Transformer2DModel.from_pretrained(base, dtype=dtype, local_files_only=True)
 
 
@@ -97,7 +95,7 @@ def _main(file: str, place: str) -> None:
     wishes = json.loads(Path(place, "wishes.json").read_text(encoding="utf-8"))
     torch.set_num_threads(wishes["threads"])  # the order of additions depends on it
     inputs = load_file(Path(place, "inputs.safetensors"))
-    denoiser = load_base(wishes["base"], getattr(torch, wishes["base_dtype"]), wishes["config"])
+    denoiser = load_base(wishes["base"], getattr(torch, wishes["base_dtype"]))
     plain = output_of(denoiser, inputs)
     _add(denoiser, Path(file), wishes["kind"])
     save_file({"output": output_of(denoiser, inputs), "plain": plain}, Path(place, "outputs.safetensors"))

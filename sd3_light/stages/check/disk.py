@@ -75,8 +75,11 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     init, file, key = loaded.train.model.init, str(loaded.path), "model.init"
     if init is None or init == "random" or init == loaded.train.model.diffusers_path:
         return
+    if init.is_file():
+        return  # what it holds is looked at where its size is asked for
     if not init.is_dir():
-        yield Fault(file, key, "no such folder", given=str(init), hint='give a folder with a denoiser, or "random"')
+        hint = 'give a folder with a denoiser, a single file, or "random"'
+        yield Fault(file, key, "no such folder", given=str(init), hint=hint)
         return
     place = denoiser_folder(init)
     try:
@@ -93,7 +96,7 @@ def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
     """Where weights start, or None and why it cannot be told; a missing file is others' to report."""
     model = loaded.train.model
     source = start_source(model)
-    if source is not None and not (denoiser_folder(source) / "config.json").is_file():
+    if source is not None and not source.is_file() and not (denoiser_folder(source) / "config.json").is_file():
         return None, []
     try:
         return where_weights_start(model), []
@@ -105,14 +108,14 @@ def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
 def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
     """A key that describes the denoiser agrees with the folder that it comes from."""
     model, file = loaded.train.model, str(loaded.path)
-    if start.folder is None:
+    if start.source is None:
         return
     found, hint = start.size, 'remove the key, or give init = "random"'
     if model.num_layers is not None and model.num_layers != found.num_layers:
-        problem = f"the weights in {start.folder} have {found.num_layers} layers"
+        problem = f"the weights in {start.source} have {found.num_layers} layers"
         yield Fault(file, "model.num_layers", problem, given=str(model.num_layers), hint=hint)
     if model.qk_norm is not None and model.qk_norm != found.qk_norm:
-        problem = f"the weights in {start.folder} {'have' if found.qk_norm else 'have no'} qk-norm"
+        problem = f"the weights in {start.source} {'have' if found.qk_norm else 'have no'} qk-norm"
         yield Fault(file, "model.qk_norm", problem, given=str(model.qk_norm).lower(), hint=hint)
     if model.size is not None:
         # what the two keys above say of their own is theirs to answer for
@@ -121,7 +124,7 @@ def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
         )
         if differ := differences(asked, found):
             said = ", ".join(f"{name} {getattr(found, name)} (not {getattr(asked, name)})" for name in differ)
-            yield Fault(file, "model.size", f"the weights in {start.folder} have {said}", f'"{model.size}"', hint=hint)
+            yield Fault(file, "model.size", f"the weights in {start.source} have {said}", f'"{model.size}"', hint=hint)
 
 
 def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
