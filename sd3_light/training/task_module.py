@@ -71,6 +71,7 @@ class DiffusionTrainingModule(nn.Module):
 
     def split(self) -> Split:
         """Which units training need not run again; see `split_units`."""
+        self.freeze_the_rest()
         return split_units(self, self.units, (*self.loss.reads, *self.reads))
 
     # --- a batch ---------------------------------------------------------------------------------
@@ -98,7 +99,6 @@ class DiffusionTrainingModule(nn.Module):
     @torch.no_grad()
     def process(self, data: Values) -> dict[str, Any]:
         """What the cached units give for one item of the data, cut down to what the rest of the work needs."""
-        self.freeze_the_rest()
         split = self.split()
         values = self._cached(data, split)
         needed = [name for name in split.kept if name in values]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.training.task_module import DiffusionTrainingModule, stacked
-from sd3_light.training.units import PipelineUnit
+from sd3_light.training.units import PipelineUnit, split_units
 
 
 class Encode(PipelineUnit):
@@ -77,9 +77,10 @@ def test_the_split_is_derived() -> None:
 def test_a_part_that_trains_is_never_cached() -> None:
     module = Module()
     module.vae.requires_grad_(True)
-    split = module.split()
+    split = split_units(module, module.units, ("latents", "context"))
     assert names(split.gradient) == ["Encode", "DrawIt", "Later", "Learned"]
     assert split.cached == ()
+    assert names(module.split().cached) == ["Encode"], "outside the denoiser nothing trains"
 
 
 def test_two_stages_give_the_loss_of_one() -> None:
