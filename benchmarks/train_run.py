@@ -1,7 +1,7 @@
 """How fast the training stage is, from a synthetic cache of real shape; encoders and pictures are not needed.
 
     python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real] [--compile]
-                                   [--checkpointing] [--workers 8] [--out FOLDER]
+                                   [--checkpointing] [--workers 8] [--engine torch|deepspeed] [--out FOLDER]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
 ones), a model folder with configs only and a train TOML, then runs the real stage: loader, engine, running average,
@@ -94,6 +94,7 @@ def write_cache(folder: Path, shape: Shape, samples: int, real: bool) -> float:
     """A whole cache; returns the mean number of text tokens of a sample, CLIP's and T5's."""
     (folder / SHARDS).mkdir(parents=True)
     rng = np.random.default_rng(0)
+    torch.manual_seed(0)
     counts = token_counts(shape, samples, real, rng)
     entries = []
     for first in range(0, samples, A_SHARD):
@@ -153,6 +154,7 @@ cache_dir = "cache"
 max_steps = {args.steps}
 micro_batch_size_per_gpu = {args.batch}
 gradient_accumulation_steps = {args.accumulation}
+zero_stage = {args.zero_stage}
 activation_checkpointing = {flags["checkpointing"]}
 compile = {flags["compile"]}
 warmup_steps = 1000
@@ -197,7 +199,14 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         optimizer=args.optimizer,
     )
     cache = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
-    about = {"size": args.size, "batch": args.batch, "text": args.text, "compile": args.compile, **asdict(shape)}
+    about = {
+        "engine": args.engine,
+        "size": args.size,
+        "batch": args.batch,
+        "text": args.text,
+        "compile": args.compile,
+        **asdict(shape),
+    }
     return {
         **about,
         "checkpointing": args.checkpointing,
@@ -213,7 +222,7 @@ _MEANS = ("samples_per_second", "seconds", "data_wait", "tflops_per_gpu", "mfu",
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, engine: str) -> None:
     """The training stage on what was laid out."""
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
@@ -224,7 +233,7 @@ def train(folder: Path) -> None:
     loaded = load_config(folder / "train.toml")
     check.require(loaded)
     try:
-        stage.run(loaded, Launch())
+        stage.run(loaded, Launch(), by_deepspeed=engine == "deepspeed")
     except UserError as error:  # what was logged until then is still worth printing
         print(f"the run ended with: {error}")
 
@@ -275,6 +284,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw")
+    parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="of the DeepSpeed engine")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--checkpoint-every", type=int, help="steps between two checkpoints; absent: one at the end")
     parser.add_argument("--tmp", type=Path, help="where cache and run lie while it runs; absent: the system's place")
@@ -289,7 +300,7 @@ def main() -> None:
         folder = Path(name)
         about = lay_out(folder, args)
         print(f"{args.samples} samples, {about['cache_gb']:.2f} GB, {about['text_tokens']:.1f} text tokens", flush=True)
-        train(folder)
+        train(folder, args.engine)
         found = {**about, **summary(folder / "run" / "log.jsonl", args.warm)}
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)

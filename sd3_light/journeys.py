@@ -13,7 +13,7 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
-from sd3_light.engines import Launch
+from sd3_light.engines import Launch, deepspeed
 from sd3_light.metrics.composition import DEMANDS, CompositionScore
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import progress, say
@@ -29,12 +29,14 @@ def cache_then_train(
     launch: Launch,
     wishes: cache.Wishes | None = None,
     resume: train.Resume | None = None,
+    by_deepspeed: bool = False,
 ) -> Progress:
-    """Encode what is missing, then train."""
+    """Encode what is missing, then train, by torch's engine or DeepSpeed's."""
     check.require(loaded)
+    deepspeed.require(loaded.train, launch, by_deepspeed)
     train.require_start(loaded, resume)
     cache.run(loaded, launch, wishes)
-    return train.run(loaded, launch, resume)
+    return train.run(loaded, launch, resume, by_deepspeed)
 
 
 def only_cache(loaded: LoadedConfig, launch: Launch, wishes: cache.Wishes | None = None) -> list[Path]:

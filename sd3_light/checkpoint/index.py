@@ -64,8 +64,8 @@ class Index:
             name: {"shape": entry.shape, "dtype": entry.dtype, "ranges": entry.ranges}
             for name, entry in sorted(self.tensors.items())
         }
-        content = {"format": FORMAT, "facts": self.facts, "files": self.files, "tensors": tensors}
-        content = json.loads(json.dumps(content))  # as a reader will see it: keys are words, tuples are lists
+        facts = json.loads(json.dumps(self.facts))  # as a reader will see them: keys are words
+        content = {"format": FORMAT, "facts": facts, "files": self.files, "tensors": tensors}
         return json.dumps({**content, "sha256": _digest(content)}, separators=(",", ":"))
 
 
@@ -93,18 +93,19 @@ def read_index(folder: Path) -> Index:
 
 def entries(said: Iterable[Mapping[str, Any]]) -> dict[str, Entry]:
     """Join what several ranks say of their parts of the tensors: ``KIND/NAME`` to shape, dtype and ranges."""
-    joined: dict[str, Entry] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    ranges: dict[str, list[Range]] = {}
     for tensors in said:
         for name, one in tensors.items():
             part = _entry(one)
-            known = joined.setdefault(name, Entry(part.shape, part.dtype, ()))
-            if (known.shape, known.dtype) != (part.shape, part.dtype):
+            shape, dtype = kinds.setdefault(name, (part.shape, part.dtype))
+            if (shape, dtype) != (part.shape, part.dtype):
                 raise UserError(
-                    f"the ranks do not agree on {name}: {known.dtype} {list(known.shape)} "
+                    f"the ranks do not agree on {name}: {dtype} {list(shape)} "
                     f"and {part.dtype} {list(part.shape)}; start all processes with the same config and version"
                 )
-            joined[name] = Entry(part.shape, part.dtype, tuple(sorted((*known.ranges, *part.ranges))))
-    return joined
+            ranges.setdefault(name, []).extend(part.ranges)
+    return {name: Entry(*kind, tuple(sorted(ranges[name]))) for name, kind in kinds.items()}
 
 
 def incomplete(folder: Path) -> str | None:

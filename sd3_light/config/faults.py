@@ -8,6 +8,10 @@ class UserError(Exception):
     """A fault in what the user gave. Its text is one line that names the thing and the remedy; exit code 2."""
 
 
+class PeerLost(UserError):
+    """Another process of the run is gone. Nothing is wrong with what the user gave: start again; exit code 75."""
+
+
 class Stopped(Exception):
     """A run was asked to stop, has saved all it needs to go on, and did not fail; exit code 75."""
 

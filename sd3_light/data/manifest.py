@@ -1,7 +1,9 @@
 """The list of a cache's shards, and what made them: all that opening a cache reads. Without torch."""
 
 import json
-from dataclasses import asdict, dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ MANIFEST = "manifest.json"
 SHARDS = "shards"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A shard as the manifest knows it. ``directory`` is the label of its source, as in its samples' keys."""
+    """A shard as the manifest knows it. ``directory`` is the label of its source, as in its samples' keys.
+
+    Every process holds one for each shard of a cache, of which there may be millions: hence the slots.
+    """
 
     file: str
     bucket: str
@@ -25,6 +30,9 @@ class ShardEntry:
     bytes: int
     sha256: str
     fingerprint: str
+
+
+_NAMES = {field.name for field in fields(ShardEntry)}
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,31 @@ class Manifest:
     def from_json(data: bytes, where: str) -> "Manifest":
         """A manifest from the bytes of its file; ``where`` names it in a fault."""
         try:
-            found = json.loads(data)
+            found = json.loads(data, object_hook=_as_entry)  # millions of dicts would be more than what is kept
             if found["format"] != FORMAT:
                 raise UserError(f"{where} has format {found['format']}, this version reads {FORMAT}; build it anew")
-            entries = tuple(_entry(item) for item in found["shards"])
-            return Manifest(found["recipe"], entries, _entry(found["empty"]), found["counts"], found["places"])
+            entries, empty = tuple(found["shards"]), found["empty"]
+            if not all(isinstance(entry, ShardEntry) for entry in (*entries, empty)):
+                raise TypeError("a shard's entry has other fields")
+            return Manifest(found["recipe"], entries, empty, found["counts"], found["places"])
         except (ValueError, LookupError, TypeError) as error:  # no JSON, not UTF-8, or not what `save` wrote
             raise UserError(f"{where} is damaged ({error!r}); build the cache anew with --regenerate_cache") from error
 
 
+def _as_entry(item: dict[str, Any]) -> Any:
+    """A shard's entry where a JSON object is one, else the object as it is."""
+    return _entry(item) if item.keys() == _NAMES else item
+
+
 def _entry(item: dict[str, Any]) -> ShardEntry:
-    return ShardEntry(**{**item, "resolution": tuple(item["resolution"])})
+    """An entry from JSON; what many shards have in common is one object for all of them."""
+    shared = {name: sys.intern(item[name]) for name in ("bucket", "directory")}
+    return ShardEntry(**{**item, **shared, "resolution": _resolution(*item["resolution"])})
+
+
+@cache
+def _resolution(width: int, height: int) -> tuple[int, int]:
+    return width, height
 
 
 def read_entry(folder: Path, file: str) -> ShardEntry | None:

@@ -76,7 +76,7 @@ def _key(*words: int | str) -> Words:
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Samples of one bucket that lie together and share a repeat count: ``size`` samples, each ``repeats`` times an
     epoch. In a cache it is a shard."""
@@ -135,6 +135,11 @@ class BucketOrder:
     def span(self) -> int:
         """Places of a window."""
         return self.window * int(self.sizes.max())
+
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """The places ``first`` to ``last`` up to the epoch's end; those that begin after it are from its beginning."""
+        laps = first // self.length * self.length
+        return first - laps, min(last - laps, self.length)
 
     @cached_property
     def most_repeats(self) -> int:
@@ -276,20 +281,24 @@ class Order:
         index = permute(places - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
-    def reading(self, step: int) -> Indices:
-        """The segments of the windows that ``step`` reads from."""
+    def reading(self, step: int, start: int = 0, stop: int | None = None) -> Indices:
+        """The segments of the windows that the samples ``start`` to ``stop`` of ``step`` come from."""
         epoch, bucket, batch = self.place(step)
         plan = self.buckets[bucket]
-        return self._in_windows(epoch, bucket, batch * plan.batch, min((batch + 1) * plan.batch, plan.length))
+        first, last = plan.within(batch * plan.batch + start, batch * plan.batch + (stop or plan.batch))
+        return self._in_windows(epoch, bucket, first, last)
 
-    def coming(self, step: int) -> Coming:
-        """What the bucket of ``step`` reads after that step, a window or a batch ahead, whichever is more."""
+    def coming(self, step: int, start: int = 0, stop: int | None = None) -> Coming:
+        """What the bucket of ``step`` reads after that step: a window ahead or, where a batch is longer than that, what
+        the samples ``start`` to ``stop`` of the next batch come from. Whoever reads a share of a long batch has no use
+        for the others' windows."""
         epoch, bucket, batch = self.place(step)
         plan = self.buckets[bucket]
         first = (batch + 1) * plan.batch
         if first >= plan.length:
             epoch, first = epoch + 1, 0
-        last = min(first + max(plan.batch, plan.span), plan.length)
+        own = plan.batch > plan.span
+        first, last = plan.within(first + own * start, first + (stop or plan.batch if own else plan.span))
         return Coming(epoch, bucket, first // plan.span, (last - 1) // plan.span)
 
     def segments(self, coming: Coming) -> Indices:

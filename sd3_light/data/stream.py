@@ -1,9 +1,10 @@
 """The streaming data set: batches read from a cache's shards as the order asks for them, in bounded memory."""
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from os import getpid
 from typing import Any
 
@@ -24,6 +25,7 @@ from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
 Batch = dict[str, Any]
+_SEEN_AHEAD = 256  # forgetting one costs a look at its shards' marks, no more
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ class CachedDataset:
                 f"the cache holds samples of {unknown[0]!r}, which the dataset TOML does not have (it has "
                 f"{', '.join(map(repr, repeats))}): it is of another data set; run without --trust_cache"
             )
+        segment = cache(Segment)  # shards are many, their sizes and repeats are few
         buckets = [
-            ([Segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
+            ([segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
             for bucket in self.buckets
         ]
         order = make_order(seed, buckets, window, small == "drop")
@@ -212,7 +215,8 @@ class MicroBatches(InPlaceDataset):
     def __init__(self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int) -> None:
         self.data, self.order = data, order
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
-        self._seen_ahead: set[Coming] = set()
+        # the steps of all buckets interleave, and a step asks for what its neighbours asked for
+        self._seen_ahead: deque[Coming] = deque(maxlen=_SEEN_AHEAD)
 
     def __getitem__(self, item: int) -> Batch:
         return self.fetch(item, fresh)
@@ -228,11 +232,15 @@ class MicroBatches(InPlaceDataset):
 
     def warm(self, step: int) -> None:
         """Begin to hash, in the background, what ``step`` will read; the trainer may load its model meanwhile."""
-        self.data.look_ahead(self.order.place(step)[1], self.order.reading(step).tolist())
+        self.data.look_ahead(self.order.place(step)[1], self.order.reading(step, *self._share(step)).tolist())
+
+    def _share(self, step: int) -> tuple[int, int]:
+        """This rank's part of the global batch of ``step``, over all micro-batches."""
+        return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
 
     def _look_ahead(self, step: int) -> None:
-        coming = self.order.coming(step)
+        coming = self.order.coming(step, *self._share(step))
         if coming in self._seen_ahead:
             return
         if self.data.look_ahead(coming.bucket, self.order.segments(coming).tolist()):
-            self._seen_ahead = {seen for seen in self._seen_ahead if seen.epoch >= coming.epoch - 1} | {coming}
+            self._seen_ahead.append(coming)

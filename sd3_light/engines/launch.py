@@ -1,7 +1,7 @@
 """Who this process is among those of its launcher."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,11 @@ class Launch:
     def is_main(self) -> bool:
         """Whether this process speaks for all."""
         return self.rank == 0
+
+    def of_data(self, stages: int = 1) -> "Launch":
+        """As the data sees it: the processes of one pipeline, one a stage, count as one and read the same."""
+        replicas = self.world // stages
+        return replace(self, rank=self.rank % replicas, world=replicas)
 
     @staticmethod
     def detect(local_rank: int | None = None) -> "Launch":

@@ -1,18 +1,28 @@
 """The processes of a run: their groups, and what they agree on without waiting for each other."""
 
-from collections.abc import Callable
+import os
+import re
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines.launch import Launch
 
 _SAVING_TIMEOUT = timedelta(hours=2)
 """A save waits for the slowest disk; training goes on meanwhile."""
+
+_MOST_GROUPS = 5  # with gloo: the default one, control, ending, saving, snapshots
+_FILES_A_GROUP = 3  # measured with 2, 4 and 8 processes
+_OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 
 
 @dataclass(frozen=True)
@@ -47,26 +57,107 @@ class Groups:
         return decision[0]
 
 
-def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, parallel: str = "ddp") -> Groups:
+def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False) -> Groups:
     """Join the other processes; made after the cache stage, which needs none (law 9).
 
-    Cut weights are written by all. Whole ones are equal: the processes of the first machine share the writing.
+    Whoever does not come within ``timeout_sec`` is a fault of the user in one line. Where each holds something of its
+    own, they ``all_write``; otherwise the processes of the first machine share the writing of what is equal on all.
     """
     if launch.world == 1:
         return Groups()
-    timeout = timedelta(seconds=timeout_sec)
+    with _meeting(launch, timeout_sec):
+        return _join(launch, device, timedelta(seconds=timeout_sec), all_write)
+
+
+def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> Groups:
+    _allow_sockets(launch.world)
     if not dist.is_initialized():
         cuda = device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
     control, ending = (dist.new_group(backend="gloo", timeout=patience) for patience in (timeout, _SAVING_TIMEOUT))
     first_machine = torch.tensor(launch.local_world)  # others may have more processes, or fewer
     dist.broadcast(first_machine, 0, control)
-    writers = launch.world if parallel == "fsdp2" else int(first_machine)
+    writers = launch.world if all_write else int(first_machine)
     if writers == 1:
         return Groups(control, ending=ending)
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
     return Groups(control, saving, snapshots, ending, writers)
+
+
+def share_patience(groups: Groups, timeout_sec: float) -> None:
+    """Let groups that a library has made for itself wait no longer than ours, those for saving apart.
+
+    DeepSpeed gives its own no time, so they would have torch's: half an hour with gloo.
+    """
+    patient = (groups.ending, groups.saving, groups.snapshots)
+    if groups.control is not None:
+        for group in tuple(c10d._world.pg_map):
+            if group not in patient:
+                c10d._set_pg_timeout(timedelta(seconds=timeout_sec), group)
+
+
+def sockets(world: int, groups: int = _MOST_GROUPS) -> int:
+    """Files that a process holds open for its groups: in each of them a socket to every other process, and a few."""
+    return groups * (world + _FILES_A_GROUP)
+
+
+def _allow_sockets(world: int) -> None:
+    """Raise this process's limit of open files where many processes need more; many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sockets(world) + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@contextmanager
+def _meeting(launch: Launch, timeout_sec: float) -> Iterator[None]:
+    """What goes wrong while processes look for each other, in one line that names where they meet."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:  # torch and gloo raise no others here; ValueError: a variable is unset
+        where = ":".join(os.environ.get(name) or f"({name} is not set)" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"rank {launch.rank} of {launch.world} on {socket.gethostname()} does not meet the others at {where} "
+            f"within dist_timeout_sec = {timeout_sec:g} ({_in_short(error)}); start every machine with the address and "
+            "a free port of the first one, see that it can be reached, and where machines have several networks set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/multi-node.md)"
+        ) from error
+
+
+def lost_peer(error: RuntimeError) -> PeerLost | None:
+    """Another process's death, or silence, as a fault in one line; None for other errors.
+
+    It shows wherever processes talk, also inside a backward pass. Gloo raises plain RuntimeErrors that begin with a
+    place in its transport; those of NCCL and of the store have a type.
+    """
+    if not isinstance(error, dist.DistError) and "/gloo/transport/" not in str(error):
+        return None
+    return PeerLost(
+        f"{socket.gethostname()} lost another process of the run ({_in_short(error)}): it ended, or its machine or the "
+        "network did; look at the first error of the other machines, then start all of them again, a training with "
+        "--resume_from_checkpoint"
+    )
+
+
+@contextmanager
+def peers_in_words() -> Iterator[None]:
+    """Inside the block a lost process is a fault of the user in one line, as `lost_peer` says it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if fault := lost_peer(error):
+            raise fault from error
+        raise
+
+
+def _in_short(error: Exception) -> str:
+    """What happened, without places in the sources of others and without their advice."""
+    text = re.sub(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", str(error).partition("\n")[0])
+    return re.split(r"\. (?:This is|The client socket has failed to connect to \S+:\d)", text)[0].rstrip(". ")
 
 
 class Agreement:

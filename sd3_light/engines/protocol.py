@@ -91,6 +91,10 @@ class Engine(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """What this rank holds of the trainable float32 weights, live, by the stock denoiser's parameter names."""
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight of the model, whichever rank holds it."""
+
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """One optimizer step over equal micro-batches."""
 

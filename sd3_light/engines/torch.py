@@ -47,10 +47,20 @@ class TorchEngine:
         self.optimizer = make_optimizer(self._parameters, config.optimizer, device)
         self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 
+    @staticmethod
+    def name_of(config: TrainConfig, launch: Launch) -> str:
+        """Engine and layout in a few words, for the log."""
+        return f"torch {config.parallel}" if launch.world > 1 else "torch"
+
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """What this process holds of the trainable float32 weights, live, by canonical name."""
         return self._weights
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight."""
+        return {name: tuple(weight.shape) for name, weight in self._parameters.items()}
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """An adapter as people use it: one file, its card, and the proof that it does on the base what it did in training."""
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +13,10 @@ from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_card import adapter_card, base_name
 from sd3_light.export.adapter_proof import prove_adapter
-from sd3_light.export.folder import replace_folder, write_json
+from sd3_light.export.folder import write_json
 from sd3_light.export.lora import from_peft, read_lora, write_lora
 from sd3_light.export.lycoris import read_lycoris, write_lycoris
+from sd3_light.export.places import new_folder
 from sd3_light.export.spec import FACTS, ExportError
 from sd3_light.model.adapter import LycorisModule, lycoris_modules
 from sd3_light.model.lora import LoraModule
@@ -74,18 +73,11 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
 
 def _write(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
     modules = _checked(state, spec)
-    for left_over in out.parent.glob(f".{out.name}.*.tmp"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(out, replace=True) as temporary:
         _write_file(temporary / spec.file, modules, spec)
         file, config = temporary / spec.file, spec.transformer_config
         proof = prove_adapter(file, modules, spec.adapter, spec.base, config, spec.save_dtype)
         _write_texts(temporary, spec, proof)
-        replace_folder(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 

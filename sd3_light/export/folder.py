@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,15 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light import __version__
+from sd3_light.config.faults import UserError
 from sd3_light.export.card import model_card
 from sd3_light.export.frozen import link_parts
+from sd3_light.export.places import new_folder
 from sd3_light.export.real import add_pipeline
 from sd3_light.export.spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportSpec
 from sd3_light.export.verify import prove
+from sd3_light.model.folder import missing_parts
+from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
 
 __all__ = [
@@ -27,42 +29,31 @@ __all__ = [
     "ExportError",
     "ExportSpec",
     "checked_copy",
+    "is_finite",
     "read_facts",
-    "replace_folder",
     "write_folder",
 ]
 
 
-def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec) -> Path:
+def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:
     """Write, prove, rename: ``out`` appears only when stock diffusers has loaded it and agreed. Live weights are only
-    read. An existing ``out`` is replaced, and stays if anything fails."""
+    read. An existing ``out`` is replaced (without ``replace``: a fault), and stays if anything fails."""
     weights = checked_copy(state, spec)
-    for left_over in out.parent.glob(f".{out.name}.*.tmp"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    _require_frozen(spec.base)
+    with new_folder(out, replace) as temporary:
         _write_parts(temporary, out, weights, spec)
         proof = prove(temporary, spec, weights)
         write_json(temporary / "proof.json", proof)
-        replace_folder(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 
-def replace_folder(new: Path, out: Path) -> None:
-    """Put ``new`` in the place of ``out``; a folder cannot be renamed over another, so the old one steps aside."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        os.replace(out, aside)
-    try:
-        os.replace(new, out)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+def _require_frozen(base: Path) -> None:
+    missing = [name for name in missing_parts(base, transformer=False) if not name.startswith("scheduler/")]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"{base} lacks {', '.join(missing[:3])}{more}; VAE, text encoders and tokenizers come from there"
+        )
 
 
 # --- the weights -------------------------------------------------------------------------------
@@ -105,15 +96,16 @@ def _unlike(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: 
 def _not_finite(state: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> Iterator[str]:
     """What cannot be used: NaN, infinity, or a value that the saved type cannot hold."""
     for name, copy in copies.items():
-        if _is_finite(copy):
+        if is_finite(copy):
             continue
-        if _is_finite(state[name]):
+        if is_finite(state[name]):
             yield f"{name} has values beyond {_word(copy.dtype)}, choose another save_dtype"
         else:
             yield f"{name} holds NaN or infinity"
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number of a tensor is NaN or infinite."""
     # NaN spreads to both ends; twenty times as fast as isfinite().all() in bfloat16 on a CPU
     return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))
 
@@ -132,7 +124,7 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     denoiser.load_state_dict(dict(weights), strict=True, assign=True)
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
     flow_scheduler(spec.shift, spec.flux_shift).save_pretrained(folder / "scheduler")
-    index = json.loads((spec.base / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(spec.base / "model_index.json")
     index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
     index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
     write_json(folder / "model_index.json", index)
@@ -153,5 +145,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     """What an export says about itself; empty for folders that other programs wrote."""
     path = folder / FACTS
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    facts = read_json(path) if path.is_file() else {}
+    if not isinstance(facts.get("text", {}), dict):
+        raise UserError(f"{path}: its text is no JSON object; write the folder anew")
     return facts

@@ -5,10 +5,10 @@ why, and which layout is for whom.
 """
 
 import json
-import os
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_layouts import Padding, Ranks, baked, from_layers, pad_names, to_single, unpad_names
 from sd3_light.export.lora_names import Role, find_layers, read_key
+from sd3_light.export.places import new_file, refuse_existing, writing
 from sd3_light.model.lora import LoraModule, lora_scale
 
 Layout = Literal["diffusers", "kohya", "peft"]
@@ -58,12 +59,11 @@ def write_lora(
     ``"peft"`` is ``"diffusers"`` with DoRA's magnitudes, which only diffusers reads. ``padding`` is for a LoRA that
     goes with a padded single file. ``facts`` (JSON) go into the metadata.
     """
-    if path.exists():
-        raise UserError(f"{path} exists already; give another name or remove it")
+    check_new_lora(path)
     _check(modules, layout)
     if padding is not None:
         modules = pad_names(modules, padding)
-    tensors, ranks = _kohya(modules) if layout == "kohya" else (_diffusers(modules), {})
+    tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
     saved = {
         key: tensor if key.endswith(".alpha") else _cast(key, tensor, save_dtype) for key, tensor in tensors.items()
     }
@@ -73,7 +73,15 @@ def write_lora(
     return path
 
 
-def _diffusers(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
+def check_new_lora(path: Path) -> None:
+    """Refuse a name that is taken, or by which no program would know the file."""
+    refuse_existing(path)
+    if path.suffix != ".safetensors":
+        raise UserError(f"{path}: programs know a LoRA by its ending; give a name that ends in .safetensors")
+
+
+def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
+    """The tensors of the default file: what stock diffusers loads at the right scale, from a file or as they are."""
     tensors = {}
     for name, module in modules.items():
         tensors[f"transformer.{name}.lora_A.weight"] = module.down
@@ -129,13 +137,8 @@ def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with writing(path), new_file(path) as temporary:
         save_file(tensors, temporary, metadata)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -162,13 +165,40 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read as safetensors ({error}); give a .safetensors file") from error
     try:
-        said = _json(metadata.get(METADATA, "{}"), METADATA)
+        said = _said(metadata)
+        _refuse_unusable(tensors)
         modules, naming = _modules(tensors, _scales(file, metadata), said.get("ranks", {}))
         padding = padding or (Padding(*said["padding"]) if "padding" in said else None)
         modules = unpad_names(modules, padding) if padding else modules
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoraFile(modules, naming, said.get("facts", {}))
+
+
+def _said(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a file of ours says about itself, in the types that we write; empty for others'."""
+    said = _json(metadata.get(METADATA, "{}"), METADATA)
+    ranks, padding = said.get("ranks", {}), said.get("padding", [1, 1])
+    lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
+    whole = all(isinstance(one, list) and all(type(number) is int for number in one) for one in lists)
+    whole = whole and [len(one) for one in lists] == [2, *[3] * len(ranks)]
+    if not whole or not isinstance(said.get("facts", {}), dict):
+        raise UserError(f"its metadata {METADATA!r} is damaged; write the file anew")
+    return said
+
+
+def _refuse_unusable(tensors: Mapping[str, Tensor]) -> None:
+    """Numbers that no weight can be made of, by the key that has them."""
+    for key, tensor in tensors.items():
+        if not tensor.is_floating_point() and not key.endswith(".alpha"):
+            raise UserError(f"{key} has type {str(tensor.dtype).removeprefix('torch.')}; a LoRA's numbers are floats")
+        if not tensor.isfinite().all():
+            raise UserError(f"{key} holds NaN or infinity; give another file")
+
+
+def diffusers_tensors(path: Path) -> dict[str, Tensor]:
+    """The LoRA in a file of any layout, as stock diffusers takes it."""
+    return diffusers_state(read_lora(path).modules)
 
 
 def _file_of(path: Path) -> Path:
@@ -191,16 +221,22 @@ def _modules(
         layers = find_layers(layer)
         assert layers is not None
         single |= layers.single is not None
-        alpha, down = roles.get("alpha"), roles["down"]
-        rank = down.shape[0]
-        scale = float(alpha.item()) / rank if alpha is not None else scales(layer, rank)
-        module = LoraModule(down, roles["up"], scale, roles.get("magnitude"))
+        module = LoraModule(roles["down"], roles["up"], 1.0, roles.get("magnitude"))
         _check_shapes(layer, module)
+        module = replace(module, scale=_scale(layer, roles.get("alpha"), module.rank, scales))
         for name, part in from_layers(layers, module, ranks).items():
             if name in modules:
                 raise UserError(f"{name} has two LoRAs, one of them under the name {layer}")
             modules[name] = part
     return modules, "single file" if single else "diffusers"
+
+
+def _scale(layer: str, alpha: Tensor | None, rank: int, scales: _Scales) -> float:
+    if alpha is None:
+        return scales(layer, rank)
+    if alpha.numel() != 1:
+        raise UserError(f"{layer}.alpha has shape {list(alpha.shape)}; an alpha is one number")
+    return float(alpha.item()) / rank
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
@@ -234,7 +270,11 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
         config = _json(beside.read_text(encoding="utf-8"), beside.name)
     if config.get("lora_alpha") is None:
         return lambda layer, rank: 1.0
-    alphas = {name.removeprefix("^"): alpha for name, alpha in (config.get("alpha_pattern") or {}).items()}
+    by_layer = config.get("alpha_pattern") or {}
+    numbers = [config["lora_alpha"], *(by_layer.values() if isinstance(by_layer, dict) else [None])]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise UserError("its lora_alpha or alpha_pattern holds no number; write the file anew")
+    alphas = {name.removeprefix("^"): alpha for name, alpha in by_layer.items()}
     patterns = [name for name in alphas if not re.fullmatch(r"[\w.]+", name)]
     if patterns:
         raise UserError(

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.export.folder import is_finite
 from sd3_light.export.lora_names import find_layers
+from sd3_light.export.single_parts import read_place
 from sd3_light.model.lora import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
 
@@ -37,11 +38,15 @@ def merge(model: Path | State, loras: Sequence[tuple[Lora, float]]) -> dict[str,
 
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
-    """Weights and buffers, in float32, of the denoiser in a diffusers folder."""
+    """Weights and buffers, in float32, of the denoiser in a diffusers folder: all that its config promises and finite,
+    or a fault that names what is not. (diffusers would fill a gap with random weights.)"""
     place = denoiser_folder(folder)
     folder_size(place)  # a fault of the folder in words
-    model = SD3Transformer2DModel.from_pretrained(place, dtype=torch.float32, local_files_only=True)
-    state: dict[str, Tensor] = model.state_dict()
+    _, stored = read_place(place, "transformer")
+    state = {name: tensor.load().float() for name, tensor in stored.items()}
+    wrong = [name for name, tensor in state.items() if not is_finite(tensor)]
+    if wrong:
+        raise UserError(f"{place}: {wrong[0]} holds NaN or infinity; give another model")
     return state
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.export import real_pipeline
+from sd3_light.model.start import read_json
 
 FILE = "pipeline.py"
 """Where diffusers looks for a folder's own pipeline (``custom_pipeline="pipeline"``)."""
@@ -18,7 +19,7 @@ def add_pipeline(folder: Path, text: Mapping[str, Any]) -> None:
     with padded ones. The file is a copy of `real_pipeline`; this package never runs the one in a folder.
     """
     path = folder / "model_index.json"
-    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    index = read_json(path)
     settings = ("t5_max_length", "uncond_text")
     kept = {key: value for key, value in index.items() if key not in settings}
     if text.get("text_tokens") == "real":

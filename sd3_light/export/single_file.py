@@ -1,20 +1,21 @@
 """The community's SD3 single file, from a diffusers folder and back, bit for bit and with little memory."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusers import __version__ as diffusers_version
 from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import replacing
 from sd3_light.export.folder import FACTS, FROZEN, read_facts
+from sd3_light.export.frozen import link_parts
+from sd3_light.export.lora_layouts import Padding
+from sd3_light.export.places import new_file, new_folder, refuse_existing, writing
 from sd3_light.export.real import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
@@ -32,14 +33,24 @@ from sd3_light.export.single_parts import (
     without_pads,
 )
 from sd3_light.export.verify import ProofError
+from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import folder_size, read_json
 from sd3_light.model.tensor_file import StoredTensor, same, write_tensor_file
 
 ABOUT = "sd3_light"
 """The one metadata entry of our files, sorted JSON: see ``_about``."""
 
+ENDING = ".safetensors"
 _INDEX = "model_index.json"
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
+
+
+class Contents(NamedTuple):
+    """The last arguments of `write_single_file`."""
+
+    vae: bool = True
+    text_encoders: bool = False
+    pad_blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,11 @@ class Written:
 
     path: Path
     notes: tuple[str, ...]
+
+
+def is_single_file(path: Path) -> bool:
+    """Whether a name is that of a single file and not of a folder."""
+    return path.suffix == ENDING
 
 
 # --- folder to file ---------------------------------------------------------------------------
@@ -61,21 +77,20 @@ def write_single_file(
     It appears under its name when it has been read back and found to hold every bit of the folder. ``pad_blocks`` adds
     identity blocks where there are fewer blocks than heads, which readers want. Memory: a few chunks of 16 MiB.
     """
-    _refuse_existing(out)
-    if out.suffix != ".safetensors":
-        raise UserError(f"{out}: readers know a single file by its ending; give a name that ends in .safetensors")
+    refuse_existing(out)
+    if not is_single_file(out):
+        raise UserError(f"{out}: readers know a single file by its ending; give a name that ends in {ENDING}")
     folder_size(folder / "transformer")  # a fault where this is no SD3 denoiser
     parts = ("transformer", *(["vae"] if vae else []), *(_encoders_of(folder) if text_encoders else []))
     model = _read_parts(folder, parts)
     refuse_wrong_heads(model.configs["transformer"])
     blocks = blocks_in_file(model.configs["transformer"], pad_blocks)
     about = _about(folder, model, blocks)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as temporary:
+    notes = tuple(reader_notes(model, blocks, about["scheduler"], about["facts"].get("text", {})))
+    with writing(out), new_file(out) as temporary:
         write_tensor_file(temporary, to_single(model, blocks), {ABOUT: json.dumps(about, sort_keys=True)})
         _require_same(_read_file(temporary, None, keep_pads=False).model, model, out)
-        _refuse_existing(out)
-    return Written(out, tuple(reader_notes(model, blocks, about["scheduler"], about["facts"].get("text", {}))))
+    return Written(out, notes)
 
 
 def _about(folder: Path, model: Model, blocks: int) -> dict[str, Any]:
@@ -109,18 +124,15 @@ def read_single_file(path: Path, base: Path | None, out: Path, keep_pads: bool =
     it. Without ``base`` the folder holds only the parts of the file: enough for `init`, not for a pipeline. Identity
     blocks are left out where the file's own metadata says that they are padding, unless ``keep_pads``.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     if base is not None and not (base / _INDEX).is_file():
         raise UserError(f"{base} is no diffusers folder (no {_INDEX}); give a complete SD3 folder as base")
     read = _read_file(path, base, keep_pads)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with writing(out), new_folder(out) as temporary:
         _write_folder(temporary, read, base)
         _require_same(_read_parts(temporary, read.model.tensors), read.model, out)
-        os.rename(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if base is not None:
+            _require_complete(temporary, base)
     return Written(out, read.notes)
 
 
@@ -131,6 +143,13 @@ def transformer_from_single_file(path: Path, keep_pads: bool = False) -> tuple[C
     config, stock = _denoiser(_parts(tensors)["transformer"], _said(metadata, path), path, keep_pads)
     arguments = {name: value for name, value in config.items() if not name.startswith("_")}
     return arguments, {name: tensor.load() for name, tensor in stock.items()}
+
+
+def padding_of(path: Path) -> Padding | None:
+    """How a single file of ours is padded; None where it is not."""
+    about = _said(open_tensors(path)[1], path)
+    found = Padding(about.get("true_blocks", 0), about.get("blocks_in_file", 0))
+    return found if found.num_layers < found.num_blocks else None
 
 
 @dataclass(frozen=True)
@@ -185,13 +204,26 @@ def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         about: dict[str, Any] = json.loads(metadata[ABOUT])
         blocks = (about["config"]["num_layers"], about["true_blocks"], about["blocks_in_file"])
         sound = blocks[0] == blocks[1] <= blocks[2] and {*map(type, blocks)} == {int}
-    except (ValueError, KeyError, TypeError) as error:
+        _require_tables(about)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: its metadata {ABOUT!r} is damaged ({error!r}); write the file anew") from error
     if not sound:
         raise UserError(
             f"{path}: its metadata {ABOUT!r} contradicts itself about blocks: {blocks}; write the file anew"
         )
     return about
+
+
+def _require_tables(about: Mapping[str, Any]) -> None:
+    """A TypeError where an entry that others look into is no table, or no list of numbers."""
+    others = about.get("other_configs", {})
+    facts = about.get("facts", {})
+    for table in (others, facts, about.get("scheduler", {}), *others.values(), facts.get("text", {})):
+        if not isinstance(table, dict):
+            raise TypeError(f"{table!r} is no table")
+    dual = about["config"].get("dual_attention_layers") or ()
+    if not all(type(layer) is int for layer in dual):
+        raise TypeError(f"dual_attention_layers {dual!r}")
 
 
 def _denoiser(
@@ -241,16 +273,9 @@ def _write_folder(folder: Path, read: _File, base: Path | None) -> None:
 def _complete(folder: Path, base: Path) -> None:
     """Take from ``base`` what a pipeline wants and the file did not hold."""
     shutil.copyfile(base / _INDEX, folder / _INDEX)
-    for part in (*FROZEN, str(_SCHEDULER.parent)):
-        if (base / part).is_dir() and not (folder / part).exists():
-            shutil.copytree(base / part, folder / part, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    wanted = (*FROZEN, str(_SCHEDULER.parent))
+    missing = [part for part in wanted if (base / part).is_dir() and not (folder / part).exists()]
+    link_parts(base, folder, missing, series=folder.parent)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -261,9 +286,14 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 # --- checks -----------------------------------------------------------------------------------
 
 
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another name, nothing was changed")
+def _require_complete(folder: Path, base: Path) -> None:
+    """What the file did not hold and ``base`` has not is a fault, not a pipeline that nobody can load."""
+    missing = missing_parts(folder, transformer=True)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"{base} lacks {', '.join(missing[:3])}{more}, which the file lacks too; give a complete folder"
+        )
 
 
 def _require_same(written: Model, given: Model, out: Path) -> None:

@@ -74,6 +74,8 @@ def _size_notes(model: Model) -> Iterator[str]:
 
 def _constant_notes(model: Model, scheduler: Mapping[str, Any]) -> Iterator[str]:
     shift = scheduler.get("shift", _SHIFT)
+    if not isinstance(shift, int | float):
+        raise UserError(f"the scheduler's shift is {shift!r}, which is no number; fetch or write the folder anew")
     if shift != _SHIFT:
         yield f"sampling shift {shift:g}: ComfyUI takes {_SHIFT:g} unless a ModelSamplingSD3 node says {shift:g}"
     for key, usual in _LATENTS.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
+from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from sd3_light.config.faults import UserError
@@ -37,6 +38,7 @@ PREFIXES = {  # in the single file
 }
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 PROJECTION = "text_projection.weight"
+_MOST_LAYERS = 1000
 # what some programs write and no loader needs: a table of numbers, and T5's embedding a second time
 _SUPERFLUOUS = re.compile(r"\.position_ids$|^encoder\.embed_tokens\.weight$")
 
@@ -57,19 +59,32 @@ def weights_stem(part: str) -> str:
 # --- what a config promises -------------------------------------------------------------------
 
 
-def promised_shapes(part: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the part's tensors in diffusers' layout."""
-    with torch.device("meta"):
-        if part == "transformer":
-            model = SD3Transformer2DModel.from_config(dict(config))
-        elif part == "vae":
-            model = AutoencoderKL.from_config(dict(config))
-        elif part == "text_encoder_3":
-            model = T5EncoderModel(T5Config.from_dict(dict(config)))
-        else:
-            model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(dict(config)))
+def promised_shapes(part: str, config: Mapping[str, Any], where: str = "a model") -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the part's tensors in diffusers' layout; a config that makes no such part is a fault."""
+    layers = config.get("num_layers", 1)
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # a wrong number would take for ever
+        raise UserError(f"{where}: the config of {part} has num_layers {layers!r}; fetch or write it anew")
+    try:
+        with torch.device("meta"):
+            model = _empty(part, dict(config))
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{where}: the config of {part} makes none ({said}); fetch or write it anew") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {name: shape for name, shape in shapes.items() if not _SUPERFLUOUS.search(name)}
+
+
+def _empty(part: str, config: Config) -> nn.Module:
+    model: nn.Module
+    if part == "transformer":
+        model = SD3Transformer2DModel.from_config(config)
+    elif part == "vae":
+        model = AutoencoderKL.from_config(config)
+    elif part == "text_encoder_3":
+        model = T5EncoderModel(T5Config.from_dict(config))
+    else:
+        model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
+    return model
 
 
 def require(found: Tensors, shapes: Shapes, where: str) -> None:
@@ -92,7 +107,11 @@ def require(found: Tensors, shapes: Shapes, where: str) -> None:
 
 def read_part(folder: Path, part: str) -> tuple[Config, dict[str, StoredTensor]]:
     """A part of a diffusers folder, whole, or a fault that names what is missing."""
-    place = folder / part
+    return read_place(folder / part, part)
+
+
+def read_place(place: Path, part: str) -> tuple[Config, dict[str, StoredTensor]]:
+    """The same of the folder in which the part itself lies."""
     config = read_json(place / "config.json")
     tensors: dict[str, StoredTensor] = {}
     for file in _weight_files(place, weights_stem(part)):
@@ -101,7 +120,7 @@ def read_part(folder: Path, part: str) -> tuple[Config, dict[str, StoredTensor]]
         if twice:
             raise UserError(f"{file} holds {min(twice)}, and so does another file of {place}; write the folder anew")
         tensors.update(found)
-    require(tensors, promised_shapes(part, config), str(place))
+    require(tensors, promised_shapes(part, config, str(place)), str(place))
     return config, tensors
 
 
@@ -149,7 +168,7 @@ def _to_single(part: str, tensors: Tensors, config: Config, blocks: int) -> Tens
 
 def from_single(part: str, found: Tensors, config: Config, where: str) -> dict[str, StoredTensor]:
     """A part of a single file, its prefix taken off, as diffusers has it; checked against its config."""
-    shapes = promised_shapes(part, config)
+    shapes = promised_shapes(part, config, where)
     if part == "transformer":
         require(found, fused_shapes(shapes, config), where)
         return split(found, config)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sd3_light.config.faults import UserError
 from sd3_light.model.start import WEIGHTS, read_json
 
 CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
@@ -66,8 +67,16 @@ def missing_weights(folder: Path, stem: str) -> Iterator[str]:
     if not index.is_file():
         yield f"{stem}.safetensors"
         return
-    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    files = sorted(set(_weight_map(index).values()))
     yield from (file for file in files if not (folder / file).is_file())
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """tensor -> file, as the index of a part that is cut into several files says."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{index} has no weight_map that names files; fetch or write the folder anew")
+    return found
 
 
 @dataclass(frozen=True)

@@ -185,17 +185,28 @@ def read_tensor_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     ValueError that says why."""
     entries, first, size = _read_header(path)
     metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no table of texts")
     try:
         tensors = {name: _stored(path, first, entry) for name, entry in entries.items()}
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError("its header is no safetensors header") from error
+    _require_whole(tensors, first, size)
+    return tensors, metadata
+
+
+def _require_whole(tensors: Mapping[str, StoredTensor], first: int, size: int) -> None:
+    """The tensors follow each other without a gap up to the end of the file, each with the bytes of its shape."""
     for name, tensor in tensors.items():
         if tensor.spans[0].size != tensor.nbytes:
             raise ValueError(f"{name} has {tensor.spans[0].size} bytes, not the {tensor.nbytes} of its shape")
-    end = max((tensor.spans[0].start + tensor.nbytes for tensor in tensors.values()), default=first)
+    end = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].spans[0].start, item[1].nbytes)):
+        if tensor.spans[0].start != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end += tensor.nbytes
     if end != size:
         raise ValueError("it ends too early" if size < end else "it goes on after its last tensor")
-    return tensors, metadata
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:

@@ -66,6 +66,12 @@ class Optimizer:
                 part.optimizer.grad_scale, part.optimizer.found_inf = None, skip  # type: ignore[attr-defined]
             part.optimizer.step()
 
+    @property
+    def only(self) -> torch.optim.Optimizer:
+        """The one torch optimizer behind this, for a library that drives it itself."""
+        (part,) = self._parts
+        return part.optimizer
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for part in self._parts:
@@ -100,11 +106,12 @@ def _adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[P
     """Fused on every device: one path, on which a skipped step needs no host, and which takes DTensors."""
     groups = parameter_groups(named.items(), config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return [Part(optimizer, _create_adamw, obeys_found_inf=True)]
+    return [Part(optimizer, create_adamw_state, obeys_found_inf=True)]
 
 
 @torch.no_grad()
-def _create_adamw(optimizer: Any, parameter: nn.Parameter) -> None:
+def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
+    """What AdamW remembers of a weight before its first step; for engines that hold the torch optimizer themselves."""
     optimizer.state[parameter] = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),

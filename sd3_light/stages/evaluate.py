@@ -11,7 +11,7 @@ from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
-from sd3_light.engines.processes import start_process_group
+from sd3_light.engines.processes import peers_in_words, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.open import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
@@ -34,7 +34,8 @@ def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) 
     start_process_group(launch, device, config.dist_timeout_sec)
     engine = TorchEngine(DiffusionTrainingModule(denoiser, config), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
-    return dict(Evaluator(loaded, launch, engine, preparer).losses())
+    with peers_in_words():
+        return dict(Evaluator(loaded, launch, engine, preparer).losses())
 
 
 def run(

@@ -1,6 +1,6 @@
-"""The export stage: a proven diffusers folder, or a proven adapter file, from a run's checkpoint or its snapshots of
-averages."""
+"""The export stage: a proven diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter import write_adapter
 from sd3_light.export.folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
+from sd3_light.export.places import refuse_existing, unnamed_folder, writing
+from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
 from sd3_light.training.adapter import adapter_spec
@@ -41,27 +43,27 @@ def run(
     weights: str | None = None,
     ema_length: float | None = None,
     push_to_hub: str | None = None,
+    contents: Contents | None = None,
 ) -> Path:
     """Export from the newest (or the given) checkpoint: ``weights`` is `raw`, `ema` or another average's name, None for
     `ema` where there is one.
 
     With ``ema_length`` (a width sigma_rel) an average of that length is rebuilt from the run's snapshots instead, as of
     the newest one (at the step of ``checkpoint`` or before it, where that is given). ``push_to_hub`` names a repository
-    of the Hugging Face hub that gets the export as well.
+    of the Hugging Face hub that gets the export as well. An ``out`` that ends in .safetensors is a single file, with
+    ``contents``; the folder it is made of is proven and then removed.
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other: a rebuilt average is neither; keep one")
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another folder, nothing was changed")
-    if push_to_hub is not None:
-        check_push(push_to_hub)  # now, and not after an hour
+    refuse_existing(out)
+    _check_form(out, contents, push_to_hub)
     train = load_config(run_folder / "config.toml").train
     if ema_length is None:
         chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
         chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
     try:
-        _write(train, chosen, run_folder, out)
+        _write(train, chosen, run_folder, out, contents)
     except ExportError as fault:
         raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
@@ -69,14 +71,46 @@ def run(
     return out
 
 
-def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
+def _check_form(out: Path, contents: Contents | None, push_to_hub: str | None) -> None:
+    """Refuse wishes that do not go together, now and not after an hour."""
+    if push_to_hub is not None:
+        if is_single_file(out):
+            raise UserError(f"--push-to-hub uploads a folder, and {out} is a single file; give the name of a folder")
+        check_push(push_to_hub)
+    if contents not in (None, Contents()) and not is_single_file(out):
+        raise UserError(
+            f"--vae, --text-encoders and --pad-blocks are for single files, and {out} is a folder's name; give one "
+            "that ends in .safetensors"
+        )
+
+
+def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, contents: Contents | None) -> None:
     """The whole model, or of a run that trains an adapter the adapter's file."""
     if train.adapter is not None:
-        write_adapter(out, chosen.trained, adapter_spec(train, chosen.words, chosen.progress, run_folder))
+        _write_adapter(train, chosen, run_folder, out)
         return
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
-    write_folder(out, whole_state(transformer, chosen.trained, train.freeze), spec)
+    state = whole_state(transformer, chosen.trained, train.freeze)
+    with writing(out):
+        if not is_single_file(out):
+            write_folder(out, state, spec, replace=False)
+            return
+        with unnamed_folder(out) as place:  # gone at the end, whatever happens
+            folder = write_folder(place / out.stem, state, spec)
+            for note in write_single_file(folder, out, *(contents or Contents())).notes:
+                say(f"note: {note}")
+
+
+def _write_adapter(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
+    """A folder with the adapter's file, card and proof, or the file alone."""
+    spec = adapter_spec(train, chosen.words, chosen.progress, run_folder)
+    with writing(out):
+        if not is_single_file(out):
+            write_adapter(out, chosen.trained, spec)
+            return
+        with unnamed_folder(out) as place:
+            os.replace(write_adapter(place / out.stem, chosen.trained, spec) / spec.file, out)
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

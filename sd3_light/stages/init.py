@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig
-from sd3_light.config.faults import UserError
 from sd3_light.export.folder import write_folder
+from sd3_light.export.places import refuse_existing, writing
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config
@@ -15,11 +15,12 @@ from sd3_light.training.saver import export_spec, model_config
 
 def run(loaded: LoadedConfig, out: Path) -> Path:
     """Write ``out``: encoders and VAE from `diffusers_path`, the denoiser by size and seed. Never overwrites."""
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another folder, nothing was changed")
+    refuse_existing(out)
     train = loaded.train
     start = where_weights_start(train.model)
     transformer = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
     marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
-    return write_folder(out, transformer.state_dict(), replace(spec, files={**spec.files, MARKER: marker}))
+    spec = replace(spec, files={**spec.files, MARKER: marker})
+    with writing(out):
+        return write_folder(out, transformer.state_dict(), spec, replace=False)

@@ -4,6 +4,8 @@ Each process takes its share of the requests, writes its pictures and is done: n
 which makes the grid when all are there. A picture's name is its request's number, so no process needs to ask another.
 """
 
+import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -19,7 +21,9 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
+from sd3_light.export.places import writing
 from sd3_light.runlog import progress, say
 from sd3_light.sampling.generate import draw, size_fault
 from sd3_light.sampling.grid import make_grid
@@ -71,6 +75,7 @@ def run(
     if not rows:
         raise UserError("no prompt given; add one, or a file of prompts with --file")
     check_sampler(wishes.sampler)
+    _check_wishes(rows, out, wishes)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
     share = deal([row for row, _ in jobs], launch.rank, launch.world)
     shown = list(range(len(jobs)))[:_GRID_MOST] if wishes.grid and launch.is_main else []
@@ -96,6 +101,20 @@ def deal(rows: Sequence[Row], rank: int, world: int) -> list[int]:
     return sorted(sorted(range(len(rows)), key=kind)[rank::world])
 
 
+def _check_wishes(rows: Sequence[Row], out: Path, wishes: Wishes) -> None:
+    """Faults that need no model to be seen."""
+    if not math.isfinite(wishes.guidance):
+        raise UserError(f"--guidance {wishes.guidance}: give a finite number")
+    for text in (wishes.negative_prompt, *(row.prompt for row in rows)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {text!a} is no UTF-8; set the terminal to UTF-8, or use --file") from None
+    parent = next(place for place in (out, *out.absolute().parents) if os.path.lexists(place))
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--out {out}: {parent} is no folder that can be written to; choose another")
+
+
 def _name(out: Path, number: int) -> Path:
     return out / f"{number:05d}.png"
 
@@ -110,7 +129,7 @@ def _open(model: Path, wishes: Wishes, launch: Launch) -> tuple[StableDiffusion3
     dtype = check_dtype(wishes.dtype)
     pipe, policy = open_pipeline(model, torch.device("cpu"))
     use_sampler(pipe, wishes.sampler)
-    add_loras(pipe, wishes.loras)
+    add_loras(pipe, wishes.loras, diffusers_tensors)
     compute_in(pipe, dtype)  # before the device: it need not hold the model in float32
     pipe.vae.enable_slicing()  # one picture at a time: its activations are the largest of all
     return pipe.to(launch.device()), policy
@@ -179,7 +198,9 @@ def _draw(
                 path = _name(out, numbers[index])
                 _refuse_to_overwrite([path])
                 facts = _facts(requests[numbers[index]], about)
-                save_png(image, path, {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), FACTS: facts})
+                metadata = {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), FACTS: facts}
+                with writing(path):
+                    save_png(image, path, metadata)
             bar.advance(len(drawn))
             slowest, before = max(slowest, time.monotonic() - before), time.monotonic()
     return slowest
@@ -205,7 +226,8 @@ def _make_grid(requests: dict[int, Request], total: int, out: Path) -> None:
     images = list(_thumbnails(requests, out))
     largest = max(max(image.size) for image in images)
     sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _GRID_SMALL // largest))
-    save_png(sheet, out / GRID, {})
+    with writing(out / GRID):
+        save_png(sheet, out / GRID, {})
     if total > len(images):
         say(f"the grid shows the first {len(images)} of {total} pictures")
 

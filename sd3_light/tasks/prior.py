@@ -22,8 +22,8 @@ class ClassPictures(Dataset[Any]):
     """``count`` pictures of ``prompt``, picture i with seed i, drawn by ``make`` where they are not in ``cache`` yet.
 
     Items are ``{image: picture, prompt: text}`` under the names that the units of the task read. The folder's name in
-    the cache is a hash of the prompt and of ``made_by``, JSON that names model and sampler: another prompt or another model
-    draws anew.
+    the cache is a hash of the prompt and of ``made_by``, JSON that names model and sampler: another prompt or another
+    model draws anew.
     """
 
     def __init__(

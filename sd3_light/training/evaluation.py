@@ -13,12 +13,16 @@ from sd3_light.training.feed import make_loader, open_cache
 
 @dataclass
 class Evaluator:
-    """Evaluates whatever weights are in the engine's model; the same weights give the same numbers each time."""
+    """Evaluates whatever weights are in the engine's model; the same weights give the same numbers each time.
+
+    With pipelines of several ``stages`` a batch is as many micro-batches as the config says, which the engine splits.
+    """
 
     loaded: LoadedConfig
     launch: Launch
     engine: Engine
     preparer: PreparesInputs
+    stages: int = 1
     _open: dict[str, CachedDataset] = field(default_factory=dict)
 
     def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
@@ -33,9 +37,13 @@ class Evaluator:
         data, config = self._open[name], self.loaded.train
         once = {shard.directory: 1.0 for shard in data.manifest.shards}
         order = data.order(0, once, self._batch, config.shuffle_window)
-        batches = MicroBatches(data, order, self.launch.rank, self.launch.world, 1)
+        share = self.launch.of_data(self.stages)
+        batches = MicroBatches(data, order, share.rank, share.world, 1)
         items = AtQuantiles(batches, order.steps_per_epoch)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
 
     def _batch(self, resolution: tuple[int, int]) -> int:
-        return batch_size_for(self.loaded.train.eval_micro_batch_size_per_gpu, resolution) * self.launch.world
+        config = self.loaded.train
+        pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
+        micro = batch_size_for(config.eval_micro_batch_size_per_gpu, resolution)
+        return micro * pieces * self.launch.of_data(self.stages).world

@@ -10,7 +10,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import ModelConfig, UserError
 from sd3_light.encoders.text import Features, join_real_text, join_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.folder import write_folder
@@ -150,7 +150,12 @@ def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel
         return _from_single_file(start.file)
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
-    return SD3Transformer2DModel.from_pretrained(start.folder, dtype=torch.float32, local_files_only=True)
+    given = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+    transformer, told = SD3Transformer2DModel.from_pretrained(start.folder, **given)
+    gaps = [*told["missing_keys"], *told["unexpected_keys"]]
+    if gaps:  # diffusers only warns, and starts from random weights where some are missing
+        raise UserError(f"{start.folder} is not what its config.json promises: {gaps[0]}; fetch or write it anew")
+    return transformer
 
 
 def _from_single_file(path: Path) -> SD3Transformer2DModel:

@@ -1,6 +1,6 @@
 """A batch in, a loss out: the denoiser run through its layers, compared with the flow's velocity."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.layers import build_layers, run_layers, unpatchify
+from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
@@ -40,11 +40,20 @@ class DiffusionTrainingModule(nn.Module):
         """The parameters that train."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The losses of a micro-batch besides ``each``, in their order."""
+        return ("loss", "flow", "text_recon") if self.gamma > 0 else ("loss", "flow")
+
     def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
         """The loss with its gradient; its parts and ``each`` without."""
+        return self.losses(self._run(features), label)
+
+    def losses(self, outputs: State, label: Label) -> Losses:
+        """What `forward` returns, from the last layer's outputs."""
         target, mask = label[:2]
         assert target is not None
-        patches, text, *rest = self._run(features)
+        patches, text, *rest = outputs
         each = flow_loss(unpatchify(patches, *target.shape[-2:]), target, mask, self.pseudo_huber_c)
         flow = each.mean()
         losses = {"loss": flow, "flow": flow.detach(), "each": each.detach()}
@@ -56,14 +65,44 @@ class DiffusionTrainingModule(nn.Module):
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
-        return unpatchify(self._run(features)[0], *features[0].shape[-2:]).float()
+        return self.velocity(self._run(features), features[0].shape[-2:])
 
-    def _run(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
-        device = features[0].device
+    def velocity(self, outputs: State, size: Sequence[int]) -> Tensor:
+        """What `denoise` returns, from the last layer's outputs; ``size`` is the latent's height and width."""
+        height, width = size
+        return unpatchify(outputs[0], height, width).float()
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
+        return [PipelineLayer(self, layer) for layer in self._layers]
+
+    def _run(self, features: tuple[Tensor, ...]) -> State:
         if self.dropout is not None:
-            self.dropout.forward(device)
+            self.dropout.forward(features[0].device)
+        return self.run_some(self._layers, self.inputs(features))
+
+    def inputs(self, features: tuple[Tensor, ...]) -> State:
+        """What the first layer takes."""
+        assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
+        return (*(feature.float() for feature in features[:4]), *features[4:])
+
+    def run_some(self, layers: Sequence[nn.Module], state: State) -> State:
+        """Some layers after another, computing in the config's type."""
+        device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
-        inputs = [*(feature.float() for feature in features[:4]), *features[4:]]
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(self._layers, inputs, self.checkpointing)
+            return run_layers(layers, state, self.checkpointing)
+
+
+class PipelineLayer(nn.Module):
+    """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
+
+    def __init__(self, module: DiffusionTrainingModule, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._module = (module,)  # in a tuple: not a part of this one
+
+    def forward(self, state: State) -> State:
+        """The layer alone."""
+        (module,) = self._module
+        return module.run_some([self.layer], module.inputs(state) if isinstance(self.layer, Embed) else state)

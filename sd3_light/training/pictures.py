@@ -6,7 +6,7 @@ loaded: the prompts' features come from the cache.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,29 +51,36 @@ class Sampler:
     pictures_at_once: int
     launch: Launch
     device: torch.device
+    stages: int = 1
     _vae: AutoencoderKL | None = field(default=None, repr=False)
 
     @staticmethod
     def of_config(
-        config: TrainConfig, cache_dir: Place, data: CachedDataset, launch: Launch, device: torch.device
+        config: TrainConfig,
+        cache_dir: Place,
+        data: CachedDataset,
+        launch: Launch,
+        device: torch.device,
+        stages: int = 1,
     ) -> "Sampler":
         """The sampler of a run on ``data``, the cache at ``cache_dir``.
 
         Prompts that the cache does not have (it is at a URL, or may only be read) are encoded here and now, each
-        encoder loaded, used and freed before the next.
+        encoder loaded, used and freed before the next. The processes of a pipeline of ``stages`` draw the same.
         """
         wishes, bucket = config.sampling, smallest(data.buckets)
         assert wishes.prompts, "nothing to draw"
         width, height = map(int, bucket.bucket.split("x"))
         requests = tuple(Request(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds)
-        mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), launch.rank, launch.world))
+        share = launch.of_data(stages)
+        mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), share.rank, share.world))
         texts = _texts(config.model, list(mine), cache_dir, data.manifest.recipe, device)
         empty = joined(data.empty_text())
         negative = empty if config.model.uncond_text == "empty" else no_text(empty, config.model.text_tokens)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # a call of the denoiser takes no more samples than a micro-batch: training's memory suffices
         at_once = max(1, min(_MOST_AT_ONCE, micro_batch // (2 if wishes.guidance > 1 else 1)))
-        return Sampler(config, requests, texts, negative, at_once, launch, device)
+        return Sampler(config, requests, texts, negative, at_once, launch, device, stages)
 
     def sample(
         self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
@@ -103,12 +110,16 @@ class Sampler:
 
     def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
         """This rank's pictures, each with the number of its request; every rank calls ``denoise`` equally often."""
-        pipe, share = self._pipeline(), deal(len(self.requests), self.launch.rank, self.launch.world)
+        pipe, share = self._pipeline(), self._share(self.launch.rank)
         drawn: list[tuple[int, Image.Image]] = []
         for start in range(0, len(share), self.pictures_at_once):
             indices = share[start : start + self.pictures_at_once]
             drawn += zip(indices, self._draw_batch(pipe, denoise, indices), strict=True)
         return drawn
+
+    def _share(self, rank: int) -> list[int]:
+        of_data = replace(self.launch, rank=rank).of_data(self.stages)
+        return deal(len(self.requests), of_data.rank, of_data.world)
 
     def _draw_batch(
         self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
@@ -146,7 +157,7 @@ class Sampler:
             parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
             dist.gather(pixels, parts, dst=0, group=group)
             for rank, part in enumerate(parts or ()):
-                share = deal(len(self.requests), rank, self.launch.world)
+                share = self._share(rank)
                 found |= {index: Image.fromarray(one) for index, one in zip(share, part.numpy(), strict=True)}
         return [found[index] for index in range(len(self.requests))] if self.launch.is_main else None
 

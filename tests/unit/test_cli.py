@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from sd3_light import __version__, cli, journeys
-from sd3_light.config.faults import UserError
+from sd3_light.cli import process
+from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.stages.cache import Wishes
 from sd3_light.stages.train import Resume
 
-VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "inspect", "report")
+VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "convert", "inspect", "report")
 FLAGS = (
     "--config",
     "--cache_only",
@@ -47,7 +48,7 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables, and nothing remembered from other calls."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cli, "_DEBUG", False)
+    monkeypatch.setattr(process, "_DEBUG", False)
     monkeypatch.setattr(console, "_main_process", None)
 
 
@@ -82,7 +83,11 @@ def train_py(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls of the journeys, which do nothing here: (name, config, launch, trust, regenerate, resume)."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(journeys, "cache_then_train", lambda *given: calls.append(("train", *given)))
+
+    def cache_then_train(*given: Any, by_deepspeed: bool = False) -> None:
+        calls.append(("deepspeed" if by_deepspeed else "train", *given))
+
+    monkeypatch.setattr(journeys, "cache_then_train", cache_then_train)
 
     def only_cache(*given: Any) -> list[Path]:
         calls.append(("cache", *given))
@@ -187,7 +192,7 @@ def test_what_cannot_be_parsed_is_code_2(verb: Callable[..., Said], arguments: t
 def test_our_fault_is_code_1(
     verb: Callable[..., Said], train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a wheel came off")
 
     monkeypatch.setattr(journeys, "cache_then_train", broken)
@@ -198,10 +203,22 @@ def test_our_fault_is_code_1(
         assert line.endswith("; --debug shows the whole way)")
 
 
+def test_a_lost_process_is_one_line_and_says_try_again(
+    train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise PeerLost("a machine is gone; start again")
+
+    monkeypatch.setattr(journeys, "cache_then_train", lost)
+    said = train_py("--config", project.train_toml)
+    assert said.code == cli.RESUMABLE
+    assert one_line(said) == "error: a machine is gone; start again"
+
+
 def test_debug_shows_where(
     verb: Callable[..., Said], train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise UserError("a fault of the user")
 
     monkeypatch.setattr(journeys, "cache_then_train", broken)
@@ -215,7 +232,7 @@ def test_debug_shows_where(
 
 
 def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(journeys, "cache_then_train", interrupted)
@@ -234,6 +251,7 @@ def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, m
         (("--cache_only",), ("cache", Wishes(trust=False, regenerate=False))),
         (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", Wishes(trust=True, regenerate=True))),
         (("--cache_only", "--deepspeed"), ("cache", Wishes(trust=False, regenerate=False))),
+        (("--deepspeed", "--trust_cache"), ("deepspeed", Wishes(trust=True, regenerate=False), None)),
         (("--resume_from_checkpoint",), ("train", Wishes(trust=False, regenerate=False), Resume())),
         (("--resume_from_checkpoint", "DIR"), ("train", Wishes(trust=False, regenerate=False), Resume(Path("DIR")))),
         (
@@ -289,16 +307,6 @@ def test_the_train_verb_resumes(verb: Callable[..., Said], raw_project: Project,
     assert [call[-1] for call in called] == [None, Resume(), Resume(Path("DIR"))]
 
 
-def test_deepspeed_is_refused_with_its_reason(
-    train_py: Callable[..., Said], raw_project: Project, called: list[Any]
-) -> None:
-    said = train_py("--config", raw_project.train_toml, "--deepspeed")
-    assert said.code == 2
-    assert "torchrun" in one_line(said)
-    assert "--deepspeed" in said.err
-    assert called == []
-
-
 @pytest.mark.parametrize("flag", ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params"])
 def test_a_reset_without_a_resume_is_refused(
     train_py: Callable[..., Said], raw_project: Project, called: list[Any], flag: str
@@ -330,7 +338,7 @@ def test_a_rank_left_over_in_the_shell_means_nothing(
 ) -> None:
     """Neither to who takes part nor to who speaks and keeps the log."""
     seen = []
-    monkeypatch.setattr(journeys, "cache_then_train", lambda *given: seen.append((given[1], is_main_process())))
+    monkeypatch.setattr(journeys, "cache_then_train", lambda *given, **_: seen.append((given[1], is_main_process())))
     assert train_py("--config", raw_project.train_toml).code == 0
     monkeypatch.setattr(console, "_main_process", None)
     assert verb("train", raw_project.train_toml).code == 0

@@ -16,13 +16,7 @@ class NotYet:
 
 
 # One feature a line: delete the line when the feature lands.
-# fmt: off
-NOT_YET = (
-    NotYet("pipeline_stages", lambda t: t.pipeline_stages > 1, "write pipeline_stages = 1"),
-    NotYet("eval_gradient_accumulation_steps", lambda t: t.eval_gradient_accumulation_steps > 1, "remove it"),
-    NotYet("partition_method", lambda t: t.partition_method != "parameters", "remove it: for pipelines"),
-)
-# fmt: on
+NOT_YET: tuple[NotYet, ...] = ()
 
 
 def not_yet_faults(loaded: LoadedConfig) -> Iterator[Fault]:

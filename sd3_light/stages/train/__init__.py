@@ -11,11 +11,12 @@ from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.engines import Launch
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.layers import compile_blocks
+from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
@@ -41,26 +42,31 @@ from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 __all__ = ["Resume", "require_start", "run"]
 
 
-def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | None = None) -> Progress:
-    """Train to the end of the config's epochs or steps; the cache must be there.
+def run(
+    loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | None = None, by_deepspeed: bool = False
+) -> Progress:
+    """Train to the end of the config's epochs or steps, by torch's engine or DeepSpeed's; the cache must be there.
 
     Raises `Stopped` when a signal asked to stop and the checkpoint to go on from is saved.
     """
     launch = launch or Launch()
-    device = launch.device()
+    deepspeed.require(loaded.train, launch, by_deepspeed)
+    device, stages = launch.device(), loaded.train.pipeline_stages
+    share = launch.of_data(stages)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with RunFolder(loaded, launch.is_main) as folder, _faults_in_words():
         data = open_cache(loaded.dataset, loaded.train, launch, in_memory=not loaded.train.sd3_streaming_dataset)
-        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, loaded.train.parallel)
+        all_write = deepspeed.all_write(loaded.train) if by_deepspeed else loaded.train.parallel == "fsdp2"
+        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, all_write)
         saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
         config = settings_in_force(loaded.train, saved, resume)
 
-        order = make_order(data, loaded, launch)
+        order = make_order(data, loaded, share)
         if saved is None:
-            MicroBatches(data, order, launch.rank, launch.world, config.gradient_accumulation_steps).warm(0)
+            MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
         # before the engine takes the GPU: prompts that the cache does not have are encoded now
-        sampler = make_sampler(loaded, config, data, launch)
+        sampler = make_sampler(loaded, config, data, launch, stages)
         pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
         choose_what_trains(pipeline.transformer, config, device)
         saver = saver_of(config, pipeline.transformer, folder.path / "exports")
@@ -69,19 +75,24 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | Non
         module = DiffusionTrainingModule(pipeline.transformer, config)
         if config.adapter is not None and config.adapter.dropout > 0:
             module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
-        engine = TorchEngine(module, config, launch, device, groups.writers)
+        make = deepspeed.make_engine if by_deepspeed else TorchEngine
+        engine: Engine = make(module, config, launch, device, groups.writers)
+        share_patience(groups, config.dist_timeout_sec)
+        saver.live = lambda: engine.whole(engine.weights)
         averages = Averages(engine.weights, config.ema)
         restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
 
         training = _plan(config, launch, device, groups, folder, data, order, pipeline, engine, averages, restored)
         progress, total = restored.progress, training.total_steps
-        folder.announce(
-            config, _start(config, engine), progress, total, order, launch, device, saved.path if saved else None
-        )
+        name = deepspeed.engine_name(config, launch) if by_deepspeed else TorchEngine.name_of(config, launch)
+        source = saved.path if saved else None
+        folder.announce(config, _start(config), progress, total, order, launch, device, source, name)
         folder.tell_dropped(data, order)
         if module.dropout is not None:
             training.begin_step = module.dropout.begin
-        duties = Duties(loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder)
+        duties = Duties(
+            loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder, stages
+        )
         with training.watch, duties:
             training.duties = duties.of_run(total)
             if config.eval_before_first_step and progress.step == 0:
@@ -104,16 +115,17 @@ def _plan(
     data: CachedDataset,
     order: Order,
     pipeline: LightSD3Pipeline,
-    engine: TorchEngine,
+    engine: Engine,
     averages: Averages,
     restored: Restored,
 ) -> Run:
     """The run that the loop will walk, without its duties."""
     total = total_steps(config, order, restored.progress)
+    share = launch.of_data(config.pipeline_stages)
     place = folder.path if launch.is_main else None
     return Run(
         engine=engine,
-        steps=training_steps(config, data, order, launch, engine, pipeline.preparer),
+        steps=training_steps(config, data, order, share, engine, pipeline.preparer),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
@@ -122,7 +134,7 @@ def _plan(
         log=folder.log,
         meter=Meter(launch.world, _peak(device, config), restored.window),
         watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(groups.control, NUM_WISHES)),
-        flops_in=flops_counter(where_weights_start(config.model), launch.world, config.adapter is not None),
+        flops_in=flops_counter(where_weights_start(config.model), share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
@@ -132,7 +144,7 @@ def _plan(
 
 @contextmanager
 def _faults_in_words() -> Iterator[None]:
-    """Too little GPU memory and a dead worker are the user's to mend: one line each."""
+    """Too little GPU memory, a dead worker and a lost process are the user's to mend: one line each."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -142,7 +154,7 @@ def _faults_in_words() -> Iterator[None]:
             "`sd3-light check` foretells the need"
         ) from error
     except RuntimeError as error:
-        if fault := worker_fault(error):
+        if fault := worker_fault(error) or lost_peer(error):
             raise fault from error
         raise
 
@@ -170,14 +182,14 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     )
 
 
-def _start(config: TrainConfig, engine: TorchEngine) -> str:
+def _start(config: TrainConfig) -> str:
     """Where weights start and what trains, in words."""
-    start = where_weights_start(config.model).sentence
-    if config.adapter is None:
-        return start
-    count = sum(piece.values.numel() for piece in engine.like_weights("", engine.weights))
-    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[config.adapter.type]
-    return f"a {kind} of rank {config.adapter.rank} ({count:,} weights) on the {start}"
+    start, adapter = where_weights_start(config.model), config.adapter
+    if adapter is None:
+        return start.sentence
+    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
+    count = adapter_parameters(start.size, adapter)
+    return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"
 
 
 def _peak(device: torch.device, config: TrainConfig) -> float | None:

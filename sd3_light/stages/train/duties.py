@@ -37,11 +37,13 @@ RAW = "raw"
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
 
 
-def make_sampler(loaded: LoadedConfig, config: TrainConfig, data: CachedDataset, launch: Launch) -> Sampler | None:
+def make_sampler(
+    loaded: LoadedConfig, config: TrainConfig, data: CachedDataset, launch: Launch, stages: int = 1
+) -> Sampler | None:
     """What draws the config's prompts; None where there are none."""
     if not config.sampling.prompts:
         return None
-    return Sampler.of_config(config, loaded.dataset.cache_dir, data, launch, launch.device())
+    return Sampler.of_config(config, loaded.dataset.cache_dir, data, launch, launch.device(), stages)
 
 
 @dataclass
@@ -58,18 +60,20 @@ class Duties:
     saver: ExportSeries
     training: Run
     folder: RunFolder
+    stages: int = 1
 
     def __post_init__(self) -> None:
         engine, rank = self.training.engine, self.launch.rank
         self.engine = engine
         assert self.training.averages is not None
         self.averages = self.training.averages
-        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.preparer)
+        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.preparer, self.stages)
         folder, keep = self.folder.path / "checkpoints", self.config.keep_last_n_checkpoints
         self.keeper = CheckpointKeeper(folder, rank, engine.writers, self.groups.saving, keep)
         self.keeper.prepare(self.pieces())
         self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
         self.exports = Background("exports")
+        self._order_facts = order_facts(self.order)  # once: it looks at every shard
         self._news: list[Saved | Failed | Done] = []
         self._failed: dict[str, str] = {}
 
@@ -152,7 +156,7 @@ class Duties:
         """What a checkpoint says besides its tensors."""
         return {
             "progress": progress.as_dict(),
-            "order": order_facts(self.order),
+            "order": self._order_facts,
             "settings": rate_settings(self.config),
             "window": self.training.meter.window.as_dict(),
         }

@@ -57,6 +57,7 @@ class RunFolder:
         launch: Launch,
         device: torch.device,
         checkpoint: Path | None,
+        engine: str,
     ) -> None:
         """Open the log; say and write down what is about to happen."""
         padding = sum(bucket.padding for bucket in order.buckets)
@@ -75,7 +76,6 @@ class RunFolder:
         facts["trains"] = start
         event = "start" if checkpoint is None else "resume"
         source = {} if checkpoint is None else {"checkpoint": checkpoint.name}
-        engine = f"torch {self.loaded.train.parallel}" if launch.world > 1 else "torch"
         self.log(event, **progress.as_dict(), **facts, engine=engine, **source)
 
     def _open_log(self) -> RunLog:

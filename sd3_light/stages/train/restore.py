@@ -162,12 +162,9 @@ class Saved:
         return known, [name for name in averages.tracks if name not in known]
 
     def _require_model(self, engine: Engine) -> None:
-        differing = sorted(set(self.checkpoint.names(WEIGHTS)) ^ set(engine.weights))[:3]
-        differing += [
-            piece.name.partition("/")[2]
-            for piece in engine.like_weights(WEIGHTS, engine.weights)
-            if not differing and tuple(self.checkpoint.shapes[piece.name]) != piece.shape
-        ][:3]
+        named = {name: self.checkpoint.shapes[f"{WEIGHTS}/{name}"] for name in self.checkpoint.names(WEIGHTS)}
+        shapes = engine.shapes
+        differing = sorted(name for name in {*named, *shapes} if named.get(name) != shapes.get(name))[:3]
         if differing:
             raise UserError(f"{self.path} is of another model (differs in {differing}); check [model] and freeze")
 

@@ -383,12 +383,12 @@ def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None
     assert (groups.control, groups.saving, groups.writers) == (((), "gloo"), (([0, 1],), "gloo"), 2)
 
 
-@pytest.mark.parametrize(("parallel", "writers"), [("ddp", 3), ("fsdp2", 8)])
-def test_the_first_machine_says_how_many_write(monkeypatch: pytest.MonkeyPatch, parallel: str, writers: int) -> None:
+@pytest.mark.parametrize(("all_write", "writers"), [(False, 3), (True, 8)])
+def test_the_first_machine_says_how_many_write(monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int) -> None:
     """This process is on a machine with 5; the first has 3."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **keys: None)
     monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: given)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source, group: tensor.fill_(3))
-    groups: Any = start_process_group(Launch(7, 4, 8), CPU, 60, parallel)
+    groups: Any = start_process_group(Launch(7, 4, 8), CPU, 60, all_write)
     assert (groups.writers, groups.saving) == (writers, (list(range(writers)),))

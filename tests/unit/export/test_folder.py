@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.data.files import machine
 from sd3_light.export import folder as folder_module
 from sd3_light.export import frozen, real_pipeline, reload, verify
 from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
@@ -250,10 +252,13 @@ def test_a_frozen_part_that_changed_is_not_taken_from_an_earlier_export(
 
 
 def test_what_a_killed_process_left_goes(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
-    (tmp_path / ".out.1.tmp" / "vae").mkdir(parents=True)
-    (tmp_path / ".other.1.tmp").mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    killed, living = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
+    for name in (f".out.{killed}", f".out.{living}", f".other.{killed}"):
+        (tmp_path / name / "vae").mkdir(parents=True)
     write_folder(tmp_path / "out", state, spec(demo_parts))
-    assert sorted(os.listdir(tmp_path)) == [".other.1.tmp", "out"]
+    assert sorted(os.listdir(tmp_path)) == sorted([f".other.{killed}", f".out.{living}", "out"])
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_export(

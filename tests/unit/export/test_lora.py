@@ -501,7 +501,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sd3_light.export.lora.save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=r"cannot write .*other\.safetensors: No space"):
         write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
 
@@ -510,8 +510,8 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, m
 def test_the_same_lora_gives_the_same_bytes(modules: dict[str, LoraModule], layout: Any, tmp_path: Path) -> None:
     facts = {"steps": 7, "data": "pictures"}
     other = dict(reversed(modules.items()))
-    one = write_lora(tmp_path / "1", modules, layout=layout, facts=facts)
-    two = write_lora(tmp_path / "2", other, layout=layout, facts=dict(reversed(facts.items())))
+    one = write_lora(tmp_path / "1.safetensors", modules, layout=layout, facts=facts)
+    two = write_lora(tmp_path / "2.safetensors", other, layout=layout, facts=dict(reversed(facts.items())))
     assert one.read_bytes() == two.read_bytes()
 
 

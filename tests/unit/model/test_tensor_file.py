@@ -77,6 +77,21 @@ def test_a_bit_a_shape_or_a_type_makes_a_difference(file: Path) -> None:
     assert not same(stored(one), stored(one.view(torch.int32)))
 
 
+def respelt(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
+    """The file with another header."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+    change(entries)
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data[end:]
+
+
+def shift(entries, by: int) -> None:  # type: ignore[no-untyped-def]
+    """Let the first tensor begin elsewhere: in the next one, or before all values."""
+    first = min((entry for name, entry in entries.items() if name[:2] != "__"), key=lambda one: one["data_offsets"])
+    first["data_offsets"] = [offset + by for offset in first["data_offsets"]]
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -89,6 +104,9 @@ def test_a_bit_a_shape_or_a_type_makes_a_difference(file: Path) -> None:
         (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "no safetensors header"),
         (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, not the \d+ of its shape"),
         (lambda data: data.replace(b'"dtype":"F64"', b'"dtype":"F63"', 1), "tensors of type F63"),
+        (lambda data: respelt(data, lambda found: found.update(__metadata__=5)), "no table of texts"),
+        (lambda data: respelt(data, lambda found: shift(found, 8)), "does not begin where the tensor before it ends"),
+        (lambda data: respelt(data, lambda found: shift(found, -8)), "does not begin where the tensor before it ends"),
     ],
 )
 def test_a_file_that_is_not_whole_says_why(file: Path, spoil, reason: str) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from torch import Tensor
 from sd3_light.checkpoint.store import write_checkpoint
 from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
+from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.phema import power_tracks, snapshot_facts
 from sd3_light.optim.power import gamma_of
@@ -240,3 +241,24 @@ def test_weights_that_are_not_finite_are_named(fresh_project: Project, tmp_path:
     trained.checkpoint(1)
     with pytest.raises(UserError, match=f"{MOVED} holds NaN or infinity"):
         export.run(trained.run, tmp_path / "out", weights="raw")
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_name_that_ends_in_safetensors_gets_a_single_file(trained: Trained, tmp_path: Path) -> None:
+    file, folder = tmp_path / "m.safetensors", tmp_path / "folder"
+    export.run(trained.run, folder, weights="raw")
+    export.run(trained.run, file, weights="raw", contents=export.Contents(vae=False))
+    assert sorted(path.name for path in tmp_path.glob("*m.*")) == ["m.safetensors"]
+    assert not list(tmp_path.glob(".*")), "the folder it was made of is gone"
+    _, state = transformer_from_single_file(file)
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_wishes_for_a_single_file_need_one(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"ends in \.safetensors"):
+        export.run(trained.run, tmp_path / "folder", contents=export.Contents(pad_blocks=False))
+    with pytest.raises(UserError, match="--push-to-hub uploads a folder"):
+        export.run(trained.run, tmp_path / "m.safetensors", push_to_hub="me/model")
+    assert not (tmp_path / "folder").exists()

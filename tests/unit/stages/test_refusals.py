@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.export import folder as export_folder
+from sd3_light.export import places
 from sd3_light.training.adapter import freeze
 
 
@@ -24,6 +24,6 @@ def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Path)
     old.mkdir()
     (old / "weights").write_text("old")
     with pytest.raises(OSError, match="missing"):
-        export_folder.replace_folder(tmp_path / "missing", old)
+        places._replace(tmp_path / "missing", old)
     assert (old / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.config import SIZES, ModelConfig
+from sd3_light.config import SIZES, ModelConfig, UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
@@ -370,6 +371,16 @@ def test_a_folders_weights_are_taken_in_float32(model: Model, folder: Any) -> No
     found = starting_transformer(model(train_type=None, size=None), 0)
     assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert all(torch.equal(a, b.float()) for a, b in zip(found.parameters(), saved.parameters(), strict=True))
+
+
+def test_a_folder_with_a_gap_is_no_start(model: Model, folder: Any) -> None:
+    SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).save_pretrained(folder / "transformer")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["proj_out.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"is not what its config\.json promises: proj_out\.weight"):
+        starting_transformer(model(train_type=None, size=None), 0)
 
 
 @pytest.mark.parametrize(("policy", "carries"), [("empty", True), ("zero", False)])

@@ -1,0 +1,46 @@
+"""torch's engine and DeepSpeed's on the same config, in one process each, one after the other.
+
+    python benchmarks/engines.py [--zero-stages 0 1 2 3] [--out FOLDER] [options of benchmarks/train_run.py]
+
+Prints images a second, seconds a step and peak GPU memory of each, and DeepSpeed's share of torch's speed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_RUN = Path(__file__).with_name("train_run.py")
+_FIELDS = ("samples_per_second", "seconds", "gpu_memory_gib", "gpu_reserved_gib", "mfu", "loss")
+
+
+def measure(name: str, options: list[str], out: Path) -> dict[str, Any]:
+    """One run in a process of its own; its summary."""
+    print(f"--- {name}", flush=True)
+    subprocess.run([sys.executable, str(_RUN), *options, "--out", str(out / name)], check=True)
+    found: dict[str, Any] = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    """Run all, then compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zero-stages", type=int, nargs="*", choices=range(4), default=[1])
+    parser.add_argument("--out", type=Path, help="folder that keeps logs and summaries")
+    args, rest = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = args.out or Path(temporary)
+        runs = {"torch": measure("torch", rest, out)}
+        for zero in args.zero_stages:
+            options = [*rest, "--engine", "deepspeed", "--zero-stage", str(zero)]
+            runs[f"deepspeed-zero{zero}"] = measure(f"deepspeed-zero{zero}", options, out)
+    for name, found in runs.items():
+        share = found["samples_per_second"] / runs["torch"]["samples_per_second"]
+        print(name, f"{share:.3f} of torch's speed", {key: found[key] for key in _FIELDS if key in found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""How long saving a model of real size takes, and how much host memory: export, single file and back, LoRA.
+
+    python benchmarks/export.py [--size sd3_light] [--tmp FOLDER] [--out FILE.json]
+
+Writes a run with a checkpoint of random weights and one average, beside frozen parts with a VAE of SD3's size (the
+demo's tokenizers and text encoders stand in for SD3's: an export links them and its proof does not load them). Then it
+runs the real commands, each in a process of its own, and prints for each the seconds, the bytes that it left and the
+peak of host memory that it and the processes it started held at once, without files that are only mapped.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+
+from sd3_light.assets import DEMO
+from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.store import write_checkpoint
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.model.layers import new_transformer
+
+GIB = 1 << 30
+VAE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 1.5305,
+    "shift_factor": 0.0609,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One command."""
+
+    command: str
+    seconds: float
+    gigabytes: float
+    peak_gib: float
+
+
+def lay_out(folder: Path, size: ModelSize) -> None:
+    """A model's frozen parts and a run with one checkpoint."""
+    model, run = folder / "model", folder / "run"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("transformer", "vae", "README.md"))
+    AutoencoderKL(**VAE).to(torch.bfloat16).save_pretrained(model / "vae")
+    (folder / "pictures").mkdir()
+    (folder / "data.toml").write_text('resolutions = [256]\n[[directory]]\npath = "pictures"\n', encoding="utf-8")
+    run.mkdir()
+    (run / "config.toml").write_text(
+        f"""
+output_dir = "{run}"
+dataset = "{folder / "data.toml"}"
+max_steps = 10
+save_every_n_steps = 10
+[model]
+train_type = "sd3_light_pretrain"
+diffusers_path = "{model}"
+size = "{size.name}"
+t5_max_length = 16
+uncond_text = "empty"
+[ema]
+enable = true
+""",
+        encoding="utf-8",
+    )
+    weights = {name: p.detach() for name, p in new_transformer(size.transformer_config(), 1).named_parameters()}
+    generator = torch.Generator().manual_seed(2)
+    for weight in weights.values():  # nothing is zero or alike
+        weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+    tensors = {f"{kind}/{name}": weight for kind in ("param", "ema") for name, weight in weights.items()}
+    write_checkpoint(run / "checkpoints", 10, tensors, {"progress": Progress(step=10, samples=640).as_dict()})
+
+
+def measure(command: Sequence[object], out: Path) -> Measured:
+    """Run ``sd3-light command``; its memory is looked at ten times a second."""
+    words = [str(word) for word in command]
+    started, peak = time.monotonic(), 0
+    process = subprocess.Popen([sys.executable, "-m", "sd3_light", *words])
+    while process.poll() is None:
+        peak = max(peak, sum(map(_anonymous, _tree(process.pid))))
+        time.sleep(0.1)
+    seconds = time.monotonic() - started
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
+    sizes = [path.stat() for path in ([out] if out.is_file() else out.rglob("*")) if path.is_file()]
+    left = sum(status.st_size for status in sizes if status.st_nlink == 1)  # links cost nothing
+    return Measured(" ".join(Path(word).name or word for word in words), seconds, left / 1e9, peak / GIB)
+
+
+def _tree(root: int) -> Iterator[int]:
+    """A process and all that it started."""
+    yield root
+    for tasks in Path(f"/proc/{root}/task").glob("*/children"):
+        for child in _read(tasks).split():
+            yield from _tree(int(child))
+
+
+def _anonymous(process: int) -> int:
+    lines = _read(Path(f"/proc/{process}/status")).splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return ""
+
+
+def commands(folder: Path) -> Iterator[tuple[list[object], Path]]:
+    """Each command with what it writes."""
+    run, export, file, back = folder / "run", folder / "export", folder / "m.safetensors", folder / "back"
+    raw, lora, merged = folder / "raw", folder / "lora.safetensors", folder / "merged"
+    yield ["export", run, export], export
+    yield ["convert", export, file], file
+    yield ["convert", file, back, "--base", folder / "model"], back
+    if torch.cuda.is_available():  # decompositions of wide matrices take minutes on a CPU
+        change(export, raw)
+        yield ["lora", "extract", export, raw, lora, "--rank", "32"], lora
+        yield ["lora", "merge", export, merged, lora], merged
+
+
+def change(export: Path, other: Path) -> None:
+    """A copy of a model with some layers moved by low-rank updates, as if it had been tuned."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(export, other, copy_function=os.link)
+    path = other / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    for name in (name for name in tensors if name.endswith("attn.to_q.weight")):
+        rows, columns = tensors[name].shape
+        update = torch.randn(rows, 8) @ torch.randn(8, columns)
+        tensors[name] = (tensors[name].float() + 0.01 * update).to(tensors[name].dtype)
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def main() -> None:
+    """Lay out, run each command, print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="sd3_light")
+    parser.add_argument("--tmp", type=Path, help="where everything lies while it runs; absent: the system's place")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    args = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory(dir=args.tmp) as name:
+        folder = Path(name)
+        lay_out(folder, SIZES[args.size])
+        for command, out in commands(folder):
+            found.append(measure(command, out))
+            one = found[-1]
+            print(f"{one.seconds:7.1f} s  {one.gigabytes:6.2f} GB  {one.peak_gib:6.2f} GiB  {one.command}", flush=True)
+        proof = json.loads((folder / "export" / "proof.json").read_text(encoding="utf-8"))
+        print({key: value for key, value in proof.items() if not isinstance(value, dict | list)})
+    if args.out is not None:
+        args.out.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

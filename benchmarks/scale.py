@@ -1,0 +1,291 @@
+"""A billion samples and 1,024 ranks on paper: what each process holds, computes, opens and reads, and what breaks.
+
+Nothing is trained and no shard is made: order, look-ahead, manifest and checkpoint index are run as they are, over
+shards that exist only as numbers. `docs/scaling.md` explains the figures.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel
+
+from sd3_light.checkpoint.index import Index, Range, entries
+from sd3_light.config import SIZES
+from sd3_light.config.sizes import ModelSize
+from sd3_light.data.buckets import Bucket
+from sd3_light.data.footprint import open_shard_bytes, sample_bytes
+from sd3_light.data.manifest import FORMAT, Manifest
+from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.engines.processes import sockets
+from sd3_light.model.folder import TextShape
+
+PER_MACHINE = 8
+MICRO = 64
+KINDS = ("param", "exp_avg", "exp_avg_sq", "ema")
+
+
+# --- order and reading: pure -------------------------------------------------------------------
+
+
+def shard_sizes(samples: int, most: int, seed: int = 0) -> list[int]:
+    """Sizes of the shards of one bucket as the cache cuts them: between a quarter of ``most`` and all of it."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(most // 4, most, endpoint=True, size=2 * samples // (most // 2) + 8).tolist()
+    sums = list(accumulate(sizes))
+    count = next(at for at, total in enumerate(sums) if total >= samples)
+    return [*sizes[:count], samples - (sums[count - 1] if count else 0)]
+
+
+def build(samples: int, most: int, world: int, window: int) -> Order:
+    """The order of one bucket in such shards, with a global batch of 64 a rank."""
+    segment = cache(Segment)
+    return make_order(0, [([segment(size) for size in shard_sizes(samples, most)], world * MICRO)], window)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one step takes of a rank and of a machine, on average, and the same over an epoch."""
+
+    opened: float  # shards that a rank opens in a step
+    hashed: float  # shards that a machine hashes for a step: all that its ranks look ahead at or read
+    needed: float  # shards' worth of samples that a machine trains on in a step
+    sorted: float  # shards that a machine would touch if a global batch were dealt out in the order of its shards
+
+    @property
+    def amplification(self) -> float:
+        """Bytes that a machine reads for each byte it trains on."""
+        return max(1.0, self.hashed / self.needed)
+
+
+def reading(order: Order, world: int, looks: int = 8) -> Reading:
+    """Averages over some machines, each on a stretch of steps that is several windows long."""
+    machines, bucket = max(1, world // PER_MACHINE), order.buckets[0]
+    share, each = bucket.batch // machines, float(bucket.sizes.mean())
+    opened, hashed, by_sort = [], [], []
+    stride = max(1, bucket.span // bucket.batch // 4)  # steps nearer to each other read the same windows
+    for look in range(looks):
+        first, machine = look * order.steps_per_epoch // looks, (look * 7) % machines
+        part = rank_slice(bucket.batch, machine, machines, 0, 1)
+        steps = range(first, min(first + 32 * stride, order.steps_per_epoch), stride)
+        seen = {shard for step in steps for shard in order.reading(step, *part).tolist()}
+        hashed.append(len(seen) / (stride * len(steps)))
+        rank = rank_slice(bucket.batch, machine * PER_MACHINE, world, 0, 1)
+        opened.append(len(np.unique(order.picks(first, *rank).segment)))
+        whole = np.sort(order.picks(first).segment)
+        by_sort.append(len(np.unique(whole[part[0] : part[1]])))
+    return Reading(*(float(np.mean(found)) for found in (opened, hashed)), share / each, float(np.mean(by_sort)))
+
+
+def covers(order: Order, step: int, world: int) -> bool:
+    """Whether the ranks' slices of a step are its global batch, each sample once."""
+    size = order.batch_size(step)
+    parts = [order.picks(step, *rank_slice(size, rank, world, 0, 1)) for rank in range(world)]
+    whole = order.picks(step)
+    return all(
+        np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+        for name in ("segment", "index", "repeat")
+    )
+
+
+@dataclass(frozen=True)
+class OrderCost:
+    """Bytes that an order holds with two epochs' tables, seconds to make it, for a new epoch, and for a rank's step."""
+
+    held: int
+    first: float
+    epoch: float
+    step: float
+
+
+def order_cost(samples: int, most: int, world: int, window: int) -> OrderCost:
+    """As a rank meets it; sizes of shards are made before, as a manifest would have them."""
+    sizes, segment = shard_sizes(samples, most), cache(Segment)
+    part = rank_slice(world * MICRO, world // 2, world, 0, 1)
+    tracemalloc.start()
+    order = make_order(0, [([segment(size) for size in sizes], world * MICRO)], window)
+    order.picks(0, *part)
+    order.picks(order.steps_per_epoch, *part)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    first = _seconds(lambda: build(samples, most, world, window).picks(0, *part)) - _seconds(
+        lambda: shard_sizes(samples, most)
+    )
+    epoch = _seconds(lambda: order.picks(2 * order.steps_per_epoch, *part))
+    steps = [2 * order.steps_per_epoch + number * order.steps_per_epoch // 50 for number in range(50)]
+    step = _seconds(lambda: [order.picks(number, *part) for number in steps]) / len(steps)
+    return OrderCost(held, first, epoch, step)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# --- manifest: a process of its own, so that its memory can be told -----------------------------
+
+
+def manifest_json(shards: int) -> bytes:
+    """A manifest of so many shards."""
+
+    def entry(number: int) -> dict[str, object]:
+        digest = sha256(str(number).encode()).hexdigest()
+        label = f"part-{number % 32:05d}"
+        return {
+            "file": f"{label}-0-{digest[:6]}-r256x256-256x256-{digest[:20]}.safetensors",
+            "bucket": "256x256",
+            "resolution": [256, 256],
+            "directory": f"{label}#0",
+            "count": 128 + number % 385,
+            "bytes": 10**9 + number,
+            "sha256": digest,
+            "fingerprint": digest[:32],
+        }
+
+    found = {"format": FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
+    return json.dumps({**found, "shards": [entry(number) for number in range(shards)]}, indent=1).encode()
+
+
+def manifest_cost(shards: int) -> dict[str, float]:
+    """Bytes of the file, seconds to read it, bytes that stay, bytes at most; measured in a new process."""
+    command = [sys.executable, __file__, "--manifest", str(shards)]
+    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def _measure_manifest(shards: int) -> None:
+    data = manifest_json(shards)
+    before = _resident()
+    started = time.perf_counter()
+    manifest = Manifest.from_json(data, "")
+    seconds = time.perf_counter() - started
+    size = len(data)
+    del data
+    assert len(manifest.shards) == shards
+    kept = _resident() - before + size
+    print(json.dumps({"file": size, "seconds": seconds, "kept": kept}))
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+# --- checkpoint --------------------------------------------------------------------------------
+
+
+def shapes_of(size: ModelSize) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter; nothing is allocated."""
+    with torch.device("meta"):
+        model = SD3Transformer2DModel(**size.transformer_config())
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def rank_notes(shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> dict[str, Any]:
+    """What a rank says of its part: the rows that FSDP2 gives it of every tensor of every kind."""
+    tensors: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        rows = -(-shape[0] // world)
+        first, last = (min(shape[0], at * rows) for at in (rank, rank + 1))
+        width = int(np.prod(shape[1:]))
+        if last > first:
+            held = Range(first * width, (last - first) * width, f"rank-{rank:05d}.safetensors", "0" * 64)
+            for kind in KINDS:
+                tensors[f"{kind}/{name}"] = {"shape": shape, "dtype": "F32", "ranges": [held]}
+    return tensors
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """Bytes of the largest rank's part, ranges and bytes of the index, seconds in which rank 0 makes it."""
+
+    part: int
+    ranges: int
+    index: int
+    seconds: float
+
+
+def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
+    """A checkpoint of cut weights, AdamW's moments and one average."""
+    shapes = shapes_of(size)
+    notes = [rank_notes(shapes, rank, world) for rank in range(world)]
+    started = time.perf_counter()
+    index = Index({}, entries(notes), {})
+    assert not any(entry.fault() for entry in index.tensors.values())
+    text = index.to_json()
+    seconds = time.perf_counter() - started
+    part = sum(held.length * 4 for entry in index.tensors.values() for held in entry.ranges[:1])
+    return CheckpointCost(part, sum(len(entry.ranges) for entry in index.tensors.values()), len(text), seconds)
+
+
+# --- the report --------------------------------------------------------------------------------
+
+
+def report_order(samples: int, worlds: list[int], window: int) -> None:
+    """Order and reading, for several shard sizes and worlds."""
+    text = TextShape(
+        clip_tokens=77, t5_tokens=256, clip_l_width=768, clip_g_width=1280, t5_width=4096, pooled_width=2048
+    )
+    each = sample_bytes(Bucket(256, 256), text).value
+    print(f"{samples:,} samples of {each / 1e6:.2f} MB: {samples * each / 1e15:.2f} PB")
+    for most in (512, 4096, 16384):
+        cost = order_cost(samples, most, worlds[-1], window)
+        shards = len(shard_sizes(samples, most))
+        print(
+            f"shards of {most}: {shards:,}; an order holds {cost.held / 1e6:.0f} MB, {cost.first:.1f} s to make, "
+            f"{cost.epoch:.2f} s for a new epoch, {cost.step * 1e3:.2f} ms a rank's step, "
+            f"index of an open shard {open_shard_bytes(most) / 1e3:.0f} kB"
+        )
+        for world in worlds:
+            order = build(samples, most, world, window)
+            found = reading(order, world)
+            opens, read = found.opened * order.steps_per_epoch, found.hashed * order.buckets[0].sizes.mean() * each
+            print(
+                f"  {world:5} ranks: {order.steps_per_epoch:,} steps an epoch; a rank opens {found.opened:.1f} shards "
+                f"a step, {opens:,.0f} an epoch; a machine hashes {found.hashed:.1f} a step and trains on "
+                f"{found.needed:.1f}: {found.amplification:.1f} x, {read / 1e9:.1f} GB a step; dealt out by shard it "
+                f"would touch {found.sorted:.1f}; slices cover the batch: {covers(order, 1, world)}"
+            )
+
+
+def main() -> None:
+    """Parse and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1_000_000_000)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--manifest", type=int, help="measure a manifest of so many shards, and nothing else")
+    args = parser.parse_args()
+    if args.manifest is not None:
+        _measure_manifest(args.manifest)
+        return
+    report_order(args.samples, args.ranks, args.window)
+    for shards in (50_000, 400_000):
+        cost = manifest_cost(shards)
+        print(
+            f"a manifest of {shards:,} shards: {cost['file'] / 1e6:.0f} MB, read in {cost['seconds']:.1f} s, "
+            f"{cost['kept'] / 1e6:.0f} MB stay in every process ({cost['kept'] / shards:.0f} B a shard)"
+        )
+    for world in args.ranks:
+        saved = checkpoint_cost(SIZES["sd3.5_medium"], world)
+        print(
+            f"checkpoint of sd3.5_medium by {world} ranks: a part {saved.part / 1e6:,.0f} MB, {saved.ranges:,} ranges, "
+            f"index {saved.index / 1e6:.1f} MB made in {saved.seconds:.1f} s; {sockets(world)} sockets a process"
+        )
+    print(f"largest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

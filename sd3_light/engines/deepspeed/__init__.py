@@ -1,0 +1,71 @@
+"""DeepSpeed's engine, for `train.py --deepspeed`: pipeline stages times data parallel, with ZeRO.
+
+DeepSpeed is an optional extra, so nothing here imports it before an engine is made.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from sd3_light.config import TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines.launch import Launch
+
+if TYPE_CHECKING:
+    from sd3_light.engines.protocol import Engine
+
+__all__ = ["all_write", "engine_name", "make_engine", "require"]
+
+
+def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
+    """Refuse what the engine that ``--deepspeed`` chooses (or does not choose) cannot do, in one line each."""
+    stages = config.pipeline_stages
+    if not wanted:
+        if stages > 1:
+            raise UserError(f"pipeline_stages = {stages} is for the DeepSpeed engine; add --deepspeed, or write 1")
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("--deepspeed needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
+    if config.optimizer.type != "adamw":
+        raise UserError(
+            f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
+        )
+    if config.parallel != "ddp":
+        hint = "start without --deepspeed, or write zero_stage = 3 in its place"
+        raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")
+    if launch.world % stages:
+        raise UserError(
+            f"{launch.world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
+        )
+
+
+def all_write(config: TrainConfig) -> bool:
+    """Whether every process holds something that no other does, and so writes a part of each checkpoint."""
+    return config.pipeline_stages > 1 or config.zero_stage > 0
+
+
+def engine_name(config: TrainConfig, launch: Launch) -> str:
+    """Engine and layout in a few words, for the log."""
+    stages = config.pipeline_stages
+    return f"deepspeed pp{stages} dp{launch.world // stages} zero{config.zero_stage}"
+
+
+def make_engine(
+    module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+) -> "Engine":
+    """The engine that ``pipeline_stages`` and ``zero_stage`` ask for; all processes call it together.
+
+    ZeRO 0 and 1 run as a pipeline, of one stage or more; ZeRO 2 and 3 run the module as a whole.
+    """
+    from sd3_light.engines.deepspeed.setup import prepare
+
+    prepare(launch, device)
+    if config.zero_stage < 2:
+        from sd3_light.engines.deepspeed.pipeline import PipelineEngine
+
+        return PipelineEngine(module, config, launch, device, writers)
+    from sd3_light.engines.deepspeed.replicas import ZeroEngine
+
+    return ZeroEngine(module, config, launch, device)

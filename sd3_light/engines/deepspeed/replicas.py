@@ -1,0 +1,137 @@
+"""DeepSpeed's plain engine on the whole module: data parallel with ZeRO 2 or 3."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd3_light.config import TrainConfig
+from sd3_light.engines.deepspeed.setup import quiet, settings
+from sd3_light.engines.deepspeed.shards import ShardState
+from sd3_light.engines.deepspeed.state import Grid, StageState
+from sd3_light.engines.launch import Launch
+from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.flow.bands import NUM_BANDS, by_band
+from sd3_light.optim.build import make_optimizer
+
+
+class ZeroEngine:
+    """Steps over float32 weights: whole on each process (ZeRO 2), or a part of each weight (ZeRO 3).
+
+    ``module(features, label)`` returns losses as `TorchEngine` wants them. A step whose loss or gradient is not finite
+    is not taken.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
+        self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
+        self.module: Any = module.to(device)
+        given: Any = module
+        self.names: tuple[str, ...] = given.loss_names
+        denoiser = given.transformer
+        parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
+        shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
+        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
+        self.optimizer = make_optimizer(parameters, config.optimizer, device)
+        with quiet():
+            self.engine: Any = deepspeed.initialize(
+                model=self.module, optimizer=self.optimizer.only, config=settings(config), dist_init_required=False
+            )[0]
+        grid, zero = Grid(launch.rank, 1, launch.world), self.engine.optimizer
+        self.state: StageState | ShardState = (
+            ShardState(grid, parameters, shapes, self.optimizer.only, zero)
+            if config.zero_stage == 3
+            else StageState(
+                grid, parameters, dict.fromkeys(parameters, 0), shapes, self.optimizer.only, zero, launch.world
+            )
+        )
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this process holds of the trainable float32 weights, live, by canonical name."""
+        return self.state.weights
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every trainable weight of the model."""
+        return self.state.shapes
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+        """Forward and backward over the micro-batches, clip by the global norm, step."""
+        assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
+        self.optimizer.set_rate(lr)
+        numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
+        for number, prepared in enumerate(batches, start=1):
+            features, label = self._to_device(prepared)
+            losses: dict[str, Tensor] = dict(self.engine(features, label))
+            bands = by_band(losses.pop("each"), features[1] / 1000)
+            numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) / len(batches)
+            self.engine.backward(losses["loss"])
+            if number < len(batches):
+                self.engine.step()
+        return self._finish_step(self.sum_over_ranks(numbers) / self.world)
+
+    def _finish_step(self, numbers: Tensor) -> StepResult:
+        finite = torch.isfinite(numbers[: len(self.names)]).all()
+        optimizer: Any = self.optimizer.only
+        optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+        self.engine.step()
+        norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device).float()
+        finite &= torch.isfinite(norm)
+        return StepResult(self.names, torch.cat([numbers, norm.view(1), finite.float().view(1)]))
+
+    def weight_norm(self) -> float:
+        """The norm over all trainable weights."""
+        return self.state.norm(None)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Prepared) -> Tensor:
+        """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
+        features, label = self._to_device(batch)
+        each = self.engine(features, label)["each"].double()
+        self._let_go()
+        weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
+        return torch.stack([(each * weight).sum(), weight.sum()])
+
+    @torch.no_grad()
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        """The predicted velocity, for sampling; all processes call it equally often."""
+        velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        self._let_go()
+        return velocity
+
+    def _let_go(self) -> None:
+        """Without a backward pass ZeRO-3 keeps the weights that it gathered, but other ones may stand there next."""
+        if isinstance(self.state, ShardState):
+            self.engine.optimizer.parameter_offload.partition_all_parameters()
+
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """Numbers of all processes added up."""
+        if self.world > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[Piece]:
+        """Weights, then what the optimizer remembers of each."""
+        return self.state.pieces()
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Pieces of tensors that lie as the weights do."""
+        return self.state.like_weights(kind, held)
+
+    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """All of what lies as the weights do, in rank 0's host memory."""
+        return self.state.whole(held)
+
+    def _to_device(self, prepared: Prepared) -> Prepared:
+        features, label = prepared
+        return tuple(map(self._move, features)), tuple(map(self._move, label))
+
+    def _move(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.device, non_blocking=True)

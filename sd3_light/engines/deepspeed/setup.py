@@ -1,0 +1,77 @@
+"""DeepSpeed made ready: quiet, compiling nothing, on the processes that are there; and its settings."""
+
+import contextlib
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sd3_light.config import TrainConfig
+from sd3_light.engines.launch import Launch
+
+_BUCKET = 50_000_000  # elements that are reduced or gathered at once: 200 MB
+
+
+def prepare(launch: Launch, device: torch.device) -> None:
+    """Import DeepSpeed and give it the process group, or one of this process alone."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    for call in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # a newer torch has other names for them
+        warnings.filterwarnings("ignore", f".*{call}", FutureWarning)
+    os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # the pipeline reads it, under plain python too
+    with quiet():
+        library: Any = importlib.import_module("deepspeed")
+        # on a CPU it would compile a shared-memory kernel for a minute; none of its kernels is used here
+        importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
+        # an earlier engine of this process may have left its stages there
+        importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        library.init_distributed(dist_init_required=False, verbose=False)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """DeepSpeed's prints and hints stay off the screen; its errors do not."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets a level of its own
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's own configuration of a run.
+
+    Weights stay float32 and bf16 is autocast's, exactly as in torch's engine: so both give the same numbers, every
+    weight is its own master copy, and gradients are summed in float32. The learning rate is set before each step.
+    """
+    zero = config.zero_stage
+    return {
+        # only its ratio to the batch matters to it: micro-batches differ by resolution
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "steps_per_print": 2**31 - 1,
+        # without ZeRO it would clip by the norm of one stage: see `PipelineEngine`
+        "gradient_clipping": config.gradient_clipping if zero else 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": zero,
+            "contiguous_gradients": zero > 1,
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+            # a weight lies in its parts only, whose owners may write them between steps, and is let go after each use
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+        "pipeline": {"use_reentrant": False},
+        "timers": {"throughput": {"enabled": False}},
+    }

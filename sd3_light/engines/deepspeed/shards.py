@@ -1,0 +1,97 @@
+"""What a process holds of a run under ZeRO-3: one flat part of every weight and of its optimizer state."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd3_light.engines.deepspeed.state import WEIGHTS, Grid
+from sd3_light.engines.protocol import Piece
+from sd3_light.optim.build import create_adamw_state
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements ``start`` to ``start + length`` of a weight; their state lies from ``at`` on in the tensor ``flat``.
+
+    Every process has room for ``room`` elements, of which the last ones may hold fewer, or none.
+    """
+
+    start: int
+    length: int
+    room: int
+    flat: Any
+    at: int
+
+
+class ShardState:
+    """Parts of all trainable weights and their optimizer state, by canonical names. ``zero`` is DeepSpeed's ZeRO-3."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        optimizer: Any,
+        zero: Any,
+    ) -> None:
+        self.grid, self.shapes, self.optimizer = grid, shapes, optimizer
+        for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
+            assert flat.dtype == weights.dtype == torch.float32, "weights learn in fp32"
+            flat.data = weights.data  # float32 weights are their own master copies
+        parts = {id(weight): part for weight, part in _parts(zero, grid)}
+        self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}
+        self.weights = {name: part.flat.detach()[part.at : part.at + part.length] for name, part in self._parts.items()}
+
+    def pieces(self) -> Iterator[Piece]:
+        """Weights, then what the optimizer remembers of each."""
+        yield from self.like_weights(WEIGHTS, self.weights)
+        for name, part in self._parts.items():
+            if not self.optimizer.state.get(part.flat):
+                create_adamw_state(self.optimizer, part.flat)
+            for kind, value in self.optimizer.state[part.flat].items():
+                if value.dim():
+                    yield self._piece(f"{kind}/{name}", value[part.at : part.at + part.length], name)
+                else:  # a count, of the whole group
+                    yield Piece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.grid.rank == 0)
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Pieces of tensors that lie as the weights do."""
+        for name in self._parts:
+            yield self._piece(f"{kind}/{name}", held[name], name)
+
+    def _piece(self, title: str, values: Tensor, name: str) -> Piece:
+        part = self._parts[name]
+        return Piece(title, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0)
+
+    def norm(self, _: object) -> float:
+        """The norm over all weights."""
+        squares = torch.stack(torch._foreach_norm(list(self.weights.values()))).square().sum()
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """All of what lies as the weights do, in rank 0's host memory; a copy. One tensor at a time travels."""
+        found = {}
+        for name, part in self._parts.items():
+            mine = nn.functional.pad(held[name], (0, part.room - part.length))
+            received = [torch.empty_like(mine) for _ in range(self.grid.replicas)] if self.grid.rank == 0 else None
+            dist.gather(mine, received, dst=0)
+            if received is not None:
+                shape = self.shapes[name]
+                found[name] = torch.cat(received)[: torch.Size(shape).numel()].view(shape).to("cpu", copy=True)
+        return found if self.grid.rank == 0 else None
+
+
+def _parts(zero: Any, grid: Grid) -> Iterator[tuple[nn.Parameter, _Part]]:
+    """Every weight with this process's part: groups are flat tensors of their weights' parts, one after another."""
+    for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+        at = 0
+        for weight in weights:
+            room = weight.partition_numel()
+            start = grid.rank * room
+            yield weight, _Part(start, max(0, min(room, weight.ds_numel - start)), room, flat, at)
+            at += room

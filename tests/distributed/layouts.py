@@ -1,0 +1,165 @@
+"""Runs of one project under many layouts, several to a launch: what the tests of engines and checkpoints stand on.
+
+As a program, started by torchrun or plain python: carries out a list of jobs, one training run each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An engine over some processes; every layout makes global batches of 8."""
+
+    name: str
+    world: int = 1
+    deepspeed: bool = False
+    parallel: str = "ddp"
+    stages: int = 1
+    zero: int = 1
+    accumulation: int = 1
+
+    @property
+    def keys(self) -> list[str]:
+        """Overrides of the train TOML."""
+        replicas = self.world // self.stages
+        return [
+            f'parallel="{self.parallel}"',
+            f"pipeline_stages={self.stages}",
+            f"zero_stage={self.zero}",
+            f"gradient_accumulation_steps={self.accumulation}",
+            f"micro_batch_size_per_gpu={BATCH // replicas // self.accumulation}",
+        ]
+
+    @property
+    def engine(self) -> str:
+        """What a run's log says."""
+        if self.deepspeed:
+            return f"deepspeed pp{self.stages} dp{self.world // self.stages} zero{self.zero}"
+        return f"torch {self.parallel}" if self.world > 1 else "torch"
+
+    def accumulating(self, micro_batches: int) -> "Layout":
+        """The same with other micro-batches."""
+        return replace(self, accumulation=micro_batches)
+
+
+# fmt: off
+ONE     = Layout("one")
+DDP     = Layout("ddp",     2)
+FSDP2   = Layout("fsdp2",   2, parallel="fsdp2", accumulation=2)
+DS_ONE  = Layout("ds-one",  1, deepspeed=True)
+ZERO0   = Layout("zero0",   2, deepspeed=True, zero=0, accumulation=4)
+ZERO1   = Layout("zero1",   2, deepspeed=True, accumulation=4)
+PIPE    = Layout("pipe",    2, deepspeed=True, stages=2, accumulation=4)
+ZERO2   = Layout("zero2",   2, deepspeed=True, zero=2, accumulation=2)
+ZERO3   = Layout("zero3",   2, deepspeed=True, zero=3, accumulation=2)
+PIPES   = Layout("pipes",   4, deepspeed=True, stages=2, accumulation=4)
+# fmt: on
+LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a project's train TOML in a folder beside it, from its beginning or from a checkpoint.
+
+    With ``poisoned`` the pictures of that step of the process are not numbers.
+    """
+
+    toml: str
+    run: str
+    layout: Layout
+    keys: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    poisoned: int = 0
+
+    @property
+    def overrides(self) -> list[str]:
+        """All of them."""
+        return [f'output_dir="{self.run}"', *self.layout.keys, *self.keys]
+
+
+def launch(jobs: Sequence[Job], folder: Path, timeout: int = 280) -> None:
+    """One launch of the jobs, all of layouts of one size: by torchrun, or by plain python where they are alone."""
+    (world,) = {job.layout.world for job in jobs}
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / f"jobs-{world}.json"
+    listed.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    command = [sys.executable, *(torchrun if world > 1 else []), str(Path(__file__).resolve()), str(listed)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+def train_here(job: Job) -> None:
+    """The job in this process, whose layout it is; an export's proof is left to other tests."""
+    from sd3_light.config import load_config
+    from sd3_light.engines import Launch
+    from sd3_light.stages import train
+
+    resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
+    POISON["in"] = job.poisoned
+    train.run(load_config(Path(job.toml), job.overrides), Launch.detect(), resume, job.layout.deepspeed)
+
+
+POISON = {"in": 0}
+"""How many steps from now have a bad batch; 0: none."""
+
+
+def poison(batches: Sequence[Any]) -> Sequence[Any]:
+    """The micro-batches of a step, or such that no loss of them is finite."""
+    POISON["in"] -= 1
+    if POISON["in"]:
+        return batches
+    return [((features[0] * float("nan"), *features[1:]), label) for features, label in batches]
+
+
+def patch() -> None:
+    """No proof of exports, bad batches where a job asks for them, and what a run has loaded is compared with its
+    checkpoint, bit by bit."""
+    from sd3_light.checkpoint.state import track_kind
+    from sd3_light.data.loader import PipelineDataLoader
+    from sd3_light.export import folder
+    from sd3_light.stages.train import restore
+
+    steps = PipelineDataLoader.steps
+    PipelineDataLoader.steps = lambda self: map(poison, steps(self))  # type: ignore[method-assign, assignment]
+    folder.prove = lambda *_: {}  # type: ignore[assignment]
+    load = restore.Saved.load
+
+    def checked(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
+        found = load(saved, engine, averages, *more)
+        tracks = (engine.like_weights(track_kind(n), t.shadow) for n, t in averages.tracks.items())
+        for piece in chain(engine.pieces(), chain.from_iterable(tracks)):
+            wanted = saved.checkpoint.tensor(piece.name).view(-1)[piece.start : piece.start + len(piece.values)]
+            assert torch.equal(piece.values.cpu(), wanted), f"{piece.name} is not what was saved"
+        return found
+
+    restore.Saved.load = checked  # type: ignore[method-assign]
+
+
+def main(listed: Path) -> None:
+    """All jobs, one after another, in the same processes."""
+    from sd3_light.engines import Launch
+    from sd3_light.runlog.console import set_main_process
+
+    set_main_process(Launch.detect().is_main)
+    patch()
+    for table in json.loads(listed.read_text(encoding="utf-8")):
+        train_here(Job(**{**table, "layout": Layout(**table["layout"]), "keys": tuple(table["keys"])}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

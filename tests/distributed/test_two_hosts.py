@@ -1,0 +1,296 @@
+"""Two machines, as far as one can be two: a network, processes and a name for each (see hosts.py), gloo, tiny sizes.
+
+`make test` runs the first test, which does most of it in one launch; the rest is slow.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.stages.train import Resume
+from tests.distributed.hosts import ADDRESSES, NOBODY, Hosts, Job, why_not
+
+ROOT = Path(__file__).parents[2]
+PORT = 29541
+ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 3, "micro_batch_size_per_gpu": 2}
+LOST = r"^error: (alpha|beta) lost another process of the run \((.*)\): .* with --resume_from_checkpoint$"
+Project = Any  # the class is in tests/conftest.py
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if reason := why_not():
+        pytest.skip(f"two network namespaces cannot be made here: {reason}")
+    with Hosts(tmp_path / "hosts") as made:
+        yield made
+
+
+def training(project: Project, *flags: str, **overrides: object) -> list[str]:
+    """`train.py --config ... FLAGS --set KEY=VALUE ...`."""
+    command = [str(ROOT / "train.py"), "--config", str(project.train_toml), *flags]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={value}"]
+    return command
+
+
+def torchrun(node: int, address: str = ADDRESSES[0], port: int = PORT, timeout: int = 60) -> list[str]:
+    """The documented launch, whose own meeting is bounded by `--rdzv_conf timeout`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
+    command += ["--nproc_per_node=1", f"--master_addr={address}", f"--master_port={port}"]
+    return [*command, f"--rdzv_conf=timeout={timeout}"]
+
+
+def on_both(hosts: Hosts, project: Project, *flags: str, port: int = PORT, **overrides: object) -> list[Job]:
+    return [hosts.start(node, [*torchrun(node, port=port), *training(project, *flags, **overrides)]) for node in (0, 1)]
+
+
+def finish(jobs: list[Job]) -> None:
+    for job in jobs:
+        assert job.end() == 0, job.words
+
+
+def reach(job: Job, project: Project, kind: str, step: int) -> int:
+    """Wait until an event of this kind at this step or a later one is logged; its step."""
+
+    def found() -> int | None:
+        if not (project.run / "log.jsonl").exists():
+            return None
+        steps = [event["step"] for event in project.events(kind)]
+        return steps[-1] if steps and steps[-1] >= step else None
+
+    return job.until(found)
+
+
+def said_lost(job: Job) -> str:
+    """The one line of a process that lost another; what happened."""
+    line = re.search(LOST, job.words, re.MULTILINE)
+    assert line is not None, job.words
+    assert "our fault" not in job.words
+    return line[2]
+
+
+def curve(project: Project, run: str) -> list[float]:
+    events = {event["step"]: event for event in project.events("step", run)}
+    assert sorted(events) == list(range(1, len(events) + 1))
+    return [number for _, event in sorted(events.items()) for number in (event["loss"], event["grad_norm"])]
+
+
+def shards(project: Project) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (project.cache / "shards").glob("*.safetensors")}
+
+
+def as_one_process(project: Project, steps: int) -> list[float]:
+    """The same steps in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        project.train('output_dir="alone"', f"max_steps={steps}", "checkpoint_every_n_steps=1000")
+    return curve(project, "alone")
+
+
+def resumed_here(project: Project, step: int) -> int:
+    """The run in this process, on from its newest checkpoint to a step; the step of that checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        project.train(f"max_steps={step}", resume=Resume())
+    found: int = project.events("resume")[-1]["step"]
+    return found
+
+
+def newest_checkpoint(project: Project) -> int:
+    return max(map(int, re.findall(r"/step-(\d+)'", str(list((project.run / "checkpoints").iterdir())))))
+
+
+def test_two_hosts_cache_and_train_until_one_dies(
+    hosts: Hosts, fresh_project: Project, cached_project: Project
+) -> None:
+    """Both encode into the shared folder, then train; the second dies; the first says so and ends; the run goes on."""
+    project = fresh_project
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    saved = reach(first, project, "checkpoint", 3)
+    reach(first, project, "step", saved + 1)
+    second.kill()
+    assert shards(project) == shards(cached_project)
+    assert first.end(30) != 0, "a closed connection is seen at once, not after dist_timeout_sec"
+    assert re.search(r"Connection (closed|reset) by peer", said_lost(first))
+    assert project.events("stop")[-1]["reason"].startswith("alpha lost another process")
+    newest = newest_checkpoint(project)
+    assert resumed_here(project, newest + 2) == newest
+    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(as_one_process(project, newest + 2), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_hosts_go_on_after_one_has_died(hosts: Hosts, project: Project) -> None:
+    """The relaunch on both machines, with a port that is free."""
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    reach(first, project, "checkpoint", 3)
+    second.kill()
+    assert first.end(30) != 0
+    newest = newest_checkpoint(project)
+    flags = ("--trust_cache", "--resume_from_checkpoint")
+    finish(on_both(hosts, project, *flags, port=PORT + 1, **{**ENDLESS, "max_steps": newest + 4}))
+    (resumed,) = project.events("resume")
+    assert (resumed["step"], resumed["world"]) == (newest, 2)
+    assert curve(project, "run")[: 2 * newest + 8] == pytest.approx(as_one_process(project, newest + 4), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_hosts_train_as_one_process(hosts: Hosts, project: Project, parallel: str) -> None:
+    finish(on_both(hosts, project, micro_batch_size_per_gpu=2, parallel=f'"{parallel}"', max_steps=13))
+    (start,) = project.events("start")
+    assert (start["world"], start["engine"]) == (2, f"torch {parallel}")
+    assert curve(project, "run") == pytest.approx(as_one_process(project, 13), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_first_host_dies(hosts: Hosts, project: Project) -> None:
+    """It has the launcher's store and the log; one process goes on from what it has saved, exactly."""
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    reach(first, project, "checkpoint", 3)
+    first.kill()
+    assert second.end(30) != 0
+    said_lost(second)
+    newest = newest_checkpoint(project)
+    assert resumed_here(project, newest + 3) == newest
+    assert curve(project, "run")[: 2 * newest + 6] == pytest.approx(as_one_process(project, newest + 3), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_cut_cable_stops_both_within_the_patience(hosts: Hosts, project: Project, parallel: str) -> None:
+    """Nobody closes a connection: `dist_timeout_sec` ends the waiting, also while checkpoints are being written."""
+    patience = 12
+    shares = {**ENDLESS, "checkpoint_every_n_steps": 1, "keep_last_n_checkpoints": 3}
+    jobs = on_both(hosts, project, **shares, dist_timeout_sec=patience, parallel=f'"{parallel}"')
+    reach(jobs[0], project, "checkpoint", 3)
+    cut = time.monotonic()
+    hosts.cut()
+    for job in jobs:
+        assert job.end(patience + 30) != 0
+        assert f"Timed out waiting {patience * 1000}ms" in said_lost(job)
+    assert time.monotonic() - cut > patience - 2, "it was the silence that ended them"
+    newest = newest_checkpoint(project)
+    assert resumed_here(project, newest + 2) == newest
+
+
+@pytest.mark.slow
+def test_torchrun_waits_no_longer_than_it_is_told(hosts: Hosts, project: Project) -> None:
+    """An address that nobody has; its launcher's own error names address and port."""
+    jobs = [
+        hosts.start(
+            node, [*torchrun(node, NOBODY, timeout=8), *training(project, **ENDLESS)], GLOO_SOCKET_IFNAME="eth0"
+        )
+        for node in (0, 1)
+    ]
+    for job in jobs:
+        assert job.end(60) != 0
+        assert f"({NOBODY}, {PORT})" in job.words.splitlines()[-1]
+    assert not project.run.exists()
+
+
+def plain(project: Project, **overrides: object) -> list[str]:
+    """A process as the DeepSpeed launcher starts it: no agent meets the others before us."""
+    return [sys.executable, *training(project, "--local_rank=0", "--trust_cache", **overrides)]
+
+
+def variables(node: int, address: str) -> dict[str, str]:
+    given = {"RANK": str(node), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    return {**given, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", [NOBODY, "no-such-host", ADDRESSES[0]])
+def test_our_own_meeting_is_bounded_and_says_where(hosts: Hosts, project: Project, address: str) -> None:
+    """A wrong address, a name that nobody knows, and the right address of a machine that was not started."""
+    job = hosts.start(1, plain(project, dist_timeout_sec=6), **variables(1, address))
+    assert job.end(60) == 2
+    last = job.words.splitlines()[-1]
+    assert last.startswith(f"error: rank 1 of 2 on beta does not meet the others at {address}:{PORT} within")
+    assert "dist_timeout_sec = 6" in last
+    assert "GLOO_SOCKET_IFNAME" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["eth9", "lo"])
+def test_a_wrong_network_device_is_told(hosts: Hosts, project: Project, device: str) -> None:
+    """A device that is not there, and one that leads nowhere."""
+    jobs = [
+        hosts.start(
+            node, plain(project, dist_timeout_sec=10), **variables(node, ADDRESSES[0]), GLOO_SOCKET_IFNAME=device
+        )
+        for node in (0, 1)
+    ]
+    ended = [job.end(100) for job in jobs]
+    assert 2 in ended
+    assert 0 not in ended
+    told = [job.words for job in jobs if "does not meet the others" in job.words]
+    assert told
+    assert all("GLOO_SOCKET_IFNAME" in words.splitlines()[-1] for words in told)
+
+
+# --- the DeepSpeed launcher, without ssh --------------------------------------------------------
+
+
+def deepspeed(hosts: Hosts, node: int) -> list[str]:
+    """`deepspeed --hostfile F --no_ssh --node_rank R --master_addr A --master_port P`."""
+    pytest.importorskip("deepspeed")
+    listing = hosts.folder / "hostfile"
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    listing.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES), encoding="utf-8")
+    command = [str(Path(sys.executable).parent / "deepspeed"), f"--hostfile={listing}", "--no_ssh"]
+    return [*command, f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
+
+
+@pytest.mark.slow
+def test_the_deepspeed_launcher_caches_on_two_hosts(
+    hosts: Hosts, fresh_project: Project, cached_project: Project
+) -> None:
+    flags = ("--deepspeed", "--cache_only")
+    finish([hosts.start(node, [*deepspeed(hosts, node), *training(fresh_project, *flags)]) for node in (0, 1)])
+    assert shards(fresh_project) == shards(cached_project)
+
+
+@pytest.mark.slow
+def test_the_deepspeed_launcher_trains_on_two_hosts(hosts: Hosts, project: Project) -> None:
+    """With the engine it is for: the same steps as one process of torch's own."""
+    shares = {"micro_batch_size_per_gpu": 2, "max_steps": 8}
+    command = training(project, "--deepspeed", "--trust_cache", **shares)
+    jobs = [hosts.start(node, [*deepspeed(hosts, node), *command]) for node in (0, 1)]
+    ended = [job.end() for job in jobs]
+    if "this version trains with torch's own engine" in jobs[0].words:
+        pytest.skip("there is no DeepSpeed engine yet")
+    assert ended == [0, 0], jobs[0].words
+    assert project.events("start")[0]["world"] == 2
+    assert curve(project, "run") == pytest.approx(as_one_process(project, 8), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stages: int, how: str) -> None:
+    """Replicas with ZeRO-1, and a pipeline across the two hosts; one process of torch's engine goes on."""
+    pytest.importorskip("deepspeed")
+    patience = 12
+    shares = {**ENDLESS, "pipeline_stages": stages, "micro_batch_size_per_gpu": 2 * stages}
+    jobs = on_both(hosts, project, "--deepspeed", **shares, dist_timeout_sec=patience)
+    try:
+        reach(jobs[0], project, "checkpoint", 3)
+    except AssertionError:
+        if "this version trains with torch's own engine" in jobs[0].words:
+            pytest.skip("there is no DeepSpeed engine yet")
+        raise
+    if how == "killed":
+        jobs.pop().kill()
+    else:
+        hosts.cut()
+    for job in jobs:
+        assert job.end(patience + 30) != 0
+        said_lost(job)
+    newest = newest_checkpoint(project)
+    assert resumed_here(project, newest + 2) == newest
+    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(as_one_process(project, newest + 2), rel=1e-5)

@@ -1,0 +1,103 @@
+"""A billion samples and 1,024 ranks: what each of them holds and looks at does not grow with the others."""
+
+import json
+import tracemalloc
+from dataclasses import asdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import Manifest, ShardEntry
+from sd3_light.data.order import Order, Segment, make_order, rank_slice
+
+RANKS, MICRO, A_MACHINE = 1024, 64, 8
+SAMPLES, SHARD = 1_000_000_000, 4096
+
+
+@cache
+def order() -> Order:
+    return make_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD) + [Segment(SAMPLES % SHARD)], RANKS * MICRO)])
+
+
+def share(rank: int) -> tuple[int, int]:
+    return rank_slice(RANKS * MICRO, rank, RANKS, 0, 1)
+
+
+@pytest.mark.parametrize("step", [9_999, 40_000])
+def test_the_slices_of_all_ranks_are_the_global_batch(step: int) -> None:
+    whole = order().picks(step)
+    parts = [order().picks(step, *share(rank)) for rank in range(RANKS)]
+    assert sum(len(part.segment) for part in parts) == RANKS * MICRO
+    for name in ("segment", "index", "repeat"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+    places = whole.segment * SHARD + whole.index
+    assert len(np.unique(np.stack([places, whole.repeat]), axis=1).T) == RANKS * MICRO, "no sample twice"
+    assert whole.segment.max() <= SAMPLES // SHARD
+
+
+def test_an_order_of_a_billion_holds_a_row_a_shard_and_no_row_a_sample() -> None:
+    tracemalloc.start()
+    made = make_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD), RANKS * MICRO)])
+    for step in (0, made.steps_per_epoch, 2 * made.steps_per_epoch, 3 * made.steps_per_epoch):
+        made.picks(step, *share(700))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 160 * SAMPLES // SHARD, "five arrays of its own and three of each epoch at hand"
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+@pytest.mark.parametrize("step", [0, 500, 1561, 1562])  # the last is half padding
+def test_a_rank_looks_ahead_at_what_it_will_read_and_not_at_what_others_will(step: int, window: int) -> None:
+    made = make_order(3, [([Segment(512)] * 200_000, RANKS * MICRO)], window)
+    for rank in (0, 511, 1023):
+        ahead = set(made.segments(made.coming(step, *share(rank))).tolist())
+        assert set(made.picks(step + 1, *share(rank)).segment.tolist()) <= ahead
+        assert set(made.picks(step, *share(rank)).segment.tolist()) <= set(made.reading(step, *share(rank)).tolist())
+        assert len(ahead) <= 2 * (window + 1), f"{len(ahead)} shards for {MICRO} samples"
+
+
+def test_a_rank_whose_share_is_padding_looks_at_the_beginning() -> None:
+    made = make_order(3, [([Segment(512)] * 100, RANKS * MICRO)])
+    padded = share(1023)
+    assert padded[0] > made.buckets[0].length
+    assert len(made.reading(0, *padded)) > 0
+    assert len(made.segments(made.coming(0, *padded))) > 0
+
+
+def entry(number: int) -> ShardEntry:
+    digest = f"{number:064x}"
+    name = f"part-{number % 4}"
+    return ShardEntry(f"{name}-{digest[:20]}.safetensors", "300x300", (300, 300), name, 512, 1000, digest, digest[:32])
+
+
+def listing(count: int) -> bytes:
+    made = Manifest({"format": 2}, tuple(map(entry, range(count))), entry(0))
+    return json.dumps({"format": 2, **asdict(made)}, indent=1).encode()
+
+
+def test_a_manifest_keeps_little_of_a_shard() -> None:
+    count, data = 4_000, listing(4_000)
+    Manifest.from_json(data, "before")  # what is made once
+    tracemalloc.start()
+    found = Manifest.from_json(data, "here")
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.shards == tuple(map(entry, range(count)))
+    assert held < 600 * count
+    assert peak < held + 2 * len(data), "no dict of every shard beside its entry"
+    assert found.shards[1].bucket is found.shards[2].bucket
+    assert found.shards[1].resolution is found.shards[2].resolution
+
+
+@pytest.mark.parametrize("change", [{"colour": 1}, {"count": None}])
+def test_an_entry_with_other_fields_is_damaged(change: dict[str, object]) -> None:
+    said = json.loads(listing(3))
+    for name, value in change.items():
+        if value is None:
+            del said["shards"][1][name]
+        else:
+            said["shards"][1][name] = value
+    with pytest.raises(UserError, match="is damaged"):
+        Manifest.from_json(json.dumps(said).encode(), "manifest.json")

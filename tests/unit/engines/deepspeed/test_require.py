@@ -1,0 +1,90 @@
+"""What --deepspeed needs, said in one line before anything is done."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch, deepspeed
+
+
+def config(folder: Path, **keys: Any) -> TrainConfig:
+    model = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    return TrainConfig.model_validate(table, context={"base": folder})
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "wanted", "said"),
+    [
+        ({"pipeline_stages": 2}, 2, False, "add --deepspeed"),
+        ({"optimizer": {"type": "muon"}}, 1, True, "write 'adamw'"),
+        ({"parallel": "fsdp2"}, 2, True, "zero_stage = 3 in its place"),
+        ({"pipeline_stages": 2}, 3, True, "a multiple of pipeline_stages"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    tmp_path: Path, keys: dict[str, Any], world: int, wanted: bool, said: str
+) -> None:
+    with pytest.raises(UserError) as fault:
+        deepspeed.require(config(tmp_path, **keys), Launch(world=world), wanted)
+    assert said in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_the_way_to_install_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'sd3-light\[deepspeed\]'"):
+        deepspeed.require(config(tmp_path), Launch(), wanted=True)
+    deepspeed.require(config(tmp_path), Launch(), wanted=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "name", "all_write"),
+    [
+        ({}, 1, "deepspeed pp1 dp1 zero1", True),
+        ({"zero_stage": 0}, 2, "deepspeed pp1 dp2 zero0", False),
+        ({"pipeline_stages": 2}, 4, "deepspeed pp2 dp2 zero1", True),
+        ({"zero_stage": 3}, 2, "deepspeed pp1 dp2 zero3", True),
+    ],
+)
+def test_layouts_have_names_and_writers(
+    tmp_path: Path, keys: dict[str, Any], world: int, name: str, all_write: bool
+) -> None:
+    settings = config(tmp_path, **keys)
+    assert deepspeed.engine_name(settings, Launch(world=world)) == name
+    assert deepspeed.all_write(settings) is all_write
+
+
+def imported_at_once(path: Path) -> list[str]:
+    """The modules that a file imports at its top level."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+    return found
+
+
+def test_nobody_imports_it_before_it_is_asked_for() -> None:
+    """Without DeepSpeed installed everything else works."""
+    ours = Path(deepspeed.__file__).parent
+    behind = {f"sd3_light.engines.deepspeed.{path.stem}" for path in ours.glob("[!_]*.py")}
+    files = [path for path in ours.parents[1].rglob("*.py") if path.parent != ours or path.stem == "__init__"]
+    assert len(files) > 200
+    for path in files:
+        names = imported_at_once(path)
+        assert not [name for name in names if name.split(".")[0] == "deepspeed" or name in behind], path
+    assert "deepspeed" in imported_at_once(ours / "pipeline.py")
+
+
+@pytest.mark.parametrize(
+    ("rank", "stages", "of_data"), [(0, 1, (0, 4)), (3, 1, (3, 4)), (3, 2, (1, 2)), (2, 4, (0, 1))]
+)
+def test_the_processes_of_a_pipeline_read_the_same(rank: int, stages: int, of_data: tuple[int, int]) -> None:
+    share = Launch(rank, rank, 4).of_data(stages)
+    assert (share.rank, share.world) == of_data

@@ -1,0 +1,251 @@
+"""Models, LoRAs and places that are not what they should be: one line that names the thing, and nothing is left."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from sd3_light.cli import app
+from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
+from sd3_light.export.lora import write_lora
+from sd3_light.model.lora import LoraModule
+
+WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
+Q = "transformer_blocks.0.attn.to_q"
+A = f"transformer.{Q}.lora_A.weight"
+NAN = float("nan")
+
+
+def refused(*arguments: object) -> str:
+    """The one line that a command ends with."""
+    with pytest.raises(UserError) as fault:
+        CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert "\n" not in str(fault.value)
+    return str(fault.value)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "good"
+    shutil.copytree(demo_parts, folder, copy_function=os.link)
+    size = replace(SIZES["tiny2"], pos_embed_max_size=8)
+    SD3Transformer2DModel(**size.transformer_config()).save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    module = LoraModule(torch.ones(2, 128), torch.ones(128, 2))
+    return write_lora(tmp_path_factory.mktemp("loras") / "lora.safetensors", {Q: module})
+
+
+@pytest.fixture
+def bad(tmp_path: Path, model: Path) -> Path:
+    """A copy of the model that a test may spoil."""
+    return Path(shutil.copytree(model, tmp_path / "bad"))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which nothing may be left when the command is over."""
+    place = tmp_path / "out"
+    place.mkdir()
+    yield place
+    assert not os.listdir(place)
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+# --- folders -----------------------------------------------------------------------------------
+
+DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a gap": (lambda folder: change_weights(folder, lambda found: found.pop("proj_out.bias")), "lacks proj_out.bias"),
+    "too much": (lambda folder: change_weights(folder, lambda found: found.update(x=torch.ones(1))), "it has x, which"),
+    "a shape": (
+        lambda folder: change_weights(folder, lambda found: found.update({"proj_out.bias": torch.ones(1)})),
+        r"proj_out\.bias has shape \[1\]",
+    ),
+    "not finite": (
+        lambda folder: change_weights(folder, lambda found: found["proj_out.bias"].fill_(NAN)),
+        "proj_out.bias.* holds NaN or infinity",
+    ),
+    "cut": (lambda folder: cut(folder / WEIGHTS), "no whole safetensors file"),
+    "a pickle": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "transformer" / "x.bin"),
+        "lacks .*diffusion_pytorch",
+    ),
+    "no JSON": (lambda folder: (folder / "transformer" / "config.json").write_text("{"), "config.json is no JSON"),
+    "a wrong type": (
+        lambda folder: change_json(folder / "transformer" / "config.json", num_layers="two"),
+        "num_layers 'two'",
+    ),
+    "a wish for ever": (
+        lambda folder: change_json(folder / "transformer" / "config.json", num_layers=10**9),
+        "num_layers 1000000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DENOISERS)
+def test_a_denoiser_that_is_not_whole_is_named(kind: str, model: Path, bad: Path, lora: Path, empty: Path) -> None:
+    spoil, words = DENOISERS[kind]
+    spoil(bad)
+    commands: list[list[object]] = [
+        ["lora", "extract", model, bad, empty / "l.safetensors", "--rank", 1],
+        ["lora", "merge", bad, empty / "merged", lora],
+        ["sample", bad, "a prompt", "--out", empty / "pictures", "--steps", 1],
+    ]
+    for command in commands:
+        said = refused(*command)
+        assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("sd3_light.json", "{", "sd3_light.json is no JSON"),
+        ("sd3_light.json", '{"text": 5}', "sd3_light.json: its text is no JSON object"),
+        ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length is 'x'"),
+        ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text is 'x'"),
+        ("model_index.json", "{", "diffusers does not load"),
+        ("vae/config.json", "{", "diffusers does not load"),
+        ("scheduler/scheduler_config.json", '{"shift": "x"}', "diffusers does not load"),
+        ("tokenizer/tokenizer.json", "{", "diffusers does not load"),
+    ],
+)
+def test_a_damaged_part_is_a_fault_of_the_folder(file: str, text: str, words: str, bad: Path, empty: Path) -> None:
+    (bad / file).write_text(text)
+    said = refused("sample", bad, "a prompt", "--out", empty / "pictures", "--steps", 1)
+    assert words in said
+    assert str(bad) in said
+
+
+def test_a_base_that_lacks_a_part_makes_no_folder(model: Path, bad: Path, empty: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    assert CliRunner().invoke(app, ["convert", str(model), str(file)]).exit_code == 0
+    shutil.rmtree(bad / "tokenizer_2")
+    assert "lacks tokenizer_2/" in refused("convert", file, empty / "back", "--base", bad)
+
+
+# --- single files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"other_configs": 5},
+        {"facts": 5},
+        {"facts": {"text": 5}},
+        {"scheduler": 5},
+        {"config": {"num_layers": 2, "dual_attention_layers": 5}},
+    ],
+    ids=str,
+)
+def test_metadata_that_is_no_table_is_damage(change: dict[str, Any], model: Path, empty: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    about = {"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 2, **change}
+    save_file({"x": torch.ones(1)}, file, {"sd3_light": json.dumps(about)})
+    assert "its metadata 'sd3_light' is damaged" in refused("convert", file, empty / "back", "--base", model)
+
+
+# --- LoRA files --------------------------------------------------------------------------------
+
+LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
+    "NaN": ({A: torch.full((2, 128), NAN)}, {}, f"{A} holds NaN"),
+    "whole numbers": ({A: torch.ones(2, 128, dtype=torch.int64)}, {}, f"{A} has type int64"),
+    "a scalar": ({A: torch.tensor(1.0)}, {}, f"{Q}: [] and [128, 2] are no pair"),
+    "two alphas": ({f"transformer.{Q}.alpha": torch.ones(2)}, {}, f"{Q}.alpha has shape [2]"),
+    "padding": ({}, {"sd3_light": '{"padding": [1]}'}, "its metadata 'sd3_light' is damaged"),
+    "ranks": ({}, {"sd3_light": '{"ranks": 5}'}, "its metadata 'sd3_light' is damaged"),
+    "facts": ({}, {"sd3_light": '{"facts": 5}'}, "its metadata 'sd3_light' is damaged"),
+    "alpha": ({}, {"lora_adapter_metadata": '{"transformer.lora_alpha": "x"}'}, "its lora_alpha or alpha_pattern"),
+    "pattern": (
+        {},
+        {"lora_adapter_metadata": '{"transformer.lora_alpha": 1, "transformer.alpha_pattern": [1]}'},
+        "its lora_alpha or alpha_pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_lora_of_no_use_is_named_with_its_key(kind: str, lora: Path, empty: Path, tmp_path: Path) -> None:
+    tensors, metadata, words = LORAS[kind]
+    file = tmp_path / "bad.safetensors"
+    save_file({**load_file(lora), **tensors}, file, metadata or None)
+    assert refused("lora", "convert", file, empty / "new.safetensors").startswith(f"{file}: {words}")
+
+
+def test_a_lora_of_a_text_encoder_that_is_none_is_refused_by_sample(
+    model: Path, lora: Path, empty: Path, tmp_path: Path
+) -> None:
+    key = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({**load_file(lora), key: torch.ones(2, 8)}, tmp_path / "bad.safetensors")
+    arguments = ["--out", empty / "pictures", "--steps", 1, "--lora", tmp_path / "bad.safetensors"]
+    assert "does not fit this model" in refused("sample", model, "a prompt", *arguments)
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """A disk on which no file can have more than 5000 bytes, as a full one has it."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(
+    model: Path, lora: Path, empty: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    file = tmp_path / "m.safetensors"
+    assert CliRunner().invoke(app, ["convert", str(model), str(file)]).exit_code == 0
+    large = write_lora(tmp_path / "l.safetensors", {Q: LoraModule(torch.ones(9, 128), torch.ones(128, 9))})
+    request.getfixturevalue("small_files")
+    commands: dict[Path, list[object]] = {
+        empty / "m.safetensors": ["convert", model, empty / "m.safetensors"],
+        empty / "folder": ["convert", file, empty / "folder", "--base", model],
+        empty / "merged": ["lora", "merge", model, empty / "merged", lora],
+        empty / "l.safetensors": ["lora", "convert", large, empty / "l.safetensors"],
+    }
+    for out, command in commands.items():
+        assert refused(*command).startswith(f"cannot write {out}: File too large; make room")
+
+
+def test_names_that_cannot_be_written_to(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.safetensors").symlink_to("nowhere")
+    assert "exists already" in refused("convert", model, tmp_path / "link.safetensors")
+    assert "Not a directory" in refused("lora", "merge", model, lora / "out", lora)
+    assert "ends in .safetensors" in refused("lora", "convert", lora, empty / "lora.pt")
+    assert "merging writes a folder" in refused("lora", "merge", model, empty / "m.safetensors", lora)
+    assert "no folder that can be written to" in refused("sample", model, "a prompt", "--out", lora)
+    assert "no UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "pictures")
+    assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "pictures")

@@ -1,0 +1,238 @@
+"""The verbs convert and lora: a model keeps its bits and its pictures through every form, and misuse is one line."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from sd3_light.cli import app
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.config.faults import UserError
+from sd3_light.export.lora import diffusers_tensors, write_lora
+from sd3_light.model.lora import LoraModule
+from sd3_light.sampling.generate import Request, generate
+from sd3_light.sampling.lora import Lora, add_loras
+from sd3_light.sampling.texts import TextPolicy
+
+SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
+WIDE = replace(SQUARE, num_heads=4)
+WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
+LAYERS = (
+    *(f"transformer_blocks.{block}.attn.to_{part}" for block in (0, 1) for part in "qkv"),
+    "transformer_blocks.1.ff.net.0.proj",
+)
+
+
+def run(*arguments: object) -> str:
+    """What a verb prints; its fault is raised."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(UserError) as fault:
+        run(*arguments)
+    assert "\n" not in str(fault.value)
+    return str(fault.value)
+
+
+def make_model(folder: Path, parts: Path, size: ModelSize, dtype: torch.dtype = torch.float32) -> Path:
+    shutil.copytree(parts, folder, copy_function=os.link)
+    torch.manual_seed(3)
+    transformer = SD3Transformer2DModel(**size.transformer_config())
+    transformer.to(dtype).save_pretrained(folder / "transformer")
+    text = {"text_tokens": "padded", "uncond_text": "zero", "t5_max_length": 16}
+    (folder / "sd3_light.json").write_text(json.dumps({"sd3_light": "0", "text": text, "weights": "ema", "step": 7}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "square", demo_parts, SQUARE)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "wide", demo_parts, WIDE, torch.bfloat16)
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof takes seconds and has its own tests."""
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+
+
+def make_lora(model: Path, file: Path, seed: int = 1, layers: Sequence[str] = LAYERS) -> Path:
+    weights, generator = load_file(model / WEIGHTS), torch.Generator().manual_seed(seed)
+    modules = {}
+    for layer in layers:
+        rows, columns = weights[f"{layer}.weight"].shape
+        down, up = (torch.randn(*shape, generator=generator) * 0.1 for shape in ((2, columns), (rows, 2)))
+        modules[layer] = LoraModule(down, up)
+    return write_lora(file, modules)
+
+
+def same_files(one: Path, two: Path, parts: Sequence[str]) -> None:
+    for part in parts:
+        for path in sorted((one / part).iterdir()):
+            if path.name == "made.json":  # how the demo's VAE was made is no part of it
+                continue
+            assert path.read_bytes() == (two / part / path.name).read_bytes(), path
+
+
+# --- single files ------------------------------------------------------------------------------
+
+
+def test_a_folder_becomes_a_file_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
+    file, back = tmp_path / "m.safetensors", tmp_path / "back"
+    said = run("convert", wide, file, "--text-encoders")
+    assert "identity blocks" in said
+    assert f"wrote {file}" in said.replace("\n", "")
+    assert any(key.startswith("text_encoders.") for key in load_file(file))
+    run("convert", file, back, "--base", wide)
+    same_files(wide, back, ("transformer", "vae", "text_encoder", "text_encoder_3", "tokenizer", "scheduler"))
+    assert not list(tmp_path.glob(".*")), "nothing is left over"
+
+
+def test_what_goes_into_the_file_is_chosen(wide: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    said = run("convert", wide, file, "--no-vae", "--no-pad-blocks")
+    keys = load_file(file)
+    assert not any(key.startswith("first_stage_model.") for key in keys)
+    assert not any(key.startswith("model.diffusion_model.joint_blocks.2.") for key in keys)
+    assert "joint_blocks.1." in " ".join(keys)
+    assert "note: " in said, "that readers want as many blocks as heads"
+    run("convert", file, tmp_path / "back", "--base", wide)
+    same_files(wide, tmp_path / "back", ("transformer", "vae"))
+
+
+def test_wishes_without_a_meaning_are_refused(square: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    assert "ends in .safetensors" in refused("convert", square, tmp_path / "folder")
+    assert "--base has no meaning" in refused("convert", square, file, "--base", square)
+    assert "--keep-pads has no meaning" in refused("convert", square, file, "--keep-pads")
+    assert "nowhere does not exist" in refused("convert", "nowhere", file)
+    run("convert", square, file)
+    assert "exists already" in refused("convert", square, file)
+    assert "is a single file already" in refused("convert", file, tmp_path / "other.safetensors")
+    assert "choose what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
+
+
+# --- LoRA files --------------------------------------------------------------------------------
+
+
+def test_a_lora_goes_to_kohyas_layout_and_back_exactly(square: Path, tmp_path: Path) -> None:
+    first = make_lora(square, tmp_path / "1.safetensors")
+    kohya, back = tmp_path / "2.safetensors", tmp_path / "3.safetensors"
+    run("lora", "convert", first, kohya, "--layout", "kohya")
+    assert "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha" in load_file(kohya)
+    run("lora", "convert", kohya, back)
+    assert back.read_bytes() == first.read_bytes()
+    half = tmp_path / "4.safetensors"
+    run("lora", "convert", first, half, "--dtype", "bfloat16")
+    assert {tensor.dtype for tensor in load_file(half).values()} == {torch.bfloat16}
+
+
+def test_a_lora_follows_its_model_into_a_padded_file(wide: Path, tmp_path: Path) -> None:
+    single, lora = tmp_path / "m.safetensors", make_lora(wide, tmp_path / "l.safetensors")
+    run("convert", wide, single)
+    padded, back = tmp_path / "padded.safetensors", tmp_path / "back.safetensors"
+    run("lora", "convert", lora, padded, "--padded-for", single)
+    assert {key.split(".")[2] for key in load_file(padded)} == {"0", "3"}, "the last of two blocks is that of four"
+    run("lora", "convert", padded, back)
+    assert back.read_bytes() == lora.read_bytes()
+
+    with safe_open(padded, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
+    save_file(tensors, tmp_path / "others.safetensors")  # as another program saves it, without a word of padding
+    run("lora", "convert", tmp_path / "others.safetensors", tmp_path / "again.safetensors", "--trained-on", single)
+    assert load_file(tmp_path / "again.safetensors").keys() == load_file(lora).keys()
+
+
+def test_merging_gives_a_proven_model_that_draws_as_the_stack_does(square: Path, tmp_path: Path) -> None:
+    loras = [make_lora(square, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    out = tmp_path / "merged"
+    run("lora", "merge", square, out, f"{loras[0]}:0.7", f"{loras[1]}:-0.5")
+    proof = json.loads((out / "proof.json").read_text())
+    assert proof["max_difference"] <= 1e-5, proof
+    facts = json.loads((out / "sd3_light.json").read_text())
+    assert facts["text"]["uncond_text"] == "zero", "the text policy is the model's"
+    assert facts["weights"] == "ema with 1.safetensors at 0.7 and 2.safetensors at -0.5"
+    assert facts["step"] == 7
+
+    before, after = load_file(square / WEIGHTS), load_file(out / WEIGHTS)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{layer}.weight" for layer in LAYERS}
+
+    stacked = StableDiffusion3Pipeline.from_pretrained(square, dtype=torch.float32)
+    kohya = tmp_path / "kohya.safetensors"
+    run("lora", "convert", loras[0], kohya, "--layout", "kohya")
+    add_loras(stacked, [Lora(kohya, 0.7), Lora(loras[1], -0.5)], diffusers_tensors)
+    merged = StableDiffusion3Pipeline.from_pretrained(out, dtype=torch.float32)
+    plain = StableDiffusion3Pipeline.from_pretrained(square, dtype=torch.float32)
+    by_stack, by_merge, without = (pixels(pipe) for pipe in (stacked, merged, plain))
+    assert (by_stack - by_merge).abs().max() <= 1
+    assert (by_stack - without).abs().max() > 3
+
+
+def pixels(pipe: Any) -> Tensor:
+    (image,) = generate(pipe, [Request("a red star", 3, 32, 32)], TextPolicy(16, "zero", "padded"), 2)
+    return torch.tensor(list(image.tobytes())).float()
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_merged_model_keeps_the_type_of_the_model(wide: Path, tmp_path: Path) -> None:
+    lora = make_lora(wide, tmp_path / "l.safetensors")
+    run("lora", "merge", wide, tmp_path / "merged", lora)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / WEIGHTS).values()} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("unproven")
+def test_what_was_merged_is_extracted_again(square: Path, tmp_path: Path) -> None:
+    lora = make_lora(square, tmp_path / "l.safetensors")
+    run("lora", "merge", square, tmp_path / "merged", lora)
+    said = run("lora", "extract", square, tmp_path / "merged", tmp_path / "e.safetensors", "--rank", 2)
+    assert f"{len(LAYERS)} layers, 100.00% of the squared difference" in said.replace("\n", " ")
+    given, found = (_updates(load_file(path)) for path in (lora, tmp_path / "e.safetensors"))
+    assert given.keys() == found.keys()
+    for layer, update in given.items():
+        torch.testing.assert_close(found[layer], update, rtol=0, atol=1e-5)
+    one = run("lora", "extract", square, tmp_path / "merged", tmp_path / "q.safetensors", "--target", "attn.to_q")
+    assert "2 layers" in one
+    assert "no LoRA can hold" in one
+
+
+def _updates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    stems = {key.rsplit(".lora_", 1)[0] for key in tensors}
+    return {stem: tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"] for stem in stems}
+
+
+def test_faults_of_the_lora_verbs_are_one_line(square: Path, wide: Path, tmp_path: Path) -> None:
+    lora, out = make_lora(square, tmp_path / "l.safetensors"), tmp_path / "out.safetensors"
+    single = tmp_path / "m.safetensors"
+    run("convert", square, single)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert "choose among diffusers, kohya, peft" in refused("lora", "convert", lora, out, "--layout", "a1111")
+    assert "choose among float32" in refused("lora", "convert", lora, out, "--dtype", "int8")
+    assert "is not padded" in refused("lora", "convert", lora, out, "--padded-for", single)
+    assert "exists already" in refused("lora", "convert", lora, single)
+    assert "does not exist" in refused("lora", "merge", square, tmp_path / "x", tmp_path / "none.safetensors")
+    assert "sd3-light convert" in refused("lora", "merge", single, tmp_path / "x", lora)
+    assert "is for" in refused("lora", "merge", wide, tmp_path / "x", lora)
+    assert "lacks model_index.json" in refused("lora", "merge", tmp_path, tmp_path / "x", lora)
+    assert "no weight among the targets differs" in refused("lora", "extract", square, square, out)
+    assert "give two models of one size" in refused("lora", "extract", square, wide, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names, "nothing is left over"
