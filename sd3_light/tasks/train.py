@@ -1,5 +1,7 @@
 """`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from sd3_light.checkpoint.background import CheckpointKeeper, Failed
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.engines import Launch
+from sd3_light.engines import Engine, Launch
 from sd3_light.engines.accelerate import TaskEngine, launch_of
+from sd3_light.engines.deepspeed.setup import prepare
 from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
@@ -71,7 +74,7 @@ class _Task:
     wishes: TaskSettings
     launch: Launch
     groups: Groups
-    engine: TaskEngine
+    engine: Engine
     samples: Samples
     averages: Averages
     run: Run
@@ -89,17 +92,14 @@ class _Task:
         """Put the parts together."""
         launch, device = _place(accelerator, wishes)
         set_main_process(launch.is_main)
-        groups = start_process_group(launch, device, 600.0)
+        groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
         micro = _accumulation(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
-        wrapping = accelerator if wishes.engine == "accelerate" else None
-        engine = TaskEngine(
-            model, wishes.optimizer_table, wishes.gradient_clipping, launch, device, wrapping, groups.writers
-        )
+        engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch
         total = total if wishes.max_steps is None else min(total, wishes.max_steps)
@@ -266,14 +266,34 @@ def _text(path: Path | None) -> str | None:
 
 
 def _place(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launch, torch.device]:
-    if wishes.engine == "deepspeed":
-        raise UserError('engine="deepspeed" is that of train.py --deepspeed; here use "accelerate" or "torch"')
-    if wishes.engine == "torch":
+    if wishes.engine != "accelerate":
         launch = Launch.detect()
         return launch, launch.device()
     if accelerator is None:
         raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
     return launch_of(accelerator), accelerator.device
+
+
+def _engine(
+    model: DiffusionTrainingModule,
+    wishes: TaskSettings,
+    micro: int,
+    launch: Launch,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    groups: Groups,
+) -> Engine:
+    """The engine that was asked for, with the module in it."""
+    optimizer, clip = wishes.optimizer_table, wishes.gradient_clipping
+    if wishes.engine != "deepspeed":
+        wrapping = accelerator if wishes.engine == "accelerate" else None
+        return TaskEngine(model, optimizer, clip, launch, device, wrapping, groups.writers)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("engine=\"deepspeed\" needs DeepSpeed; run `pip install 'sd3-light[deepspeed]'`")
+    prepare(launch, device)
+    library: Any = importlib.import_module("sd3_light.engines.deepspeed.tasks")  # it imports DeepSpeed, an extra
+    engine: Engine = library.TaskZeroEngine(model, optimizer, clip, micro, launch, device)
+    return engine
 
 
 def _accumulation(accelerator: Accelerator | None, wishes: TaskSettings) -> int:

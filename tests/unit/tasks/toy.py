@@ -68,13 +68,15 @@ class Toy(DiffusionTrainingModule):
 
 def main(out: str, stage: str) -> None:
     """On every process of a launcher: process, then train on what was processed; or train at once."""
-    accelerator = Accelerator()
-    assert accelerator.num_processes == 2
+    accelerator = None if stage == "deepspeed" else Accelerator()
+    assert accelerator is None or accelerator.num_processes == 2
     data: Any = Pictures()
     if stage == "process":
         launch_data_process_task(accelerator, data, Toy(), ModelLogger(Path(out, "processed")), num_workers=0)
         data = ProcessedDataset(Path(out, "processed"))
     wishes: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
+    if stage == "deepspeed":
+        wishes |= {"engine": "deepspeed", "batch_size": 1, "gradient_accumulation_steps": 2}
     launch_training_task(accelerator, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, save_steps=4, **wishes)
 
 
