@@ -1,7 +1,5 @@
 """`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +15,8 @@ from sd3_light.checkpoint.background import CheckpointKeeper, Failed
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.engines import Engine, Launch
+from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_of
-from sd3_light.engines.deepspeed.setup import prepare
 from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
@@ -288,12 +285,7 @@ def _engine(
     if wishes.engine != "deepspeed":
         wrapping = accelerator if wishes.engine == "accelerate" else None
         return TaskEngine(model, optimizer, clip, launch, device, wrapping, groups.writers)
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("engine=\"deepspeed\" needs DeepSpeed; run `pip install 'sd3-light[deepspeed]'`")
-    prepare(launch, device)
-    library: Any = importlib.import_module("sd3_light.engines.deepspeed.tasks")  # it imports DeepSpeed, an extra
-    engine: Engine = library.TaskZeroEngine(model, optimizer, clip, micro, launch, device)
-    return engine
+    return deepspeed.make_task_engine(model, optimizer, clip, micro, launch, device)
 
 
 def _accumulation(accelerator: Accelerator | None, wishes: TaskSettings) -> int:

@@ -38,19 +38,27 @@ def tensors(project: Project, run: str) -> dict[str, torch.Tensor]:
     return {name: saved.tensor(name) for name in saved.shapes}
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_processes_train_the_same_lora(alone: Project, parallel: str) -> None:
+LAYOUTS = {
+    "fsdp2": {"parallel": '"fsdp2"', "micro_batch_size_per_gpu": 2},
+    "ddp": {"micro_batch_size_per_gpu": 2},
+    "deepspeed pp2 zero1": {"pipeline_stages": 2},
+    "deepspeed zero3": {"zero_stage": 3, "micro_batch_size_per_gpu": 2},
+}
+
+
+def layout(name: str) -> Any:
+    return pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", map(layout, LAYOUTS))
+def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
     """From one process's checkpoint at step 2 to the end; rank 3 cannot be cut evenly into two."""
+    flags = ["--deepspeed"] if name.startswith("deepspeed") else []
+    if flags:
+        pytest.importorskip("deepspeed")
     start = str(alone.folder / "alone" / "checkpoints" / checkpoint_name(RESUMED))
-    run = f"two_{parallel}"
-    torchrun(
-        alone,
-        "--resume_from_checkpoint",
-        start,
-        output_dir=f'"{run}"',
-        micro_batch_size_per_gpu=2,
-        parallel=f'"{parallel}"',
-    )
+    run = name.replace(" ", "_")
+    torchrun(alone, *flags, "--resume_from_checkpoint", start, output_dir=f'"{run}"', **LAYOUTS[name])
     assert numbers(alone, run, RESUMED) == pytest.approx(numbers(alone, "alone", RESUMED), rel=2e-5)
     ours, theirs = tensors(alone, run), tensors(alone, "alone")
     assert set(ours) == set(theirs)

@@ -23,7 +23,7 @@ def numbers(out: Path) -> list[float]:
     return [number for event in events for number in (event["loss"], event["grad_norm"])]
 
 
-@pytest.mark.parametrize("stage", ["process", "deepspeed"])
+@pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     """Under accelerate, data processed first; and under DeepSpeed, with accumulation."""
     if stage == "deepspeed":

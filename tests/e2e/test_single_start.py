@@ -36,6 +36,7 @@ def test_a_single_file_starts_what_its_folder_starts(
     assert (start.kind, start.size.name, start.source) == ("file", "demo", single)
 
 
+@pytest.mark.slow
 def test_a_lora_on_a_single_file_is_proven(project: Project, single: Path) -> None:
     use_adapter(project, "rank = 2").train("max_steps=1", f'model.init="{single}"')
     assert file_of(project, 1).is_file()

@@ -56,7 +56,15 @@ def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> Adap
     return AdapterSpec(config, base, TINY, dtype, facts={"weights": "ema", "step": 7}, files={"config.toml": "x"})
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind['type']}{'-dora' * bool(kind.get('use_dora'))}")
+SLOW = ("loha", "lora-dora")  # each proof starts a process
+
+
+def named(kind: dict[str, Any]) -> Any:
+    name = kind["type"] + ("-dora" if kind.get("use_dora") else "")
+    return pytest.param(kind, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("kind", map(named, KINDS))
 def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: dict[str, Any]) -> None:
     spec = spec_of(base, torch.bfloat16, **kind)
     weights = trained(base, spec.adapter)
