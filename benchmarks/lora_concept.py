@@ -23,6 +23,7 @@ from pathlib import Path
 from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
+from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
 from sd3_light.journeys import cache_then_train
 from sd3_light.metrics.composition import score
@@ -94,7 +95,7 @@ def scores(lora: Path | None, count: int) -> dict[str, float | None]:
     """Shares of wholly right pictures of the concept and of the rest."""
     pipe, policy = open_pipeline(DEMO, Launch().device())
     if lora is not None:
-        add_loras(pipe, [Lora(lora)])
+        add_loras(pipe, [Lora(lora)], diffusers_tensors)
     asked = {"concept": concept_prompts(count), "rest": prompts(count, 0, True, language="mixed")}
     policy = type(policy)(16, "empty", "padded")
     return {name: score(pipe, some, policy, 20, GUIDANCE, 0, 16).rates["all"] for name, some in asked.items()}
