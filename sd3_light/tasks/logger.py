@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sd3_light.export.trained import write_trained
-from sd3_light.runlog import say
+from sd3_light.runlog import is_main_process, say
 
 
 class ModelLogger:
@@ -54,7 +54,7 @@ class ModelLogger:
         self._saved_at = self.num_steps
         path = self.output_path / file_name
         state = _whole(model)
-        if accelerator is None or accelerator.is_main_process:
+        if is_main_process() if accelerator is None else accelerator.is_main_process:
             if model.adapter is None:
                 plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
                 state = dict(self.state_dict_converter(plain)) if self.state_dict_converter else plain
