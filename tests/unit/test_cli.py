@@ -206,7 +206,7 @@ def test_our_fault_is_code_1(
 def test_a_lost_process_is_one_line_and_says_try_again(
     train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise PeerLost("a machine is gone; start again")
 
     monkeypatch.setattr(journeys, "cache_then_train", lost)

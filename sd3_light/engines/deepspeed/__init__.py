@@ -68,6 +68,8 @@ def make_engine(
     from sd3_light.engines.deepspeed.setup import prepare
 
     prepare(launch, device)
+    if launch.world == 1 and config.zero_stage == 1:  # nobody to share with: its copies would only cost time
+        config = config.model_copy(update={"zero_stage": 0})
     if config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 

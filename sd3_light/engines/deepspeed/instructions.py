@@ -19,7 +19,8 @@ def instructions(engine: Any, before_reduction: Callable[[], None], step: Callab
 
     def reduce(self: Any) -> None:
         before_reduction()
-        known[schedule.ReduceGrads](self)
+        if self.dp_world_size > 1 or self.zero_optimization():  # alone it would only copy all gradients, twice
+            known[schedule.ReduceGrads](self)
 
     def take_step(self: Any) -> None:
         step(lambda: known[schedule.OptimizerStep](self))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import machine
 from sd3_light.export import folder as folder_module
@@ -25,6 +25,7 @@ from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_cop
 from sd3_light.export.open import open_pipeline
 from sd3_light.export.verify import ProofError, prove, weights_digest
 from sd3_light.model.layers import new_transformer
+from sd3_light.training.saver import model_spec
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "zero", "t5_max_length": 16}
@@ -286,6 +287,19 @@ def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
     assert "negative_prompt_embeds" in card, "zeros are not what stock guidance uses: the card says so"
     _, policy = open_pipeline(exported, torch.device("cpu"))
     assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
+
+
+@pytest.mark.parametrize(
+    ("keys", "shift", "dynamic"), [({}, 1.0, False), ({"shift": 3.0}, 3.0, False), ({"flux_shift": True}, 1.0, True)]
+)
+def test_the_scheduler_is_that_of_training(
+    tmp_path: Path, demo_parts: Path, state: State, unproven: None, keys: dict[str, Any], shift: float, dynamic: bool
+) -> None:
+    asked = ModelConfig(diffusers_path=demo_parts, train_type="sd3_light_pretrain", size="tiny2", **keys)
+    out = write_folder(tmp_path / "out", state, model_spec(asked, CONFIG))
+    said = json.loads((out / "scheduler" / "scheduler_config.json").read_text())
+    assert said["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    assert (said["shift"], said["use_dynamic_shifting"]) == (shift, dynamic)
 
 
 def test_a_large_denoiser_is_cut_into_files(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
