@@ -8,6 +8,7 @@ from rich.console import Console
 
 from sd3_light.cli.app import ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import load, prepare, say
+from sd3_light.config.faults import UserError
 
 
 @app.command()
@@ -99,6 +100,9 @@ def evaluate(
     config: Annotated[
         Path | None, typer.Option(help="A train TOML: the validation loss of its eval_datasets, and no pictures.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to score with; may be repeated.")
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """The validation loss of a config's evaluation sets (--config), or a judgement of a model of the demo world: does
@@ -107,6 +111,8 @@ def evaluate(
     from sd3_light.stages import evaluate as stage
 
     if config is not None:
+        if lora:
+            raise UserError("--lora is for pictures; with --config merge it first: sd3-light lora merge")
         from sd3_light.journeys import cache_then_validate
 
         table = cache_then_validate(load(config, set_), model, launched, out)
@@ -114,7 +120,9 @@ def evaluate(
             Console().print(table)
         return
     from sd3_light.journeys import score_table
+    from sd3_light.sampling.lora import Lora
 
-    result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out)
+    loras = tuple(map(Lora.parse, lora or []))
+    result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out, loras=loras)
     of = "of combinations seen in training" if seen else "of held-out combinations"
     Console().print(score_table({str(model): result}, of))

@@ -132,7 +132,9 @@ FlagOrSelective = Annotated[
     bool | Literal["selective"], BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')
 ]
 RandomOrPath = Annotated[
-    Literal["random"] | Path, BeforeValidator(random_or_path), Allowed('"random" or the path of a folder')
+    Literal["random"] | Path,
+    BeforeValidator(random_or_path),
+    Allowed('"random", or the path of a folder or file'),
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -180,6 +180,25 @@ def eval_names(train: TrainConfig) -> Iterator[Finding]:
             yield Finding(f"eval_datasets[{index}]", "two eval datasets have one name", f'"{entry.name}"', hint=hint)
 
 
+def adapter(train: TrainConfig) -> Iterator[Finding]:
+    """What an adapter of this type has no use for."""
+    table = train.adapter
+    if table is None:
+        return
+    if train.freeze:
+        hint = "remove freeze, or [adapter] to train the weights"
+        yield Finding(
+            "freeze", "with [adapter] nothing but the adapter trains", given=str(list(train.freeze)), hint=hint
+        )
+    for key in ("use_rslora", "use_dora"):
+        if table.type != "lora" and getattr(table, key):
+            hint = 'remove it, or write type = "lora"'
+            yield Finding(f"adapter.{key}", f'has no meaning with type = "{table.type}"', given="true", hint=hint)
+    if train.model.init == "random":
+        hint = "give the folder or file of a trained model, or remove it"
+        yield Finding("model.init", "an adapter belongs on trained weights", given='"random"', hint=hint)
+
+
 @dataclass(frozen=True)
 class Check:
     """A check and the keys it reads."""
@@ -204,6 +223,7 @@ CHECKS = (
     Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
     Check(eval_names, ("eval_datasets",)),
+    Check(adapter, ("adapter", "adapter.type", "adapter.use_rslora", "adapter.use_dora", "freeze", "model.init")),
 )
 
 

@@ -62,8 +62,8 @@ class ModelConfig(Table):
     )
     init: RandomOrPath | None = Field(
         default=None,
-        description="Where the denoiser starts: `random`, or a folder. Absent: `random` with `train_type` (unless "
-        "`diffusers_path` was written by `sd3-light init`), else `diffusers_path`.",
+        description="Where the denoiser starts: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: "
+        "`random` with `train_type` (unless `diffusers_path` was written by `sd3-light init`), else `diffusers_path`.",
     )
     num_layers: Count | None = Field(default=None, description="Depth in joint blocks, in place of the size's own.")
     qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: what the size says.")
@@ -168,22 +168,34 @@ class EmaConfig(Table):
 
 
 class AdapterConfig(Table):
-    """[adapter]: train a LoRA in place of all weights."""
+    """[adapter]: train an adapter, a LoRA as a rule, in place of all weights."""
 
-    type: Literal["lora"] = Field(default="lora", description="Kind of adapter.")
+    type: Literal["lora", "lokr", "loha"] = Field(
+        default="lora",
+        description="Kind of adapter. `lokr` and `loha` are saved in LyCORIS' layout, which ComfyUI reads and "
+        "diffusers does not.",
+    )
     rank: Count = Field(default=32, description="Rank of the update.")
     alpha: Positive = Field(
         default_factory=_rank,
         description="Scale: the update is multiplied by alpha / rank.",
         json_schema_extra={"default": "equal to `rank`"},
     )
-    dropout: Decay = Field(default=0.0, description="Dropout before the adapter in training.")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Type in which the adapter computes; its master weights are float32."
+    dropout: Decay = Field(
+        default=0.0, description="Dropout before the adapter in training (of `lokr` and `loha`: of the update's rows)."
     )
-    init_from_existing: TomlPath | None = Field(default=None, description="LoRA file or folder to start from.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16",
+        description="Type in which a LoRA computes where the denoiser computes in bfloat16; its weights are float32.",
+    )
+    init_from_existing: TomlPath | None = Field(
+        default=None,
+        description="Adapter file, or a folder that holds one, to start from; its rank and layers must fit.",
+    )
     target_modules: Annotated[tuple[Text, ...], MinLen(1)] = Field(
-        default=LORA_TARGETS, description="Ends of the names of the linear layers that get an adapter."
+        default=LORA_TARGETS,
+        description="Ends of the names of the linear layers that get an adapter, or patterns of shell style "
+        "(`transformer_blocks.[0-7].attn.to_*`); one that matches no layer is a fault.",
     )
     use_rslora: Flag = Field(default=False, description="Scale by alpha / sqrt(rank).")
     use_dora: Flag = Field(default=False, description="Learn the magnitude apart from the direction (DoRA).")

@@ -4,21 +4,20 @@ A single file's tensor holds the rows of one or more of diffusers' (q, k and v a
 AdaLN layers give [scale, shift], the single file's [shift, scale]: their halves are exchanged.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config.faults import UserError
+from sd3_light.model.single_size import HEAD_WIDTH, config_of_shapes
 from sd3_light.model.tensor_file import StoredTensor, joined, same, zeros
 
 Tensors = Mapping[str, StoredTensor]
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, Any]
 
-HEAD_WIDTH = 64  # of every SD3; readers know no other
-_SAMPLE_SIZE = 128  # SD3's; no tensor depends on it
+__all__ = ["HEAD_WIDTH"]
 
 
 # --- the denoiser -----------------------------------------------------------------------------
@@ -160,47 +159,10 @@ def _renumbered(name: str, old: int, new: int) -> str:
 
 # --- a file that does not say what it is ------------------------------------------------------
 
-_TELLING = (
-    "x_embedder.proj.weight",
-    "context_embedder.weight",
-    "y_embedder.mlp.0.weight",
-    "final_layer.linear.weight",
-    "pos_embed",
-    "joint_blocks.0.x_block.attn.qkv.weight",
-)
-
 
 def deduced_config(single: Tensors, where: str) -> dict[str, Any]:
-    """The config that a denoiser's tensors tell. Without qk-norm the head width is SD3's; sample_size is always."""
-    missing = [name for name in _TELLING if name not in single]
-    if missing:
-        raise UserError(f"{where} is no SD3 single file: it lacks {', '.join(missing)}; give one that holds a denoiser")
-    try:
-        shapes = [single[name].shape for name in _TELLING]
-        (width, channels, patch, _), (_, text), (_, pooled), (outputs, _), (_, positions, _), _ = shapes
-    except ValueError as error:
-        raise UserError(f"{where} is no SD3 single file: its embedders have other shapes; give another file") from error
-    blocks = {int(match[1]) for name in single if (match := re.match(r"joint_blocks\.(\d+)\.", name))}
-    gap = next(number for number in range(len(blocks) + 1) if number not in blocks)
-    if gap < len(blocks):
-        raise UserError(f"{where} is no whole denoiser: it has joint_blocks.{max(blocks)} and lacks joint_blocks.{gap}")
-    norm = single.get("joint_blocks.0.x_block.attn.ln_q.weight")
-    head = HEAD_WIDTH if norm is None else norm.shape[0]
-    return {
-        "sample_size": _SAMPLE_SIZE,
-        "patch_size": patch,
-        "in_channels": channels,
-        "num_layers": len(blocks),
-        "attention_head_dim": head,
-        "num_attention_heads": width // head,
-        "joint_attention_dim": text,
-        "caption_projection_dim": width,
-        "pooled_projection_dim": pooled,
-        "out_channels": outputs // patch**2,
-        "pos_embed_max_size": math.isqrt(positions),
-        "dual_attention_layers": sorted({int(name.split(".")[1]) for name in single if ".x_block.attn2." in name}),
-        "qk_norm": None if norm is None else "rms_norm",
-    }
+    """The config that a denoiser's tensors tell; see `model.single_size`."""
+    return config_of_shapes({name: tuple(tensor.shape) for name, tensor in single.items()}, where)
 
 
 # --- the VAE ----------------------------------------------------------------------------------

@@ -51,9 +51,15 @@ def forward_flops(size: ModelSize, tokens: Tokens) -> int:
     return products + joint + dual
 
 
-def training_flops(size: ModelSize, tokens: Tokens, checkpointing: Checkpointing = False) -> Amount:
-    """FLOPs that a GPU spends on one training sample: the backward pass costs two forwards, checkpointing one more."""
-    passes = 4 if checkpointing is True else 3
+def training_flops(
+    size: ModelSize, tokens: Tokens, checkpointing: Checkpointing = False, adapter: bool = False
+) -> Amount:
+    """FLOPs that a GPU spends on one training sample: the backward pass costs two forwards, checkpointing one more.
+
+    Under an ``adapter`` the weights' own gradients are not computed: one forward less. Its own work, a few percent at
+    usual ranks, is left out.
+    """
+    passes = 3 + (checkpointing is True) - adapter
     terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
     if size.dual_attention_layers:
         terms += f" + 4·N²·D·{len(size.dual_attention_layers)}"
@@ -61,14 +67,15 @@ def training_flops(size: ModelSize, tokens: Tokens, checkpointing: Checkpointing
     return Amount(value, f"{passes}·({terms}) - inputs' gradients")
 
 
-def step_flops(size: ModelSize, image_tokens: int, text_lengths: Iterable[int]) -> int:
+def step_flops(size: ModelSize, image_tokens: int, text_lengths: Iterable[int], adapter: bool = False) -> int:
     """FLOPs that a step needs, for utilisation: those of its samples' own tokens, one text length a sample.
 
     What is computed twice to save memory, and padding that `text_tokens = "real"` masks, is work but no progress: it
     is not counted.
     """
     samples = Counter(text_lengths)
-    return sum(count * training_flops(size, Tokens(image_tokens, text)).value for text, count in samples.items())
+    costs = {text: training_flops(size, Tokens(image_tokens, text), adapter=adapter).value for text in samples}
+    return sum(count * costs[text] for text, count in samples.items())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ An adapter's weights are named ``<module>.lora_A.default.weight``, the weights u
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -16,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.model.linears import matched, matches
 
 ADAPTER = "default"
 """The name that our adapter has in peft; it never gets into a file."""
@@ -59,7 +59,7 @@ def lora_scale(rank: int, alpha: float, use_rslora: bool = False) -> float:
 
 
 def add_lora(
-    transformer: SD3Transformer2DModel,
+    transformer: nn.Module,
     rank: int,
     alpha: float,
     target_modules: Sequence[str],
@@ -69,7 +69,7 @@ def add_lora(
     use_dora: bool = False,
     seed: int = 0,
 ) -> tuple[str, ...]:
-    """Put a LoRA on the linear layers whose names end as ``target_modules`` say; the names of those layers.
+    """Put a LoRA on the linear layers that ``target_modules`` name; the names of those layers.
 
     Only the adapter's weights, in float32, require gradients afterwards. They are a pure function of the seed, and the
     model computes what it did before. A target that matches no linear layer is an error that names it.
@@ -95,19 +95,17 @@ def add_lora(
 
 
 def target_layers(transformer: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:
-    """The names of the linear layers that end as one of ``target_modules``, in the model's order."""
+    """The names of the linear layers that end as one of ``target_modules``, in the model's order.
+
+    A target may be a pattern of shell style: ``transformer_blocks.[0-7].attn.to_*``.
+    """
     modules = dict(transformer.named_modules())
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    idle = [target for target in target_modules if not any(_ends(name, target) for name in linear)]
-    if idle:
-        other = [name for name in modules if any(_ends(name, target) for target in idle)]
-        if other:
-            hint = f"{other[0]} is no linear layer but {type(modules[other[0]]).__name__}"
-        else:
-            known = {name.split(".", 2)[-1] if name.startswith("transformer_blocks.") else name for name in linear}
-            hint = f"nearest: {get_close_matches(idle[0], sorted(known), 1, 0.0)[0]}"
-        raise UserError(f"adapter.target_modules: {', '.join(idle)}: no linear layer's name ends so ({hint})")
-    return tuple(name for name in linear if any(_ends(name, target) for target in target_modules))
+    for target in target_modules:
+        hit = [name for name in modules if matches(name, target)]
+        if hit and not any(isinstance(modules[name], nn.Linear) for name in hit):
+            kind = type(modules[hit[0]]).__name__
+            raise UserError(f"adapter.target_modules: {target}: {hit[0]} is no linear layer but {kind}")
+    return matched((name for name, module in modules.items() if isinstance(module, nn.Linear)), target_modules)
 
 
 def is_lora_name(name: str) -> bool:
@@ -182,10 +180,6 @@ def remove_lora(transformer: SD3Transformer2DModel) -> None:
 
 def _lora_layers(transformer: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     return ((name, module) for name, module in transformer.named_modules() if isinstance(module, LoraLayer))
-
-
-def _ends(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
 
 
 def _ends_of(module: LoraModule) -> str:

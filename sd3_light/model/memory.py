@@ -1,6 +1,7 @@
 """What training a denoiser takes of each GPU's memory, with the formula that gave it (law 10).
 
-Pure arithmetic on a `ModelSize`. Letters in formulas: P parameters, B micro-batch, D width, L blocks.
+Pure arithmetic on a `ModelSize`. Letters in formulas: P parameters, A those of an adapter, B micro-batch, D width, L
+blocks.
 
 Some memory lives as long as the run: weights, what the optimizer remembers, averages. The rest comes and goes within a
 step, and is highest at one of a few moments: when the forward pass ends (everything is saved for the backward pass),
@@ -109,6 +110,7 @@ class Case:
     parallel: str = "ddp"
     evaluates: bool = False
     beside: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
+    adapter: int | None = None  # weights of the adapter that trains; the denoiser's own are frozen then
 
     @property
     def shards(self) -> int:
@@ -137,6 +139,16 @@ class Case:
     def parameters(self) -> int:
         """P, all of them."""
         return self.size.num_parameters()
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train: P, or those of the adapter."""
+        return self.parameters if self.adapter is None else self.adapter
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the weights under an adapter: in the type that they compute in."""
+        return 0 if self.adapter is None else self.parameters * (4 if self.compute == "float32" else 2)
 
     @property
     def block_parameters(self) -> int:
@@ -189,10 +201,12 @@ def state_bytes(case: Case) -> Amount:
     if case.fast:
         terms["copies that compute"] = _copy_width(case)
     words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
-    formula = f"P·({words})" + (f" / {case.shards} GPUs" if case.shards > 1 else "")
+    formula = f"P·({words})" if case.adapter is None else f"{_size(case.frozen_bytes)} frozen + A·({words})"
+    formula += f" / {case.shards} GPUs" if case.shards > 1 else ""
     if case.beside:
         formula += f" + {_size(case.beside)} of other models"
-    return Amount(round(case.parameters * sum(terms.values()) / case.shards) + case.beside, formula)
+    trained = case.trained * sum(terms.values())
+    return Amount(round((case.frozen_bytes + trained) / case.shards) + case.beside, formula)
 
 
 def _copy_width(case: Case) -> float:
@@ -215,8 +229,9 @@ def copies_bytes(case: Case) -> Amount:
     terms = {"weights": 4.0, **_optimizer_terms(case), "EMA": 4.0 * case.ema_tracks}
     words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
     writers = case.shards if case.shards > 1 else min(case.world, _GPUS_A_MACHINE)
-    formula = f"P·({words})" + (f" / {writers} that write" if writers > 1 else "")
-    return Amount(round(case.parameters * sum(terms.values()) / writers), formula)
+    letter = "P" if case.adapter is None else "A"
+    formula = f"{letter}·({words})" + (f" / {writers} that write" if writers > 1 else "")
+    return Amount(round(case.trained * sum(terms.values()) / writers), formula)
 
 
 def _optimizer_terms(case: Case) -> dict[str, float]:
@@ -273,7 +288,7 @@ def _moments(case: Case) -> dict[str, Mapping[str, int]]:
         },
         "end of backward": {
             # those of the first block come while what it keeps goes
-            "gradients": max(0, gradients - 4 * case.block_parameters // case.shards),
+            "gradients": gradients if case.adapter else max(0, gradients - 4 * case.block_parameters // case.shards),
             "one block": one_block,
             "ends": batch * _ends(case),
             "bf16 weights": block,
@@ -287,7 +302,7 @@ def _evaluation(case: Case, gradients: int, one_block: int, copies: int) -> dict
     """An average stands in the weights' place, they stand aside, and the last step's gradients are still there."""
     if not case.evaluates:
         return {}
-    aside = 4 * case.parameters // case.shards if case.ema_tracks else 0
+    aside = 4 * case.trained // case.shards if case.ema_tracks else 0
     return {"gradients": gradients, "weights set aside": aside, "one block": one_block, "bf16 weights": copies}
 
 
@@ -296,7 +311,7 @@ def _gradients(case: Case) -> int:
     if case.world > 1 and case.shards == 1:
         return 0
     uncut = case.shards > 1 and case.accumulation > 1  # FSDP2 cuts them when processes talk, after the last micro-batch
-    return 4 * case.parameters // (1 if uncut else case.shards)
+    return 4 * case.trained // (1 if uncut else case.shards)
 
 
 def _gradients_before(case: Case) -> int:
@@ -316,6 +331,8 @@ def _copies(case: Case) -> tuple[int, int]:
         return gathered, gathered + 4 * block
     if case.compute == "float32" or case.fast:  # the fast blocks' copies live as long as the run
         return 0, 0
+    if case.adapter is not None:  # frozen weights are bf16 already
+        return 2 * case.adapter, 2 * case.adapter
     freed = case.compiled and case.checkpointing  # a compiled block casts for itself
     return 2 * (block if freed else case.parameters), 2 * block
 
@@ -323,7 +340,7 @@ def _copies(case: Case) -> tuple[int, int]:
 def _optimizer_work(case: Case) -> int:
     """Fused AdamW and clipping work in place. Muon orthogonalises one matrix at a time, 6 D x D at most, in bf16."""
     if case.world > 1 and case.shards == 1:
-        return 4 * case.parameters  # after its first step DDP lays its buckets anew beside the old ones
+        return 4 * case.trained  # after its first step DDP lays its buckets anew beside the old ones
     return 16 * 6 * case.size.width**2 if case.optimizer == "muon" else 0
 
 

@@ -1,4 +1,5 @@
-"""Where the denoiser's weights start: drawn at random, or taken from a folder. Reads config files, never weights."""
+"""Where the denoiser's weights start: drawn at random, or taken from a folder or a single file. Reads config files and
+headers, never weights."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, size_from_transformer_config, size_of
+from sd3_light.model.single_size import single_file_config
 
 MARKER = "sd3_light_init.json"
 """The file by which a folder that `sd3-light init` wrote is known."""
@@ -16,12 +18,19 @@ _NO_SHAPE = ("name", "sample_size")  # a size's fields that no weight depends on
 
 @dataclass(frozen=True)
 class WeightsStart:
-    """Where training starts. ``folder`` holds the denoiser itself (its ``config.json`` and weights), None at random."""
+    """Where training starts. ``folder`` holds the denoiser itself (its ``config.json`` and weights), ``file`` is a
+    single file that holds one; both are None at random."""
 
-    kind: Literal["random", "folder"]
+    kind: Literal["random", "folder", "file"]
     folder: Path | None
     size: ModelSize
     sentence: str
+    file: Path | None = None
+
+    @property
+    def source(self) -> Path | None:
+        """The denoiser's folder or file; None for random weights."""
+        return self.folder or self.file
 
 
 def where_weights_start(model: ModelConfig) -> WeightsStart:
@@ -30,13 +39,16 @@ def where_weights_start(model: ModelConfig) -> WeightsStart:
     if source is None:
         size = size_of(model)
         return WeightsStart("random", None, size, f"random weights of size {size.name}, drawn from the seed")
+    if source.is_file():
+        size = named_size(single_file_config(source), source)
+        return WeightsStart("file", None, size, f"weights of the single file {source} ({_why(model)})", source)
     folder = denoiser_folder(source)
     size = folder_size(folder)
     return WeightsStart("folder", folder, size, f"weights of {folder} ({_why(model)})")
 
 
 def start_source(model: ModelConfig) -> Path | None:
-    """The folder that the table takes the denoiser from; None for random weights.
+    """The folder or file that the table takes the denoiser from; None for random weights.
 
     `init` wins. Without it, pretraining starts at random unless `diffusers_path` bears the marker of
     `sd3-light init`, and fine-tuning starts from `diffusers_path`.
@@ -64,7 +76,11 @@ def denoiser_folder(source: Path) -> Path:
 def folder_size(folder: Path) -> ModelSize:
     """The size of the denoiser in ``folder``, under its name in the table where it has one."""
     path = folder / "config.json"
-    config = read_json(path)
+    return named_size(read_json(path), path)
+
+
+def named_size(config: dict[str, Any], path: Path) -> ModelSize:
+    """The size of an SD3 denoiser's config, which ``path`` has; another model's is a fault."""
     kind = config.get("_class_name", "SD3Transformer2DModel")
     if kind != "SD3Transformer2DModel":
         raise UserError(f"{path} describes a {kind}; give the folder of an SD3Transformer2DModel")

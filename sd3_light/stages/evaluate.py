@@ -2,6 +2,7 @@
 demo world's prompts ask for."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +14,11 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import peers_in_words, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.runlog import progress
+from sd3_light.sampling.lora import Lora, add_loras
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.light_sd3 import InputPreparer
 from sd3_light.training.module import DiffusionTrainingModule
@@ -48,9 +51,12 @@ def run(
     seed: int = 0,
     batch: int = 16,
     out: Path | None = None,
+    loras: Sequence[Lora] = (),
 ) -> CompositionScore:
-    """Score ``count`` prompts of the demo world, by default of combinations that training never saw."""
+    """Score ``count`` prompts of the demo world, by default of combinations that training never saw; with LoRAs on top
+    of the model where some are given."""
     pipe, policy = open_pipeline(model, Launch().device())
+    add_loras(pipe, loras, diffusers_tensors)
     asked = prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
         result = score(pipe, asked, policy, steps, guidance, seed, batch, on_progress=bar.reach)

@@ -1,6 +1,7 @@
-"""The export stage: a proven diffusers folder, or a single file, from a run's checkpoint or snapshots of averages."""
+"""The export stage: a proven diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +10,16 @@ from torch import Tensor
 
 from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
-from sd3_light.config import load_config
+from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import ExportError, ExportSpec, write_folder
+from sd3_light.export.adapter import write_adapter
+from sd3_light.export.folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.places import refuse_existing, unnamed_folder, writing
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import say
+from sd3_light.training.adapter import adapter_spec
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
 
@@ -59,10 +62,8 @@ def run(
         chosen = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
         chosen = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
-    transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
-    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
     try:
-        _write(out, whole_state(transformer, chosen.trained, train.freeze), spec, contents)
+        _write(train, chosen, run_folder, out, contents)
     except ExportError as fault:
         raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
@@ -83,7 +84,14 @@ def _check_form(out: Path, contents: Contents | None, push_to_hub: str | None) -
         )
 
 
-def _write(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, contents: Contents | None) -> None:
+def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, contents: Contents | None) -> None:
+    """The whole model, or of a run that trains an adapter the adapter's file."""
+    if train.adapter is not None:
+        _write_adapter(train, chosen, run_folder, out)
+        return
+    transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
+    spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
+    state = whole_state(transformer, chosen.trained, train.freeze)
     with writing(out):
         if not is_single_file(out):
             write_folder(out, state, spec, replace=False)
@@ -92,6 +100,17 @@ def _write(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, contents: C
             folder = write_folder(place / out.stem, state, spec)
             for note in write_single_file(folder, out, *(contents or Contents())).notes:
                 say(f"note: {note}")
+
+
+def _write_adapter(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
+    """A folder with the adapter's file, card and proof, or the file alone."""
+    spec = adapter_spec(train, chosen.words, chosen.progress, run_folder)
+    with writing(out):
+        if not is_single_file(out):
+            write_adapter(out, chosen.trained, spec)
+            return
+        with unnamed_folder(out) as place:
+            os.replace(write_adapter(place / out.stem, chosen.trained, spec) / spec.file, out)
 
 
 # --- from a checkpoint ------------------------------------------------------------------------

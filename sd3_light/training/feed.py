@@ -104,7 +104,7 @@ def training_steps(
     return steps
 
 
-def flops_counter(start: WeightsStart, world: int) -> Callable[[Sequence[Prepared]], int]:
+def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[Prepared]], int]:
     """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have."""
 
     def count(batches: Sequence[Prepared]) -> int:
@@ -113,7 +113,7 @@ def flops_counter(start: WeightsStart, world: int) -> Callable[[Sequence[Prepare
             height, width = (8 * side for side in features[0].shape[-2:])
             prompt = features[2]
             lengths = features[4].tolist() if len(features) > 4 else [prompt.shape[1]] * len(prompt)
-            total += step_flops(start.size, image_tokens(width, height), lengths)
+            total += step_flops(start.size, image_tokens(width, height), lengths, adapter)
         return total * world
 
     return count

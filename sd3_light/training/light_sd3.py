@@ -14,6 +14,7 @@ from sd3_light.config import ModelConfig, UserError
 from sd3_light.encoders.text import Features, join_real_text, join_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.folder import write_folder
+from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import times
@@ -145,6 +146,8 @@ def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel:
     """The denoiser where training starts, in float32 (law 4)."""
     start = where_weights_start(model)
+    if start.file is not None:
+        return _from_single_file(start.file)
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
     given = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
@@ -153,3 +156,12 @@ def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel
     if gaps:  # diffusers only warns, and starts from random weights where some are missing
         raise UserError(f"{start.folder} is not what its config.json promises: {gaps[0]}; fetch or write it anew")
     return transformer
+
+
+def _from_single_file(path: Path) -> SD3Transformer2DModel:
+    config, state = transformer_from_single_file(path)
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel(**config)
+    wide = {name: tensor.float() for name, tensor in state.items()}
+    transformer.load_state_dict(wide, strict=True, assign=True)
+    return transformer.eval()

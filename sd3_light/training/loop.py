@@ -31,7 +31,8 @@ def _nobody() -> Watch:
 @dataclass
 class Run:
     """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
-    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's."""
+    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's.
+    ``begin_step`` is told how many steps are done before each."""
 
     engine: Engine
     steps: Callable[[int], Iterator[Sequence[Prepared]]]
@@ -45,6 +46,7 @@ class Run:
     meter: Meter = field(default_factory=Meter)
     watch: Watch = field(default_factory=_nobody)
     flops_in: Callable[[Sequence[Prepared]], int] = lambda batches: 0
+    begin_step: Callable[[int], None] = lambda step: None
     steps_per_epoch: int = 1
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
@@ -62,6 +64,7 @@ def train(run: Run) -> Progress:
             micro_batches, coming = coming or _next_step(run, batches), None
             lr = run.learning_rate(before.step)
 
+            run.begin_step(before.step)
             result = run.engine.train_step(micro_batches, lr)
             if run.averages is not None:
                 run.averages.update(run.engine.weights, before.step + 1)

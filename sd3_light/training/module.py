@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
+from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.fast.block import How, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
@@ -40,6 +41,7 @@ class DiffusionTrainingModule(nn.Module):
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
         self._fast: FastDenoiser | None = None
+        self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
@@ -84,6 +86,8 @@ class DiffusionTrainingModule(nn.Module):
         return [PipelineLayer(self, layer) for layer in self._layers]
 
     def _run(self, features: tuple[Tensor, ...]) -> State:
+        if self.dropout is not None:
+            self.dropout.forward(features[0].device)
         return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
 
     def inputs(self, features: tuple[Tensor, ...]) -> State:

@@ -29,13 +29,18 @@ def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **m
         "save_dtype": getattr(torch, model.dtype),
         "shift": model.shift or 1.0,
         "flux_shift": model.flux_shift,
-        "text": {
-            "text_tokens": model.text_tokens,
-            "uncond_text": model.uncond_text,
-            "t5_max_length": model.t5_max_length,
-        },
+        "text": text_policy(model),
     }
     return ExportSpec(**{**given, **more})
+
+
+def text_policy(model: ModelConfig) -> dict[str, Any]:
+    """How texts were encoded in training, for `sd3_light.json`."""
+    return {
+        "text_tokens": model.text_tokens,
+        "uncond_text": model.uncond_text,
+        "t5_max_length": model.t5_max_length,
+    }
 
 
 def export_spec(
@@ -53,11 +58,11 @@ def export_spec(
         save_dtype=getattr(torch, config.save_dtype),
         facts={"weights": weights, **progress.as_dict()},
         about=about,
-        files={"config.toml": _config_toml(config)},
+        files={"config.toml": config_toml(config)},
     )
 
 
-def _config_toml(config: TrainConfig) -> str:
+def config_toml(config: TrainConfig) -> str:
     """The config, secrets removed, as the run's folder has it."""
     dataset = DatasetConfig(config.dataset, config.cache_dir or config.dataset, ())
     return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
@@ -99,8 +104,39 @@ def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | None
     return found if writes else None
 
 
+class ExportSeries:
+    """How a run names its exports and which it keeps. A subclass has ``config``, ``folder`` and ``save_named``."""
+
+    config: TrainConfig
+    folder: Path
+
+    def save_named(
+        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
+    ) -> Path:
+        """Write ``<folder>/NAME`` from trained weights, or from those of the moment."""
+        raise NotImplementedError
+
+    def save_model(
+        self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
+    ) -> Path:
+        """``save_model(name)``: what trains as it is now (of a denoiser that trains as a whole, `save_full_model`).
+
+        ``save_model(trained, weights, progress)``: the export of this step, a part of the series; older ones go when
+        there are more than ``keep_last_n_exports``.
+        """
+        if isinstance(name, str):
+            return self.save_named(name, None, weights, progress)
+        progress = progress or Progress()
+        path = self.save_named(checkpoint_name(progress.step), name, weights, progress)
+        if self.config.keep_last_n_exports:
+            for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
+                if old != path:
+                    remove(old)
+        return path
+
+
 @dataclass
-class Saver:
+class Saver(ExportSeries):
     """Writes ``<run>/exports/NAME``; only the main process writes.
 
     ``untrained`` are the frozen weights and the buffers. They are copied before an engine lays the denoiser out, so
@@ -141,20 +177,8 @@ class Saver:
         )
         return write_folder(self.folder / name, {**self.untrained, **trained}, spec)
 
-    def save_model(
-        self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
+    def save_named(
+        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
     ) -> Path:
-        """``save_model(name)``: what trains as it is now (of a denoiser that trains as a whole, `save_full_model`).
-
-        ``save_model(trained, weights, progress)``: the export of this step, a part of the series; older ones go when
-        there are more than ``keep_last_n_exports``.
-        """
-        if isinstance(name, str):
-            return self.save_full_model(name, None, weights, progress)
-        progress = progress or Progress()
-        path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
-        if self.config.keep_last_n_exports:
-            for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
-                if old != path:
-                    remove(old)
-        return path
+        """See `save_full_model`."""
+        return self.save_full_model(name, trained, weights, progress)

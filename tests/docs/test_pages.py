@@ -23,6 +23,8 @@ TRANSLATED = [
     ("docs/guide.md", "docs/zh/guide.md"),
     ("docs/training.md", "docs/zh/training.md"),
     ("docs/multi-node.md", "docs/zh/multi-node.md"),
+    ("docs/finetune.md", "docs/zh/finetune.md"),
+    ("docs/tasks.md", "docs/zh/tasks.md"),
 ]
 
 

@@ -29,6 +29,7 @@ def header(name: str) -> str:
 
 def test_the_recipes_are_found() -> None:
     assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "sd3_light_256.toml"} <= set(TRAIN)
+    assert {"lora.toml", "finetune.toml"} <= set(TRAIN)
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -101,3 +102,26 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
     done = cache_then_train(loaded, Launch())
     assert (done.step, done.samples, done.skipped) == (2, 4, 0)
     assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
+
+
+@pytest.mark.parametrize(("name", "data"), [("lora", "concept"), ("finetune", "train")])
+def test_a_fine_tuning_recipe_runs_on_the_demo_model(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: str
+) -> None:
+    """All keys as shipped but for places, counts and what the demo's encoders need."""
+    from sd3_light.journeys import cache_then_train
+
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})  # a LoRA is proven in tests/e2e
+    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    sets = (FOLDER / f"{name}_data.toml").read_text(encoding="utf-8")
+    sides = sets.replace("[512]", "[64]").replace("[1024]", "[64]")
+    (tmp_path / f"{name}_data.toml").write_text(sides, encoding="utf-8")
+    shutil.copy(FOLDER / f"{name}.toml", tmp_path)
+    write_dataset(tmp_path / "data" / data, 6, seed=1)
+    wishes = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=0", "model.t5_max_length=16"]
+    loaded = load_config(tmp_path / f"{name}.toml", [*wishes, f'model.diffusers_path="{demo_folder / "model"}"'])
+    done = cache_then_train(loaded, Launch())
+    assert (done.step, done.samples, done.skipped) == (2, 4, 0)
+    (export,) = (loaded.train.output_dir / "exports").iterdir()
+    assert (export / "pytorch_lora_weights.safetensors").is_file() == (name == "lora")
+    assert (export / "model_index.json").is_file() == (name == "finetune")

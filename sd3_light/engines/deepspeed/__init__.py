@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
 
 if TYPE_CHECKING:
     from sd3_light.engines.protocol import Engine
 
-__all__ = ["all_write", "engine_name", "make_engine", "require"]
+__all__ = ["all_write", "engine_name", "make_engine", "make_task_engine", "require"]
 
 
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
@@ -26,12 +26,13 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         if stages > 1:
             raise UserError(f"pipeline_stages = {stages} is for the DeepSpeed engine; add --deepspeed, or write 1")
         return
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("--deepspeed needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
+    _require_installed("--deepspeed")
     if config.optimizer.type != "adamw":
         raise UserError(
             f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
         )
+    if config.adapter is not None and config.adapter.dropout > 0 and config.zero_stage < 2:
+        raise UserError("adapter.dropout is not offered in pipelines; write zero_stage = 2, or dropout = 0")
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 in its place"
         raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")
@@ -39,6 +40,11 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         raise UserError(
             f"{launch.world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
         )
+
+
+def _require_installed(who: str) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(f"{who} needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
 
 
 def all_write(config: TrainConfig) -> bool:
@@ -71,3 +77,21 @@ def make_engine(
     from sd3_light.engines.deepspeed.replicas import ZeroEngine
 
     return ZeroEngine(module, config, launch, device)
+
+
+def make_task_engine(
+    module: nn.Module,
+    optimizer: OptimizerConfig,
+    clip: float,
+    accumulation: int,
+    launch: Launch,
+    device: torch.device,
+) -> "Engine":
+    """The engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
+    _require_installed('engine="deepspeed"')
+    from sd3_light.engines.deepspeed.setup import prepare
+
+    prepare(launch, device)
+    from sd3_light.engines.deepspeed.tasks import TaskZeroEngine
+
+    return TaskZeroEngine(module, optimizer, clip, accumulation, launch, device)

@@ -13,6 +13,7 @@ from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
+from sd3_light.model.linears import linear_layers, matched
 from sd3_light.model.start import (
     WeightsStart,
     denoiser_folder,
@@ -34,7 +35,7 @@ def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
     faults += start_faults
     faults += _encoder_faults(loaded, None if start is None else start.size)
     if start is not None:
-        faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size)]
+        faults += [*_size_faults(loaded, start), *_depth_faults(loaded, start.size), *_adapter_faults(loaded, start)]
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # a cache at a URL is taken as it is: a machine that trains from it need not have the pictures
         faults += [] if isinstance(dataset.cache_dir, str) else _source_faults(dataset)
@@ -74,8 +75,11 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     init, file, key = loaded.train.model.init, str(loaded.path), "model.init"
     if init is None or init == "random" or init == loaded.train.model.diffusers_path:
         return
+    if init.is_file():
+        return  # what it holds is looked at where its size is asked for
     if not init.is_dir():
-        yield Fault(file, key, "no such folder", given=str(init), hint='give a folder with a denoiser, or "random"')
+        hint = 'give a folder with a denoiser, a single file, or "random"'
+        yield Fault(file, key, "no such folder", given=str(init), hint=hint)
         return
     place = denoiser_folder(init)
     try:
@@ -92,7 +96,7 @@ def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
     """Where weights start, or None and why it cannot be told; a missing file is others' to report."""
     model = loaded.train.model
     source = start_source(model)
-    if source is not None and not (denoiser_folder(source) / "config.json").is_file():
+    if source is not None and not source.is_file() and not (denoiser_folder(source) / "config.json").is_file():
         return None, []
     try:
         return where_weights_start(model), []
@@ -104,14 +108,14 @@ def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
 def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
     """A key that describes the denoiser agrees with the folder that it comes from."""
     model, file = loaded.train.model, str(loaded.path)
-    if start.folder is None:
+    if start.source is None:
         return
     found, hint = start.size, 'remove the key, or give init = "random"'
     if model.num_layers is not None and model.num_layers != found.num_layers:
-        problem = f"the weights in {start.folder} have {found.num_layers} layers"
+        problem = f"the weights in {start.source} have {found.num_layers} layers"
         yield Fault(file, "model.num_layers", problem, given=str(model.num_layers), hint=hint)
     if model.qk_norm is not None and model.qk_norm != found.qk_norm:
-        problem = f"the weights in {start.folder} {'have' if found.qk_norm else 'have no'} qk-norm"
+        problem = f"the weights in {start.source} {'have' if found.qk_norm else 'have no'} qk-norm"
         yield Fault(file, "model.qk_norm", problem, given=str(model.qk_norm).lower(), hint=hint)
     if model.size is not None:
         # what the two keys above say of their own is theirs to answer for
@@ -120,7 +124,7 @@ def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
         )
         if differ := differences(asked, found):
             said = ", ".join(f"{name} {getattr(found, name)} (not {getattr(asked, name)})" for name in differ)
-            yield Fault(file, "model.size", f"the weights in {start.folder} have {said}", f'"{model.size}"', hint=hint)
+            yield Fault(file, "model.size", f"the weights in {start.source} have {said}", f'"{model.size}"', hint=hint)
 
 
 def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
@@ -129,6 +133,26 @@ def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
     if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
         given = str(model.text_recon_target_layer)
         yield Fault(str(loaded.path), key, given=given, **text_recon_words(size.num_layers))
+
+
+def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
+    """An adapter has trained weights under it, layers to be on, and what it starts from is there."""
+    adapter, file = loaded.train.adapter, str(loaded.path)
+    if adapter is None:
+        return
+    if start.source is None and loaded.train.model.init is None:
+        hint = "remove train_type, or name the folder of a trained model with init"
+        yield Fault(
+            file, "model.train_type", "an adapter belongs on trained weights, and these start at random", hint=hint
+        )
+    existing = adapter.init_from_existing
+    if existing is not None and not existing.exists():
+        yield Fault(file, "adapter.init_from_existing", "no such file or folder", given=str(existing))
+    try:
+        matched(linear_layers(start.size), adapter.target_modules)
+    except UserError as error:
+        problem = str(error).removeprefix("adapter.target_modules: ")
+        yield Fault(file, "adapter.target_modules", problem, hint="names and patterns are in docs/finetune.md")
 
 
 def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fault]:

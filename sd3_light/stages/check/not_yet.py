@@ -16,11 +16,7 @@ class NotYet:
 
 
 # One feature a line: delete the line when the feature lands.
-# fmt: off
-NOT_YET = (
-    NotYet("adapter", lambda t: t.adapter is not None, "remove [adapter]: all weights train"),
-)
-# fmt: on
+NOT_YET: tuple[NotYet, ...] = ()
 
 
 def not_yet_faults(loaded: LoadedConfig) -> Iterator[Fault]:

@@ -69,6 +69,9 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
         ("steps an epoch", f"{survey.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
         ("steps", f"{survey.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
     ]
+    if survey.adapter is not None:
+        share = f"{survey.adapter / survey.parameters:.2%} of the parameters train; the rest is frozen"
+        lines.insert(2, ("adapter", f"{survey.adapter:,}", share))
     if flops is not None:
         lines.append(
             ("FLOPs a step", flops_text(flops.step_flops.value), f"{flops.bucket}: {flops.step_flops.formula}")

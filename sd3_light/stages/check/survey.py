@@ -21,6 +21,7 @@ from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
 from sd3_light.model.fast.choice import config_obstacle
 from sd3_light.model.folder import TextShape, stored_weights, text_shape
+from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.stages.check.count import Cell, Counts, count
@@ -74,6 +75,7 @@ class Survey:
     accumulation: int
     start: WeightsStart
     parameters: int
+    adapter: int | None
     text: TextShape
     data: DatasetSurvey
     evals: tuple[DatasetSurvey, ...]
@@ -106,6 +108,7 @@ def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
         accumulation=train.gradient_accumulation_steps,
         start=start,
         parameters=start.size.num_parameters(),
+        adapter=None if train.adapter is None else adapter_parameters(start.size, train.adapter),
         text=text,
         data=data,
         evals=evals,
@@ -175,7 +178,8 @@ class _Ruler:
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro * self.accumulation * self.world, self.train.shuffle_window, drop)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
-        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing)
+        lean = self.train.adapter is not None
+        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, lean)
         samples, masked = (sum(getattr(cell, name) for cell in cells.values()) for name in ("samples", "masked"))
         return BucketRow(
             bucket=bucket,
@@ -215,6 +219,7 @@ class _Ruler:
             parallel=train.parallel,
             evaluates=bool(train.eval_datasets) or draws,
             beside=_vae_bytes(train) if draws else 0,
+            adapter=None if train.adapter is None else adapter_parameters(self.start.size, train.adapter),
         )
 
 

@@ -29,6 +29,8 @@ def _state(report: RunReport, table: Table) -> None:
     table.add_row("state", state(report))
     if report.parts:
         table.add_row("started", moment(report.parts[0].begin["time"]))
+        if "trains" in report.parts[0].begin:
+            table.add_row("trains", Text(str(report.parts[0].begin["trains"])))
         times = f"{duration(report.seconds)} at work, {count(len(report.resumes), 'resume')}"
         table.add_row("time", times)
 

@@ -1,7 +1,6 @@
 """The training stage: from a cache to checkpoints and exports."""
 
-import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,9 +15,11 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle
 from sd3_light.model.fast.forward import obstacle
 from sd3_light.model.layers import compile_blocks
+from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
@@ -34,12 +35,12 @@ from sd3_light.stages.train.restore import (
     require_start,
     settings_in_force,
 )
+from sd3_light.training.adapter import choose_what_trains, saver_of
 from sd3_light.training.feed import flops_counter, make_order, open_cache, training_steps
 from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
 from sd3_light.training.module import DiffusionTrainingModule
-from sd3_light.training.saver import Saver
 from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 
 __all__ = ["Resume", "require_start", "run"]
@@ -71,12 +72,14 @@ def run(
         # before the engine takes the GPU: prompts that the cache does not have are encoded now
         sampler = make_sampler(loaded, config, data, launch, stages)
         pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
-        freeze(pipeline, config.freeze)
-        saver = Saver.of(config, pipeline.transformer, folder.path / "exports")
+        choose_what_trains(pipeline.transformer, config, device)
+        saver = saver_of(config, pipeline.transformer, folder.path / "exports")
         if config.compile:
             compile_blocks(pipeline.transformer)
         fast = choose_blocks(config, pipeline.transformer, launch, device, by_deepspeed)
         module = DiffusionTrainingModule(pipeline.transformer, config, fast)
+        if config.adapter is not None and config.adapter.dropout > 0:
+            module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
         make = deepspeed.make_engine if by_deepspeed else TorchEngine
         engine: Engine = make(module, config, launch, device, groups.writers)
         share_patience(groups, config.dist_timeout_sec)
@@ -85,11 +88,13 @@ def run(
         restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
 
         training = _plan(config, launch, device, groups, folder, data, order, pipeline, engine, averages, restored)
-        start, progress, total = where_weights_start(config.model), restored.progress, training.total_steps
+        progress, total = restored.progress, training.total_steps
         name = deepspeed.engine_name(config, launch) if by_deepspeed else TorchEngine.name_of(config, launch)
         source = saved.path if saved else None
-        folder.announce(config, start.sentence, progress, total, order, launch, device, source, name)
+        folder.announce(config, _start(config), progress, total, order, launch, device, source, name)
         folder.tell_dropped(data, order)
+        if module.dropout is not None:
+            training.begin_step = module.dropout.begin
         duties = Duties(
             loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder, stages
         )
@@ -135,7 +140,7 @@ def _plan(
         log=folder.log,
         meter=Meter(launch.world, _peak(device, config), restored.window),
         watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(groups.control, NUM_WISHES)),
-        flops_in=flops_counter(where_weights_start(config.model), share.world),
+        flops_in=flops_counter(where_weights_start(config.model), share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
@@ -183,16 +188,14 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     )
 
 
-def freeze(pipeline: LightSD3Pipeline, patterns: Sequence[str]) -> None:
-    """Take the parameters that match a pattern out of training."""
-    names = [name for name, _ in pipeline.transformer.named_parameters()]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise UserError(f"freeze: {pattern!r} matches no parameter; names look like {names[len(names) // 2]!r}")
-    for name, parameter in pipeline.transformer.named_parameters():
-        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    if not any(parameter.requires_grad for parameter in pipeline.transformer.parameters()):
-        raise UserError(f"freeze: {list(patterns)} leaves nothing to train; name fewer parameters")
+def _start(config: TrainConfig) -> str:
+    """Where weights start and what trains, in words."""
+    start, adapter = where_weights_start(config.model), config.adapter
+    if adapter is None:
+        return start.sentence
+    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
+    count = adapter_parameters(start.size, adapter)
+    return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"
 
 
 def choose_blocks(

@@ -31,7 +31,7 @@ from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.feed import order_facts
 from sd3_light.training.loop import Duty, Run, every
 from sd3_light.training.pictures import Sampler
-from sd3_light.training.saver import Saver
+from sd3_light.training.saver import ExportSeries
 
 RAW = "raw"
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
@@ -57,7 +57,7 @@ class Duties:
     order: Order
     sampler: Sampler | None
     preparer: PreparesInputs
-    saver: Saver
+    saver: ExportSeries
     training: Run
     folder: RunFolder
     stages: int = 1

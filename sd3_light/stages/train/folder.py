@@ -73,6 +73,7 @@ class RunFolder:
         self._log = self._open_log()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": launch.world, "device": name}
+        facts["trains"] = start
         event = "start" if checkpoint is None else "resume"
         source = {} if checkpoint is None else {"checkpoint": checkpoint.name}
         self.log(event, **progress.as_dict(), **facts, engine=engine, **source)

@@ -12,7 +12,6 @@ from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for, load_con
 EVERYTHING = """
 epochs = 3
 cache_dir = "../cache"
-freeze = ["*.norm1.*"]
 eval_datasets = ["data.toml", {name = "held-out", config = "sub/eval.toml"}]
 micro_batch_size_per_gpu = [[256, 64], [[320, 192], 32]]
 pipeline_stages = 2

@@ -1,0 +1,133 @@
+"""The Accelerator that a script brings, as an engine: it places, wraps and runs the module; steps and state are ours.
+
+No scheduler and no optimizer is prepared (accelerate steps a prepared scheduler once per process), and what is in force
+is looked at: the number of processes, the kind of distribution, and where the weights really lie.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sd3_light.config import OptimizerConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines.launch import Launch
+from sd3_light.engines.layouts import Layout, Replicas, Shards
+from sd3_light.engines.protocol import StepResult
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.flow.bands import NUM_BANDS
+from sd3_light.optim.build import make_optimizer
+
+WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def launch_of(accelerator: Accelerator) -> Launch:
+    """Who this process is among those of the accelerator; a fault where it does not run what was asked of it."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        raise UserError('accelerate\'s DeepSpeed plugin is not used here; pass engine="deepspeed" and no plugin')
+    if kind not in WHOLE and not (kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)):
+        raise UserError(f"accelerate's {kind.value} is not supported; use DDP or FSDP2 (fsdp_version: 2)")
+    if accelerator.mixed_precision == "fp16":
+        raise UserError("mixed_precision='fp16' needs loss scaling, which is not offered; use 'bf16' or 'no'")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != accelerator.num_processes:
+        raise UserError(f"accelerate says {accelerator.num_processes} processes and torch {world}; start with torchrun")
+    return Launch(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
+
+
+class _PreparedReplicas(Replicas):
+    """Whole weights on every process; accelerate wrapped the module."""
+
+    def __init__(self, run: nn.Module, launch: Launch, writers: int) -> None:
+        self.run, self.rank, self.writers = run, launch.rank, writers
+
+
+class _PreparedShards(Shards):
+    """Weights that accelerate's FSDP2 has cut."""
+
+    def __init__(self, run: nn.Module, launch: Launch) -> None:
+        self.run, self.rank, self.writers = run, launch.rank, launch.world
+
+
+class TaskEngine(TorchEngine):
+    """Steps over a module that takes whole batches: ``module(batch)`` is a loss, ``module.each(batch, quantile)`` the
+    losses of its samples in validation.
+
+    With an ``accelerator`` that one wraps the module; without, several processes are DDP's (`engine="torch"`).
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: OptimizerConfig,
+        clip: float,
+        launch: Launch,
+        device: torch.device,
+        accelerator: Accelerator | None = None,
+        writers: int = 1,
+    ) -> None:
+        self.rank, self.world, self.device, self.clip = launch.rank, launch.world, device, clip
+        self.module, self.accelerator = module.to(device), accelerator
+        self.layout: Layout = self._laid_out(launch, writers)
+        self.writers = self.layout.writers
+        self._parameters = dict(self.module.named_trainable())
+        if not self._parameters:
+            raise UserError("nothing trains: no parameter of the module's transformer requires gradients")
+        narrow = [name for name, weight in self._parameters.items() if weight.dtype != torch.float32]
+        if narrow:
+            raise UserError(f"{narrow[0]} trains in {self._parameters[narrow[0]].dtype}; weights learn in float32")
+        self.optimizer = make_optimizer(self._parameters, optimizer, device)
+        self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
+
+    def _laid_out(self, launch: Launch, writers: int) -> Layout:
+        if self.accelerator is None:
+            return Replicas(self.module, launch, self.device, writers)
+        run = self.accelerator.prepare_model(self.module)
+        cut = any(isinstance(parameter, DTensor) for parameter in run.parameters())
+        if self.accelerator.distributed_type == DistributedType.FSDP and not cut:
+            raise UserError("accelerate dropped its FSDP2 plugin, as it does on CPUs; leave the plugin out there")
+        if cut:
+            return _PreparedShards(run, launch)
+        if launch.world > 1 and not isinstance(run, DistributedDataParallel):
+            raise UserError(f"accelerate wrapped the module in {type(run).__name__}, not in DDP; start with torchrun")
+        return _PreparedReplicas(run, launch, writers)
+
+    def train_step(self, batches: Sequence[Any], lr: float) -> StepResult:
+        """Forward and backward over the micro-batches, clip by the global norm, step."""
+        self.optimizer.set_rate(lr)
+        for weight in self._parameters.values():
+            weight.grad = None
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches):
+            with self.layout.accumulating(last=number == len(batches) - 1), self._autocast():
+                loss = self.layout.run(batch)
+            with self.layout.accumulating(last=number == len(batches) - 1):
+                (loss / len(batches)).backward()
+            total = total + loss.detach().float() / len(batches)
+        bands = torch.zeros(2, NUM_BANDS, device=self.device)
+        numbers = StepResult.pack({"loss": total}, bands)
+        return self._finish_step(("loss",), self.sum_over_ranks(numbers) / self.world)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Tensor:
+        """[sum of the losses, number of samples] of ``(samples, quantile)``; padding weighs nothing."""
+        samples, quantile = batch
+        with self._autocast():
+            each = self.module.each(samples, quantile).double()
+        weight = torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device).double()
+        return torch.stack([(each * weight).sum(), weight.sum()])
+
+    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+        """Not asked of a task: its module draws for itself."""
+        raise NotImplementedError
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.accelerator is None else cast(Any, self.accelerator.autocast())

@@ -1,0 +1,96 @@
+"""Losses of one shape: ``loss(denoise, inputs, reference) -> the loss of each sample [B]``.
+
+``denoise(noisy, t, inputs)`` predicts the velocity; ``inputs`` are a batch's values by name, among them what was drawn
+for each sample: ``quantile`` [B] in (0, 1) and ``noise``, shaped as the value that the loss's ``latents`` names.
+``reference`` is the same denoiser as it was before training, for the losses that compare with it. A loss says in
+``reads`` which values it needs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sd3_light.flow.objective import flow_loss, interpolate, velocity
+from sd3_light.flow.timesteps import times
+
+Inputs = Mapping[str, Any]
+Denoise = Callable[[Tensor, Tensor, Inputs], Tensor]
+
+
+@dataclass(frozen=True)
+class FlowMatchSFTLoss:
+    """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a time drawn for each sample.
+
+    Where a batch has a ``mask`` [B, H, W] it says where a sample teaches. Where it has a ``loss_weight`` [B], as with
+    prior preservation, each sample's loss is multiplied by it.
+    """
+
+    latents: str = "latents"
+    timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
+    sigmoid_scale: float = 1.0
+    shift: float | None = None
+    flux_shift: bool = False
+    pseudo_huber_c: float | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that the loss needs; those that a batch may lack end with ``?``."""
+        return (self.latents, "mask?", "loss_weight?")
+
+    def __call__(self, denoise: Denoise, inputs: Inputs, reference: Denoise | None = None) -> Tensor:
+        """The loss of each sample."""
+        each = self.error(denoise, inputs, inputs[self.latents])
+        weight = inputs.get("loss_weight")
+        return each if weight is None else each * weight.to(each)
+
+    def error(self, denoise: Denoise, inputs: Inputs, clean: Tensor) -> Tensor:
+        """The velocity's error of each sample on the way from ``clean`` to the batch's noise."""
+        clean, noise = clean.float(), inputs["noise"].float()
+        t = self.times(inputs["quantile"], clean)
+        predicted = denoise(interpolate(clean, noise, t), t, inputs)
+        return flow_loss(predicted, velocity(clean, noise), inputs.get("mask"), self.pseudo_huber_c)
+
+    def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
+        """t of each sample in (0, 1)."""
+        tokens = (clean.shape[-1] // 2) * (clean.shape[-2] // 2)
+        drawn = times(
+            quantile.double().tolist(),
+            tokens,
+            self.timestep_sample_method,
+            self.sigmoid_scale,
+            self.shift,
+            self.flux_shift,
+        )
+        return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
+
+
+@dataclass(frozen=True)
+class FlowMatchDPOLoss(FlowMatchSFTLoss):
+    """Diffusion-DPO on preference pairs (Wallace et al. 2023, equation 14, with the flow's velocity error).
+
+    A sample has the chosen picture under ``latents`` and the other under ``rejected``; both share noise and time. The
+    loss is ``-log sigmoid(-beta / 2 * ((e_w - r_w) - (e_l - r_l)))`` with the errors e of the model and r of the
+    reference: it falls when the model gets better than the reference on the chosen picture, or worse on the other.
+    """
+
+    rejected: str = "rejected"
+    beta: float = 500.0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that the loss needs."""
+        return (*super().reads, self.rejected)
+
+    def __call__(self, denoise: Denoise, inputs: Inputs, reference: Denoise | None = None) -> Tensor:
+        """The loss of each pair."""
+        assert reference is not None, "DPO compares with the model as it was: train an adapter, or give a reference"
+        chosen, rejected = inputs[self.latents], inputs[self.rejected]
+        with torch.no_grad():
+            before = self.error(reference, inputs, chosen) - self.error(reference, inputs, rejected)
+        now = self.error(denoise, inputs, chosen) - self.error(denoise, inputs, rejected)
+        each: Tensor = -functional.logsigmoid(-self.beta / 2 * (now - before))
+        return each

@@ -1,0 +1,94 @@
+"""The linear layers of an SD3 denoiser by name and shape, which of them an adapter's targets name, and how many weights
+the adapter has. Pure arithmetic on a `ModelSize`: `check` looks at no weight."""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import isqrt
+
+from sd3_light.config import AdapterConfig, ModelSize
+from sd3_light.config.faults import UserError
+
+Shape = tuple[int, int]
+"""(inputs, outputs)."""
+
+
+def linear_layers(size: ModelSize) -> dict[str, Shape]:
+    """Name -> shape of every linear layer."""
+    width, embed = size.width, "time_text_embed."
+    found = {
+        f"{embed}timestep_embedder.linear_1": (256, width),
+        f"{embed}timestep_embedder.linear_2": (width, width),
+        f"{embed}text_embedder.linear_1": (size.pooled_width, width),
+        f"{embed}text_embedder.linear_2": (width, width),
+        "context_embedder": (size.text_width, width),
+    }
+    for number in range(size.num_layers):
+        found |= {f"transformer_blocks.{number}.{name}": shape for name, shape in _block(size, number).items()}
+    patch = size.patch_size**2 * size.latent_channels
+    return {**found, "norm_out.linear": (width, 2 * width), "proj_out": (width, patch)}
+
+
+def _block(size: ModelSize, number: int) -> dict[str, Shape]:
+    width, last, dual = size.width, number == size.num_layers - 1, number in size.dual_attention_layers
+    square = (width, width)
+    names = [
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        *([] if last else ["to_add_out"]),
+    ]
+    layers = {
+        "norm1.linear": (width, (9 if dual else 6) * width),
+        "norm1_context.linear": (width, (2 if last else 6) * width),
+        **{f"attn.{name}": square for name in names},
+    }
+    if dual:
+        layers |= {f"attn2.{name}": square for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    for stream in ("ff",) if last else ("ff", "ff_context"):
+        layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
+    return layers
+
+
+def matches(name: str, target: str) -> bool:
+    """Whether a layer's name ends as the target says, which may be a pattern of shell style."""
+    return fnmatchcase(f".{name}", f"*.{target}")
+
+
+def matched(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
+    """The names that some target matches, in their order; a target that matches none is an error with the nearest."""
+    names = list(names)
+    idle = [target for target in targets if not any(matches(name, target) for name in names)]
+    if idle:
+        known = {name.split(".", 2)[-1] if name.startswith("transformer_blocks.") else name for name in names}
+        near = get_close_matches(idle[0], sorted(known), 1, 0.0)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise UserError(f"adapter.target_modules: {', '.join(idle)}: no linear layer's name ends so{hint}")
+    return tuple(name for name in names if any(matches(name, target) for target in targets))
+
+
+def adapter_parameters(size: ModelSize, adapter: AdapterConfig) -> int:
+    """How many weights the adapter adds and trains."""
+    layers = linear_layers(size)
+    return sum(_weights(layers[name], adapter) for name in matched(layers, adapter.target_modules))
+
+
+def _weights(shape: Shape, adapter: AdapterConfig) -> int:
+    inputs, outputs = shape
+    if adapter.type == "lora":
+        return adapter.rank * (inputs + outputs) + (outputs if adapter.use_dora else 0)
+    if adapter.type == "loha":
+        return 2 * adapter.rank * (inputs + outputs)
+    (a, b), (c, d) = _factors(outputs), _factors(inputs)
+    whole = adapter.rank >= max(b, d) / 2  # peft keeps the large factor whole where a product would be no smaller
+    return a * c + (b * d if whole else adapter.rank * (b + d))
+
+
+def _factors(number: int) -> Shape:
+    """The two factors nearest to each other, the smaller one first."""
+    small = next(divisor for divisor in range(isqrt(number), 0, -1) if number % divisor == 0)
+    return small, number // small

@@ -1,0 +1,25 @@
+"""The public Python API for people's own scripts: train any diffusers denoiser, in one stage or in two."""
+
+from sd3_light.data.processed import ProcessedDataset
+from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.prior import ClassPictures, WithPrior
+from sd3_light.tasks.process import launch_data_process_task
+from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.train import launch_training_task
+from sd3_light.training.task_module import DiffusionTrainingModule
+from sd3_light.training.units import PipelineUnit
+
+__all__ = [
+    "ClassPictures",
+    "DiffusionTrainingModule",
+    "FlowMatchDPOLoss",
+    "FlowMatchSFTLoss",
+    "ModelLogger",
+    "PipelineUnit",
+    "ProcessedDataset",
+    "TaskSettings",
+    "WithPrior",
+    "launch_data_process_task",
+    "launch_training_task",
+]

@@ -1,0 +1,73 @@
+"""`ModelLogger`: when a task saves, and under which names."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sd3_light.export.trained import write_trained
+from sd3_light.runlog import is_main_process, say
+
+
+class ModelLogger:
+    """Saves what trains to ``output_path``: ``step-N.safetensors`` every ``save_steps`` optimizer steps, or
+    ``epoch-E.safetensors`` after each epoch. Only the adapter's weights are saved where only an adapter trains.
+
+    ``state_dict_converter`` may rename the weights of a full training before they are written, after
+    ``remove_prefix_in_ckpt`` was taken off their names. Where a task keeps a running average, that is what is saved.
+    """
+
+    def __init__(
+        self,
+        output_path: str | Path,
+        remove_prefix_in_ckpt: str | None = None,
+        state_dict_converter: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
+        save_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.output_path = Path(output_path)
+        self.remove_prefix_in_ckpt = remove_prefix_in_ckpt or ""
+        self.state_dict_converter = state_dict_converter
+        self.save_dtype = save_dtype
+        self.num_steps = 0
+        self._saved_at = -1
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+        """After an optimizer step."""
+        self.num_steps += 1
+        if save_steps is not None and self.num_steps % save_steps == 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
+        """After an epoch."""
+        self.save_model(accelerator, model, f"epoch-{epoch_id}.safetensors")
+
+    def on_training_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+        """After the last step: what the intervals left out."""
+        if save_steps is not None and self._saved_at != self.num_steps:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> Path:
+        """Write ``file_name``; all processes call it, the main one writes."""
+        self._saved_at = self.num_steps
+        path = self.output_path / file_name
+        state = _whole(model)
+        if is_main_process() if accelerator is None else accelerator.is_main_process:
+            if model.adapter is None:
+                plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
+                state = dict(self.state_dict_converter(plain)) if self.state_dict_converter else plain
+            facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
+            write_trained(path, state, model.transformer, model.adapter, self.save_dtype, facts)
+            say(f"saved {path}")
+        return path
+
+
+def _whole(model: Any) -> dict[str, Tensor]:
+    """What trains now, whole and in host memory."""
+    found = {}
+    for name, parameter in model.named_trainable():
+        held = parameter.detach()
+        found[name] = (held.full_tensor() if isinstance(held, DTensor) else held).cpu()
+    return found

@@ -1,0 +1,112 @@
+"""`launch_data_process_task`: run once what training need not compute again, and keep it on disk for a second stage."""
+
+import hashlib
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.processed import Processed, ProcessedWriter, fingerprint, finish
+from sd3_light.engines import Launch
+from sd3_light.engines.accelerate import launch_of
+from sd3_light.runlog import progress, say, set_main_process
+from sd3_light.tasks.logger import ModelLogger
+from sd3_light.training.task_module import DiffusionTrainingModule
+
+
+def launch_data_process_task(
+    accelerator: Accelerator | None,
+    dataset: Dataset[Any],
+    model: DiffusionTrainingModule,
+    model_logger: ModelLogger,
+    num_workers: int = 8,
+    args: Any = None,
+    bucket_of: Callable[[int], Hashable] | None = None,
+    shard_size: int = 256,
+) -> Path:
+    """Run the units of ``model`` that need no gradient and draw nothing on every sample, and store what the others read
+    under ``model_logger.output_path``, where it is returned; train on `ProcessedDataset` of that folder.
+
+    Each process takes every n-th sample and talks to nobody until the end. A sample whose data and units have not
+    changed is not computed again, so the task may be interrupted and started anew.
+    `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
+    """
+    num_workers = getattr(args, "dataset_num_workers", None) or getattr(args, "num_workers", None) or num_workers
+    launch = Launch() if accelerator is None else launch_of(accelerator)
+    set_main_process(launch.is_main)
+    folder, count = model_logger.output_path, len(dataset)  # type: ignore[arg-type]
+    if accelerator is not None:
+        model.to(accelerator.device)
+    model.freeze_the_rest()
+    recipe = _recipe(model)
+    writer = ProcessedWriter(folder, launch.rank, shard_size)
+    mine = list(range(launch.rank, count, launch.world))
+    reused = 0
+    with progress("process", len(mine), "samples") as bar:
+        for done, (index, item) in enumerate(zip(mine, _items(dataset, mine, num_workers), strict=True), start=1):
+            made_of = fingerprint({"recipe": recipe["digest"], "data": item})
+            if writer.known.get(index) == made_of:
+                reused += 1
+            else:
+                bucket = "all" if bucket_of is None else str(bucket_of(index))
+                writer.add(Processed(index, bucket, made_of, _storable(model.process(item), index)))
+            bar.reach(done, len(mine))
+    writer.close()
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    if launch.is_main:
+        finish(folder, recipe, count)
+        say(f"processed data: {count} samples in {folder} ({reused} of this process were there)")
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    return folder
+
+
+def _items(dataset: Dataset[Any], indices: list[int], num_workers: int) -> Any:
+    """The items in order, read ahead by worker processes."""
+    return DataLoader(Subset(dataset, indices), batch_size=None, num_workers=num_workers, collate_fn=_as_it_is)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _storable(values: dict[str, Any], index: int) -> dict[str, Any]:
+    """Tensors, and what JSON knows; anything else is a fault that names it."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor | str | int | float | bool | list | dict | type(None)):
+            raise UserError(
+                f"sample {index}: {name!r} is a {type(value).__name__}, which cannot be stored; let a unit that needs "
+                "no gradient make a tensor of it, or do not read it later"
+            )
+    return values
+
+
+def _recipe(model: DiffusionTrainingModule) -> dict[str, Any]:
+    """What the cached units are, with a hash of the weights that they use."""
+    split = model.split()
+    units = [
+        {
+            "unit": type(unit).__name__,
+            "reads": list(unit.reads),
+            "writes": list(unit.writes),
+            "settings": dict(unit.settings()),
+            "parts": {name: _weights_hash(getattr(model, name, None)) for name in unit.uses},
+        }
+        for unit in split.cached
+    ]
+    digest = fingerprint({"units": units, "kept": list(split.kept)})
+    return {"units": units, "kept": list(split.kept), "digest": digest}
+
+
+def _weights_hash(part: Any) -> str:
+    if not isinstance(part, nn.Module):
+        return type(part).__name__
+    digest = hashlib.sha256(type(part).__name__.encode())
+    for name, tensor in sorted(part.state_dict().items()):
+        digest.update(f"{name} {fingerprint(tensor)}".encode())
+    return digest.hexdigest()

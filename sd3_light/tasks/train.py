@@ -1,0 +1,309 @@
+"""`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import Dataset
+
+from sd3_light.checkpoint.background import CheckpointKeeper, Failed
+from sd3_light.checkpoint.state import EMA, Progress, track_kind
+from sd3_light.checkpoint.store import newest_checkpoint, open_checkpoint
+from sd3_light.config.faults import Stopped, UserError
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.accelerate import TaskEngine, launch_of
+from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines.protocol import Piece
+from sd3_light.metrics.validation import QUANTILES, validate
+from sd3_light.model.adapter import AdapterDropout
+from sd3_light.optim.ema import Averages
+from sd3_light.optim.schedules import learning_rate as rate_at
+from sd3_light.runlog import RunLog, say, set_main_process
+from sd3_light.tasks.feed import Samples, TaskBatches, steps_of
+from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.settings import TaskSettings
+from sd3_light.training.feed import order_facts
+from sd3_light.training.loop import Duty, Run, every, train
+from sd3_light.training.meter import Meter
+from sd3_light.training.task_module import DiffusionTrainingModule
+from sd3_light.training.watch import NUM_WISHES, Watch
+
+
+def launch_training_task(
+    accelerator: Accelerator | None,
+    dataset: Dataset[Any],
+    model: DiffusionTrainingModule,
+    model_logger: ModelLogger,
+    learning_rate: float = 1e-5,
+    weight_decay: float = 1e-2,
+    num_workers: int = 1,
+    save_steps: int | None = None,
+    num_epochs: int = 1,
+    args: Any = None,
+    **settings: Any,
+) -> Progress:
+    """Train ``model`` on ``dataset``: AdamW over what trains, a learning rate that is constant unless said otherwise,
+    saves by ``model_logger`` every ``save_steps`` optimizer steps (None: after every epoch). Returns where it ended.
+
+    ``settings`` are further fields of `TaskSettings`; attributes of ``args`` that are not None override all of them.
+    The log, checkpoints and pictures lie in ``model_logger.output_path``. With several processes all call it alike.
+    """
+    given: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay, "num_workers": num_workers}
+    given |= {"save_steps": save_steps, "num_epochs": num_epochs}
+    wishes = TaskSettings.of({**given, **settings}, args)
+    task = _Task.of(accelerator, dataset, model, model_logger, wishes)
+    with task.log_open(), task.run.watch:
+        return task.train()
+
+
+@dataclass
+class _Task:
+    """The parts of a task that is about to train."""
+
+    accelerator: Accelerator | None
+    model: DiffusionTrainingModule
+    logger: ModelLogger
+    wishes: TaskSettings
+    launch: Launch
+    groups: Groups
+    engine: Engine
+    samples: Samples
+    averages: Averages
+    run: Run
+    keeper: CheckpointKeeper
+    log: RunLog | None = None
+
+    @staticmethod
+    def of(
+        accelerator: Accelerator | None,
+        dataset: Dataset[Any],
+        model: DiffusionTrainingModule,
+        logger: ModelLogger,
+        wishes: TaskSettings,
+    ) -> "_Task":
+        """Put the parts together."""
+        launch, device = _place(accelerator, wishes)
+        set_main_process(launch.is_main)
+        groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
+        micro = _accumulation(accelerator, wishes)
+        samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
+        model.seed = wishes.seed
+        model.freeze_the_rest()
+        if model.adapter is not None and model.adapter.dropout > 0:
+            model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
+        engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
+        batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
+        total = wishes.num_epochs * samples.order.steps_per_epoch
+        total = total if wishes.max_steps is None else min(total, wishes.max_steps)
+        place = logger.output_path if launch.is_main else None
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        averages = Averages(engine.weights, wishes.ema_table)
+        run = Run(
+            engine=engine,
+            steps=steps_of(batches, wishes.num_workers),
+            samples_in=samples.order.batch_size,
+            learning_rate=lambda step: _rate(wishes, step, total),
+            total_steps=total,
+            averages=averages,
+            watch=Watch(place, None, Agreement(groups.control, NUM_WISHES)),
+            begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
+            steps_per_epoch=samples.order.steps_per_epoch,
+            max_nonfinite_steps=wishes.max_nonfinite_steps,
+            logging_steps=wishes.logging_steps,
+        )
+        folder, keep = logger.output_path / "checkpoints", wishes.keep_last_n_checkpoints
+        keeper = CheckpointKeeper(folder, launch.rank, engine.writers, groups.saving, keep)
+        task = _Task(accelerator, model, logger, wishes, launch, groups, engine, samples, averages, run, keeper)
+        window = task._resume() if wishes.resume else None
+        run.meter = Meter(launch.world, window=window)
+        keeper.prepare(task.pieces())
+        return task
+
+    @contextmanager
+    def log_open(self) -> Iterator[None]:
+        """Inside the block steps are logged to ``log.jsonl``."""
+        if self.launch.is_main:
+            self.log = RunLog(self.logger.output_path)
+            self.run.log = self.log.event
+        try:
+            yield
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+    def train(self) -> Progress:
+        """The loop with its duties, and what is left to do at its end."""
+        begun, total = self.run.progress, self.run.total_steps
+        self.logger.num_steps = begun.step
+        facts = {"total": total, "steps_per_epoch": self.run.steps_per_epoch, "world": self.launch.world}
+        self.run.log("resume" if begun.step else "start", **begun.as_dict(), **facts, engine=self.wishes.engine)
+        self.run.duties = self._duties(total)
+        done = train(self.run)
+        self._finish(done, total)
+        return done
+
+    # --- duties ----------------------------------------------------------------------------------
+
+    def _duties(self, total: int) -> list[Duty]:
+        wishes, per_epoch, watch = self.wishes, self.run.steps_per_epoch, self.run.watch
+        own_hook = type(self.logger).on_step_end is not ModelLogger.on_step_end
+        save = every(1 if own_hook else wishes.save_steps)  # a hook of the user's own is called after every step
+        check, judge, draw = every(wishes.checkpoint_steps), every(wishes.eval_steps), every(wishes.draw_steps)
+        epoch, last = every(epochs=1, steps_per_epoch=per_epoch), every(steps=total)
+        return [
+            Duty("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
+            Duty("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
+            Duty("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
+            Duty("epoch", lambda a, b: wishes.save_steps is None and epoch(a, b), self.save_epoch),
+            Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
+        ]
+
+    @contextmanager
+    def best(self) -> Iterator[None]:
+        """The model has the average's weights inside the block, where there is one."""
+        if EMA not in self.averages.tracks:
+            yield
+            return
+        with self.averages.in_place_of(EMA, self.engine.weights):
+            yield
+
+    def save_step(self, progress: Progress) -> None:
+        """By the logger, which counts optimizer steps."""
+        self.logger.num_steps = progress.step - 1
+        with self.best():
+            self.logger.on_step_end(self.accelerator, self.model, self.wishes.save_steps)
+
+    def save_epoch(self, progress: Progress) -> None:
+        """By the logger, after the epoch that just ended."""
+        self.logger.num_steps = progress.step
+        with self.best():
+            self.logger.on_epoch_end(self.accelerator, self.model, progress.position // self.run.steps_per_epoch - 1)
+
+    def evaluate(self, progress: Progress) -> None:
+        """The validation loss at fixed times with fixed noise, of the weights that would be saved."""
+        dataset = self.wishes.eval_dataset
+        assert dataset is not None
+        samples = Samples(dataset, 0, self.wishes.batch_size * self.launch.world, self.wishes.bucket_of)
+        batches = TaskBatches(dataset, samples, self.launch.rank, self.launch.world, 1)
+        items: Any = ((batches[at], q) for at in range(samples.order.steps_per_epoch) for q in QUANTILES)
+        with self.best():
+            losses = validate(items, self.engine.evaluate, self.engine.sum_over_ranks)
+        say(f"eval at step {progress.step}: flow loss {losses['flow']:.4f}")
+        self.run.log("eval", **progress.counts(), set="eval", weights=self._words, **losses)
+
+    def draw(self, progress: Progress) -> None:
+        """The picture that the user's function gives, on the main process; with cut weights all call it."""
+        assert self.wishes.draw is not None
+        with self.best(), torch.no_grad():
+            picture = self.wishes.draw(self.model)
+        if self.launch.is_main and picture is not None:
+            path = self.logger.output_path / "samples" / f"step-{progress.step:08d}.png"
+            path.parent.mkdir(exist_ok=True)
+            picture.save(path)
+            self.run.log("sample", **progress.counts(), weights=self._words, file=f"samples/{path.name}")
+
+    @property
+    def _words(self) -> str:
+        return EMA if EMA in self.averages.tracks else "raw"
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[Piece]:
+        """All that a checkpoint holds of this rank."""
+        shadows = (
+            self.engine.like_weights(track_kind(name), track.shadow) for name, track in self.averages.tracks.items()
+        )
+        return chain(self.engine.pieces(), chain.from_iterable(shadows))
+
+    def checkpoint(self, progress: Progress) -> None:
+        """Copy all that the task needs to go on, and write it while it goes on."""
+        facts = {"progress": progress.as_dict(), "order": order_facts(self.samples.order)}
+        facts["window"] = self.run.meter.window.as_dict()
+        self.keeper.save(progress.step, self.pieces(), facts)
+
+    def _resume(self) -> dict[str, Any] | None:
+        folder = self.logger.output_path / "checkpoints"
+        path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
+        if path is None:
+            say(f"no checkpoint under {folder} yet: starting from the beginning")
+            return None
+        saved = open_checkpoint(Path(path))
+        if saved.facts["order"] != order_facts(self.samples.order):
+            raise UserError(f"{path} was trained on other data, in other batches or with another seed; restore them")
+        saved.load_into(self.pieces())
+        self.run.progress = Progress(**saved.facts["progress"])
+        window: dict[str, Any] = saved.facts["window"]
+        return window
+
+    def _finish(self, done: Progress, total: int) -> None:
+        failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
+        self.keeper.close()
+        self.groups.meet()
+        if failed:
+            raise UserError(
+                f"the checkpoint at step {failed[-1].step} failed: {failed[-1].reason}; make room, then resume"
+            )
+        if done.step < total:
+            self.run.log("stop", **done.counts(), reason=self.run.watch.reason)
+            raise Stopped(f"{self.run.watch.reason} at step {done.step} of {total}; resume=True goes on from there")
+        self.logger.num_steps = done.step
+        with self.best():
+            self.logger.on_training_end(self.accelerator, self.model, self.wishes.save_steps)
+        self.run.log("stop", **done.counts(), reason="finished")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _place(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launch, torch.device]:
+    if wishes.engine != "accelerate":
+        launch = Launch.detect()
+        return launch, launch.device()
+    if accelerator is None:
+        raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
+    return launch_of(accelerator), accelerator.device
+
+
+def _engine(
+    model: DiffusionTrainingModule,
+    wishes: TaskSettings,
+    micro: int,
+    launch: Launch,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    groups: Groups,
+) -> Engine:
+    """The engine that was asked for, with the module in it."""
+    optimizer, clip = wishes.optimizer_table, wishes.gradient_clipping
+    if wishes.engine != "deepspeed":
+        wrapping = accelerator if wishes.engine == "accelerate" else None
+        return TaskEngine(model, optimizer, clip, launch, device, wrapping, groups.writers)
+    return deepspeed.make_task_engine(model, optimizer, clip, micro, launch, device)
+
+
+def _accumulation(accelerator: Accelerator | None, wishes: TaskSettings) -> int:
+    """Micro-batches a step: as asked for, or as the accelerator says. Two different numbers are a fault."""
+    own = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
+    asked = wishes.gradient_accumulation_steps
+    if asked is not None and own not in (1, asked):
+        raise UserError(f"gradient_accumulation_steps is {asked} here and {own} in the Accelerator; give one of them")
+    return asked or own
+
+
+def _rate(wishes: TaskSettings, step: int, total: int) -> float:
+    return rate_at(
+        step,
+        peak=wishes.learning_rate,
+        schedule=wishes.lr_scheduler,
+        warmup=wishes.warmup_steps,
+        total=total,
+        step_size=wishes.lr_step_size,
+        step_gamma=wishes.lr_step_gamma,
+    )

@@ -1,0 +1,72 @@
+"""A LoRA trained by two processes, with whole and with cut weights, is the LoRA of one; each resumes the other's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.export.lora import read_lora
+from tests.distributed.test_two_processes import torchrun
+from tests.e2e.test_lora_run import STEPS, use_adapter
+
+Project = Any  # the class is in tests/conftest.py
+RESUMED = 2
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
+    """The reference: one process, batches of 4, without dropout (law 1 leaves it out of equality)."""
+    project = use_adapter(
+        cached_project.copy(tmp_path_factory.mktemp("alone") / "project"), "rank = 3\nuse_dora = true"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+        project.train('output_dir="alone"')
+    return project
+
+
+def numbers(project: Project, run: str, first: int = 0) -> list[float]:
+    events = [event for event in project.events("step", run) if event["step"] > first]
+    assert [event["step"] for event in events] == list(range(first + 1, STEPS + 1))
+    return [number for event in events for number in (event["loss"], event["grad_norm"])]
+
+
+def tensors(project: Project, run: str) -> dict[str, torch.Tensor]:
+    saved = open_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(STEPS))
+    return {name: saved.tensor(name) for name in saved.shapes}
+
+
+LAYOUTS = {
+    "fsdp2": {"parallel": '"fsdp2"', "micro_batch_size_per_gpu": 2},
+    "ddp": {"micro_batch_size_per_gpu": 2},
+    "deepspeed pp2 zero1": {"pipeline_stages": 2},
+    "deepspeed zero3": {"zero_stage": 3, "micro_batch_size_per_gpu": 2},
+}
+
+
+def layout(name: str) -> Any:
+    return pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", map(layout, LAYOUTS))
+def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
+    """From one process's checkpoint at step 2 to the end; rank 3 cannot be cut evenly into two."""
+    flags = ["--deepspeed"] if name.startswith("deepspeed") else []
+    if flags:
+        pytest.importorskip("deepspeed")
+    start = str(alone.folder / "alone" / "checkpoints" / checkpoint_name(RESUMED))
+    run = name.replace(" ", "_")
+    torchrun(alone, *flags, "--resume_from_checkpoint", start, output_dir=f'"{run}"', **LAYOUTS[name])
+    assert numbers(alone, run, RESUMED) == pytest.approx(numbers(alone, "alone", RESUMED), rel=2e-5)
+    ours, theirs = tensors(alone, run), tensors(alone, "alone")
+    assert set(ours) == set(theirs)
+    assert len(ours) == 5 * 3 * 31, "weights, two moments, a count and an average of A, B and magnitude of each layer"
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6) for name in ours)
+    one, two = (read_lora(_file(alone, name)).modules for name in ("alone", run))
+    assert all(torch.allclose(one[name].delta(), two[name].delta(), atol=1e-5) for name in one)
+
+
+def _file(project: Project, run: str) -> Path:
+    return Path(project.folder / run / "exports" / checkpoint_name(STEPS) / "pytorch_lora_weights.safetensors")

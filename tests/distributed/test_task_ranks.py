@@ -1,0 +1,52 @@
+"""A task on two processes of accelerate is the task of one, in one stage and in two."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from sd3_light.runlog import read_log
+from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.unit.tasks.toy import Pictures, Toy
+
+ROOT = Path(__file__).parents[2]
+
+
+def numbers(out: Path) -> list[float]:
+    events = [event for event in read_log(out / "log.jsonl") if event["event"] == "step"]
+    return [number for event in events for number in (event["loss"], event["grad_norm"])]
+
+
+@pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
+    """Under accelerate, data processed first; and under DeepSpeed, with accumulation."""
+    if stage == "deepspeed":
+        pytest.importorskip("deepspeed")
+    wishes: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
+    launch_training_task(
+        Accelerator(cpu=True),
+        Pictures(),
+        Toy(),
+        ModelLogger(tmp_path / "one"),
+        1e-2,
+        num_workers=0,
+        **wishes,
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "tests" / "unit" / "tasks" / "toy.py"), str(tmp_path / "two"), stage]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
+    one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+    if stage == "deepspeed":
+        return
+    views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
+    assert set(views) == {"0", "1"}, "each process shows what it made"

@@ -1,0 +1,143 @@
+"""Runs that train an adapter: one loop, one checkpoint and one saver with all that pretraining has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from rich.console import Console
+from safetensors.torch import load_file
+
+from sd3_light.assets import DEMO
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.config.faults import UserError
+from sd3_light.export.lora import read_lora
+from sd3_light.model.lora import is_lora_name
+from sd3_light.stages import export, report
+from sd3_light.stages.train import Resume
+from sd3_light.world import write_dataset
+from tests.e2e.equal import assert_same_end
+
+Project = Any  # the class is in tests/conftest.py
+STEPS = 5
+PROMPT = "a small red circle on a white background"
+
+
+def use_adapter(project: Project, keys: str = "rank = 4\nalpha = 8.0\ndropout = 0.2") -> Project:
+    """The project trains an adapter on the shipped demo model."""
+    text = project.train_toml.read_text()
+    for old, new in (
+        ('train_type = "sd3_light_pretrain"\n', ""),
+        ('init = "random"', f'init = "{DEMO}"'),
+        ('size = "tiny2"\n', ""),
+        ("max_steps = 4", f"max_steps = {STEPS}"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    project.train_toml.write_text(f"{text}\n[adapter]\n{keys}\n")
+    return project
+
+
+def file_of(project: Project, step: int = STEPS, run: str = "run") -> Path:
+    return Path(project.folder / run / "exports" / checkpoint_name(step) / "pytorch_lora_weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
+    """A finished LoRA run with evaluation, grids, dropout, an average and a proven export."""
+    project = use_adapter(cached_project.copy(tmp_path_factory.mktemp("tuned") / "project"))
+    write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    text = project.train_toml.read_text()
+    text = text.replace("seed = 3\n", 'seed = 3\neval_datasets = ["eval.toml"]\neval_every_n_steps = 5\n')
+    text += f'\n[sampling]\nprompts = ["{PROMPT}"]\nevery_n_steps = 5\nsteps = 2\n'
+    project.train_toml.write_text(text)
+    project.train()
+    return project
+
+
+def test_only_the_adapter_is_saved(tuned: Project) -> None:
+    proof = json.loads((file_of(tuned).parent / "proof.json").read_text())
+    assert proof["loaded_by"] == "load_lora_weights of stock diffusers"
+    tensors = load_file(file_of(tuned))
+    assert len(tensors) == 2 * 31
+    assert all(name.startswith("transformer.transformer_blocks.") for name in tensors)
+    saved = open_checkpoint(tuned.run / "checkpoints" / checkpoint_name(STEPS))
+    assert {name.partition("/")[0] for name in saved.shapes} == {"param", "ema", "exp_avg", "exp_avg_sq", "step"}
+    assert all(is_lora_name(name) for name in saved.shapes)
+    found, facts = read_lora(file_of(tuned)), read_lora(file_of(tuned)).facts
+    assert (facts["adapter"]["rank"], facts["adapter"]["alpha"], facts["step"]) == (4, 8.0, STEPS)
+    kind = "transformer_blocks.0.attn.to_q"
+    up, down = (saved.tensor(f"ema/{kind}.lora_{part}.default.weight") for part in "BA")
+    assert torch.allclose(found.modules[kind].delta(), 8.0 / 4 * up @ down, atol=1e-6)
+
+
+def test_it_is_evaluated_drawn_and_reported(tuned: Project) -> None:
+    losses = {event["weights"]: event["flow"] for event in tuned.events("eval")}
+    assert set(losses) == {"raw", "ema"}
+    assert losses["raw"] != losses["ema"]
+    assert [path.name for path in (tuned.run / "samples").iterdir()] == ["step-00000005.png"]
+    assert tuned.events("start")[0]["engine"] == "torch"
+    console = Console(record=True, width=200)
+    console.print(report.render(report.run(tuned.run)))
+    assert "a LoRA of rank 4 (63,488 weights) on the weights of" in console.export_text()
+
+
+def test_the_export_verb_gives_the_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
+    assert same.read_bytes() == file_of(tuned).read_bytes()
+    raw = export.run(tuned.run, tuned.folder / "raw", weights="raw") / file_of(tuned).name
+    assert raw.read_bytes() != file_of(tuned).read_bytes()
+
+
+def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, which belongs to step and micro-batch; and activation checkpointing changes nothing."""
+    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    where = tuned.run / "checkpoints" / checkpoint_name(2)
+    wishes = ('output_dir="resumed"', "activation_checkpointing=true")
+    tuned.train(*wishes, resume=Resume(where))
+    assert [(e["step"], e["loss"], e["grad_norm"]) for e in tuned.events("step", "resumed")] == [
+        (e["step"], e["loss"], e["grad_norm"]) for e in tuned.events("step") if e["step"] > 2
+    ]
+    end = Path("checkpoints", checkpoint_name(STEPS))
+    assert_same_end(tuned.folder / "resumed" / end, tuned.run / end)
+    assert file_of(tuned, run="resumed").read_bytes() == file_of(tuned).read_bytes()
+
+
+def test_a_run_starts_from_an_existing_adapter(
+    tuned: Project, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    start = f'rank = 4\nalpha = 2.0\ninit_from_existing = "{file_of(tuned).parent}"'
+    use_adapter(project, start).train("max_steps=1", "optimizer.lr=1e-30")
+    before, after = read_lora(file_of(tuned)).modules, read_lora(file_of(project, 1)).modules
+    assert all(torch.allclose(before[name].delta(), after[name].delta(), atol=1e-6) for name in before)
+    with pytest.raises(UserError, match=r"init_from_existing = .* has rank 4 .* write the rank"):
+        project.train("adapter.rank=3", 'output_dir="other"')
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    use_adapter(project, f'type = "{kind}"\nrank = 4').train("max_steps=2")
+    (file,) = project.run.glob("exports/step-*/adapter.safetensors")
+    assert all(name.startswith("lycoris_transformer_blocks_") for name in load_file(file))
+    assert project.losses()[1] != project.losses()[2]
+
+
+def test_freezing_by_pattern_in_full_fine_tuning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is frozen stays as the start has it, bit for bit, and is in the export with the rest."""
+    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    use_adapter(project)
+    project.train_toml.write_text(project.train_toml.read_text().partition("[adapter]")[0])
+    project.train("max_steps=1", 'freeze=["transformer_blocks.[0-2].*", "*embed*"]')
+    before = SD3Transformer2DModel.from_pretrained(DEMO / "transformer", dtype=torch.float32).state_dict()
+    after = SD3Transformer2DModel.from_pretrained(
+        project.run / "exports" / checkpoint_name(1) / "transformer"
+    ).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith(("transformer_blocks.3.", "norm_out.", "proj_out.")) for name in changed)

@@ -1,0 +1,99 @@
+"""The scripts in examples/ run as they stand, and stock diffusers loads what they save."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    WanTransformer3DModel,
+)
+
+from sd3_light.assets import DEMO
+from sd3_light.runlog import read_log
+from sd3_light.world import captions, picture
+
+ROOT = Path(__file__).parents[2]
+WITHOUT = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+
+
+def example(name: str, *words: object) -> None:
+    command = [sys.executable, str(ROOT / "examples" / name), *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def losses(out: Path) -> list[float]:
+    return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
+
+
+def test_sd3_in_two_stages_is_sd3_in_one(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    for index in range(0, 16, 2):  # the square ones
+        image, scene = picture(index, 1)
+        image.save(tmp_path / "pictures" / f"{index:02d}.png")
+        (tmp_path / "pictures" / f"{index:02d}.txt").write_text(captions(scene)["en"], encoding="utf-8")
+    for words in (("one",), ("two", "process"), ("two", "train")):
+        out, *stage = words
+        example("sd3_lora_task.py", DEMO, tmp_path / "pictures", tmp_path / out, *stage)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert len(losses(tmp_path / "one")) == 8
+    files = [tmp_path / out / "epoch-1.safetensors" for out in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    transformer = SD3Transformer2DModel.from_pretrained(DEMO / "transformer", torch_dtype=torch.float32)
+    before = output(transformer)
+    pipe = StableDiffusion3Pipeline(
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), **dict.fromkeys(WITHOUT)
+    )
+    pipe.load_lora_weights(tmp_path / "one", weight_name="epoch-1.safetensors")
+    assert not torch.allclose(output(transformer), before, atol=1e-4)
+
+
+def output(transformer: Any) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    shapes = ((1, 16, 8, 8), (1, 5, 256), (1, 224))
+    noisy, text, pooled = (torch.randn(shape, generator=random) for shape in shapes)
+    with torch.no_grad():
+        found: torch.Tensor = transformer(noisy, text, pooled, torch.tensor([500.0]), return_dict=False)[0]
+    return found
+
+
+def test_a_video_model_of_another_class(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from wan_lora_task import Clips, WanLora
+    finally:
+        sys.path.pop(0)
+    example("wan_lora_task.py", tmp_path)
+    events = list(read_log(tmp_path / "log.jsonl"))
+    assert len(losses(tmp_path)) == 12, "twelve clips in two buckets of pairs, twice"
+    assert [event["step"] for event in events if event["event"] == "eval"] == [6, 12]
+    trained: Any = WanLora()
+    stock = WanTransformer3DModel.from_config(trained.transformer.config)
+    stock.load_state_dict(
+        {
+            name.replace(".base_layer", ""): w
+            for name, w in trained.transformer.state_dict().items()
+            if "lora" not in name
+        }
+    )
+    stock.load_lora_adapter(str(tmp_path), weight_name="step-12.safetensors", prefix="transformer")
+    clip = Clips()[1]
+    with torch.no_grad():
+        given = (clip["latents"][None], torch.tensor([500.0]), clip["text"][None])
+        tuned, plain = (model(*given, return_dict=False)[0] for model in (stock, trained.transformer))
+    assert not torch.allclose(tuned, plain, atol=1e-5), "what was saved acts"
+
+
+@pytest.mark.parametrize("name", ["sd3_lora_task.py", "wan_lora_task.py"])
+def test_a_script_stays_short(name: str) -> None:
+    lines = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", '"""', "from ", "import "))]
+    assert len(code) < 75

@@ -1,0 +1,46 @@
+"""An adapter on a GPU: frozen weights in bf16, its own in float32, and a step that learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines import Launch
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.adapter import is_adapter_name
+from sd3_light.model.layers import new_transformer
+from sd3_light.training.adapter import choose_what_trains
+from sd3_light.training.module import DiffusionTrainingModule
+from tests.gpu.test_engine import batch
+
+DEVICE = torch.device("cuda", 0)
+
+
+def make_engine(folder: Path, **keys: Any) -> TorchEngine:
+    adapter = {"rank": 4, "target_modules": ["attn.to_*", "ff.net.*"], **keys}
+    given = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": {"diffusers_path": "folder"}}
+    config = TrainConfig.model_validate({**given, "adapter": adapter}, context={"base": folder})
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    choose_what_trains(transformer, config, DEVICE)
+    return TorchEngine(DiffusionTrainingModule(transformer, config), config, Launch(), DEVICE)
+
+
+KINDS = [{}, {"dtype": "float32"}, {"use_dora": True}, {"type": "lokr"}, {"type": "loha"}]
+
+
+@pytest.mark.parametrize("keys", KINDS, ids=str)
+def test_an_adapter_learns_over_bf16_weights(tmp_path: Path, keys: dict[str, Any]) -> None:
+    engine = make_engine(tmp_path, **keys)
+    kinds = {(is_adapter_name(name), one.dtype) for name, one in engine.module.transformer.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    frozen = {n: p.clone() for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
+    losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0]
+    now = dict(engine.module.transformer.named_parameters())
+    assert all(torch.equal(now[name], before) for name, before in frozen.items())

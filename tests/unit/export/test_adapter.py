@@ -1,0 +1,124 @@
+"""An adapter's export: its file, its card, and the proof that a clean process agrees."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd3_light.config import SIZES, AdapterConfig
+from sd3_light.export import adapter as export_adapter
+from sd3_light.export.adapter import AdapterSpec, adapter_modules, read_adapter, write_adapter
+from sd3_light.export.spec import ExportError
+from sd3_light.export.verify import ProofError
+from sd3_light.model.adapter import LycorisModule, add_adapter, is_adapter_name
+from sd3_light.model.layers import new_transformer
+
+TINY = SIZES["tiny2"].transformer_config()
+KINDS: list[dict[str, Any]] = [
+    {"type": "lora", "alpha": 2.0, "use_rslora": True},
+    {"type": "lora", "alpha": 6.0, "use_dora": True},
+    {"type": "lokr", "alpha": 6.0},
+    {"type": "loha", "alpha": 6.0},
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A denoiser on disk whose every weight matters."""
+    folder = tmp_path_factory.mktemp("base") / "transformer"
+    transformer = new_transformer(TINY, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    transformer.save_pretrained(folder)
+    return folder
+
+
+def trained(base: Path, config: AdapterConfig) -> dict[str, Tensor]:
+    transformer = SD3Transformer2DModel.from_pretrained(base)
+    add_adapter(transformer, config, 0)
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: weight.detach() + 0.05 * torch.randn(weight.shape, generator=generator)
+        for name, weight in transformer.named_parameters()
+        if is_adapter_name(name)
+    }
+
+
+def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> AdapterSpec:
+    config = AdapterConfig.model_validate({"rank": 4, "target_modules": ["attn.to_q", "norm1.linear"], **keys})
+    return AdapterSpec(config, base, TINY, dtype, facts={"weights": "ema", "step": 7}, files={"config.toml": "x"})
+
+
+SLOW = ("loha", "lora-dora")  # each proof starts a process
+
+
+def named(kind: dict[str, Any]) -> Any:
+    name = kind["type"] + ("-dora" if kind.get("use_dora") else "")
+    return pytest.param(kind, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("kind", map(named, KINDS))
+def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: dict[str, Any]) -> None:
+    spec = spec_of(base, torch.bfloat16, **kind)
+    weights = trained(base, spec.adapter)
+    out = write_adapter(tmp_path / "out", weights, spec)
+    assert {path.name for path in out.iterdir()} == {
+        spec.file,
+        "README.md",
+        "config.toml",
+        "proof.json",
+        "sd3_light.json",
+    }
+    proof = json.loads((out / "proof.json").read_text())
+    assert proof["max_difference"] < 1e-4
+    assert proof["change_of_output"] > 0.005, "it is an adapter that does something"
+    facts = json.loads((out / "sd3_light.json").read_text())
+    assert (facts["adapter"]["type"], facts["adapter"]["rank"], facts["step"]) == (kind["type"], 4, 7)
+    card = (out / "README.md").read_text()
+    assert ("load_lora_weights" in card) == (kind["type"] == "lora")
+    assert not any("default" in name for name in load_file(out / spec.file)), "readers do not know peft's name"
+    back: Any = read_adapter(out, kind["type"])
+    mine: Any = adapter_modules(weights, spec.adapter)
+    assert set(back) == set(mine)
+    for name, module in mine.items():
+        if isinstance(module, LycorisModule):
+            for factor, tensor in module.baked().factors.items():
+                assert torch.allclose(back[name].factors[factor].float(), tensor, rtol=1e-2)
+        else:
+            assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
+
+
+def test_a_file_that_does_something_else_is_not_announced(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof sees a scale that got lost."""
+    spec = spec_of(base, alpha=8.0)
+    weights = trained(base, spec.adapter)
+    real = export_adapter._write_file
+
+    def forgetful(path: Path, modules: Any, given: AdapterSpec) -> None:
+        wrong: Any = adapter_modules(weights, given.adapter.model_copy(update={"alpha": 4.0}))
+        real(path, wrong, given)
+
+    monkeypatch.setattr(export_adapter, "_write_file", forgetful)
+    with pytest.raises(ProofError, match="output differs by"):
+        write_adapter(tmp_path / "out", weights, spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path, base: Path) -> None:
+    spec = spec_of(base, torch.float16)
+    weights = trained(base, spec.adapter)
+    name = next(iter(weights))
+    with pytest.raises(ExportError, match=r"lora_A.* has values that torch.float16 cannot hold"):
+        write_adapter(tmp_path / "out", {**weights, name: weights[name] + 1e6}, spec)
+    with pytest.raises(ExportError, match=f"{name} holds NaN"):
+        write_adapter(tmp_path / "out", {**weights, name: weights[name] * float("nan")}, spec)
+    assert list(tmp_path.iterdir()) == []

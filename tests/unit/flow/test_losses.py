@@ -1,0 +1,72 @@
+"""The losses of tasks: flow matching, its weights, and preferences."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+
+SHAPE = (3, 2, 4, 4)
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(SHAPE, generator=random) for name in ("latents", "rejected", "noise")}
+    return {**found, "quantile": torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64), **more}
+
+
+def perfect(inputs: dict[str, Any], key: str, off: float = 0.0) -> Any:
+    """A denoiser that knows the answer for one picture, up to a constant error."""
+
+    def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
+        return inputs["noise"] - inputs[key] + off
+
+    return denoise
+
+
+def test_the_loss_is_the_error_of_the_velocity_at_the_drawn_time() -> None:
+    inputs, seen = batch(), []
+
+    def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
+        seen.append((noisy, t))
+        return torch.zeros_like(noisy)
+
+    each = FlowMatchSFTLoss(timestep_sample_method="uniform", shift=3.0)(denoise, inputs)
+    ((noisy, t),) = seen
+    u = inputs["quantile"].float()
+    assert torch.allclose(t, 3 * u / (1 + 2 * u))
+    way = t.view(-1, 1, 1, 1)
+    assert torch.allclose(noisy, (1 - way) * inputs["latents"] + way * inputs["noise"])
+    assert torch.allclose(each, (inputs["noise"] - inputs["latents"]).square().flatten(1).mean(1))
+    assert FlowMatchSFTLoss()(perfect(inputs, "latents"), inputs).abs().max() < 1e-10
+
+
+def test_a_weight_multiplies_a_samples_loss() -> None:
+    """Prior preservation: class pictures count by their weight."""
+    weights = torch.tensor([1.0, 0.5, 0.0])
+    plain, weighted = (
+        FlowMatchSFTLoss()(lambda noisy, t, given: noisy, given) for given in (batch(), batch(loss_weight=weights))
+    )
+    assert torch.allclose(weighted, plain * weights)
+
+
+def test_preferences_are_learned_against_the_reference() -> None:
+    inputs, loss = batch(), FlowMatchDPOLoss(beta=2.0)
+    same = perfect(inputs, "latents", 0.5)
+    assert torch.allclose(loss(same, inputs, same), torch.full((3,), 0.6931472), atol=1e-6), (
+        "log 2 where nothing changed"
+    )
+    better = loss(perfect(inputs, "latents", 0.1), inputs, same)
+    worse = loss(perfect(inputs, "rejected", 0.1), inputs, same)
+    assert (better < 0.6931).all()
+    assert (worse > 0.6932).all()
+    now, before = (
+        FlowMatchSFTLoss().error(perfect(inputs, "latents", off), inputs, inputs["latents"])
+        - FlowMatchSFTLoss().error(perfect(inputs, "latents", off), inputs, inputs["rejected"])
+        for off in (0.1, 0.5)
+    )
+    assert torch.allclose(better, torch.log1p(torch.exp(now - before)), atol=1e-6)
+    with pytest.raises(AssertionError, match="compares with the model as it was"):
+        loss(same, inputs)

@@ -1,0 +1,165 @@
+"""Adapters of every kind: where they go, what trains, how many weights they have, and seeded dropout."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from sd3_light.config import SIZES, AdapterConfig
+from sd3_light.config.faults import UserError
+from sd3_light.model.adapter import (
+    AdapterDropout,
+    add_adapter,
+    is_adapter_name,
+    load_lycoris,
+    lycoris_modules,
+    narrow_frozen,
+)
+from sd3_light.model.layers import new_transformer
+from sd3_light.model.linears import adapter_parameters, linear_layers, matched
+
+TINY = SIZES["tiny2"].transformer_config()
+KINDS: list[dict[str, Any]] = [
+    {"type": "lora"},
+    {"type": "lora", "use_dora": True},
+    {"type": "lokr"},
+    {"type": "lokr", "rank": 32},
+    {"type": "loha"},
+]
+
+
+def stock() -> SD3Transformer2DModel:
+    transformer = new_transformer(TINY, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer.eval()
+
+
+def adapter(**keys: Any) -> AdapterConfig:
+    return AdapterConfig.model_validate({"rank": 4, **keys})
+
+
+def output(transformer: SD3Transformer2DModel) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((1, 16, 8, 8), (1, 5, 256), (1, 224))
+    noisy, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
+    found: Tensor = transformer(noisy, text, pooled, torch.tensor([300.0]), return_dict=False)[0]
+    return found
+
+
+def learn(transformer: nn.Module, seed: int = 2) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if is_adapter_name(name):
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+def state(transformer: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in transformer.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize("size", ["tiny2", "demo", "sd3_medium", "sd3.5_medium"])
+def test_the_table_of_linear_layers_is_the_models(size: str) -> None:
+    with torch.device("meta"):
+        model = SD3Transformer2DModel(**SIZES[size].transformer_config())
+    found = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert linear_layers(SIZES[size]) == found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_adapter_alone_trains_in_float32_and_changes_nothing_yet(kind: dict[str, Any]) -> None:
+    transformer, wanted = stock(), adapter(**kind)
+    before = output(transformer)
+    names = add_adapter(transformer, wanted, seed=5)
+    assert set(names) == set(matched(linear_layers(SIZES["tiny2"]), wanted.target_modules))
+    trained = state(transformer)
+    assert all(is_adapter_name(name) and weight.dtype == torch.float32 for name, weight in trained.items())
+    assert sum(weight.numel() for weight in trained.values()) == adapter_parameters(SIZES["tiny2"], wanted)
+    assert torch.allclose(output(transformer), before, atol=1e-6)
+    again = stock()
+    add_adapter(again, wanted, seed=5)
+    assert all(torch.equal(weight, trained[name]) for name, weight in state(again).items())
+    learn(transformer)
+    assert not torch.allclose(output(transformer), before, atol=1e-3)
+
+
+def test_targets_may_be_patterns_and_an_idle_one_is_named() -> None:
+    transformer = stock()
+    names = add_adapter(transformer, adapter(target_modules=["transformer_blocks.1.attn.to_[qk]", "ff.net.*"]), 0)
+    assert set(names) == {
+        "transformer_blocks.1.attn.to_q",
+        "transformer_blocks.1.attn.to_k",
+        *(f"transformer_blocks.{block}.ff.net.{part}" for block in (0, 1) for part in ("0.proj", "2")),
+    }
+    with pytest.raises(UserError, match=r"transformer_blocks\.7\.\*: no linear layer's name ends so"):
+        add_adapter(stock(), adapter(target_modules=["attn.to_q", "transformer_blocks.7.*"]), 0)
+    with pytest.raises(UserError, match="has a"):
+        add_adapter(transformer, adapter(), 0)
+    with pytest.raises(UserError, match="has an adapter already"):
+        add_adapter(transformer, adapter(type="loha"), 0)
+
+
+def test_only_frozen_parameters_are_narrowed() -> None:
+    transformer = stock()
+    add_adapter(transformer, adapter(), 0)
+    narrow_frozen(transformer, torch.bfloat16)
+    kinds = {(is_adapter_name(name), weight.dtype) for name, weight in transformer.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert all(buffer.dtype != torch.bfloat16 for buffer in transformer.buffers())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_lora_computes_in_its_own_type(dtype: str) -> None:
+    """Under autocast to bf16 a float32 adapter's factors are not narrowed."""
+    transformer = stock()
+    add_adapter(transformer, adapter(dtype=dtype), 0)
+    seen = []
+    layer: Any = transformer.transformer_blocks[0].attn.to_q
+    layer.lora_A["default"].register_forward_hook(lambda module, given, result: seen.append(result.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        output(transformer)
+    assert seen == [getattr(torch, dtype)]
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_lycoris_weights_load_whatever_their_scale(kind: str) -> None:
+    one, other = stock(), stock()
+    add_adapter(one, adapter(type=kind, alpha=6.0), 0)
+    add_adapter(other, adapter(type=kind, alpha=2.0), 1)
+    learn(one)
+    modules = lycoris_modules(state(one), 4, 6.0)
+    load_lycoris(other, modules)
+    assert torch.allclose(output(one), output(other), atol=1e-5)
+    del modules["transformer_blocks.0.attn.to_q"]
+    with pytest.raises(UserError, match=r"transformer_blocks\.0\.attn\.to_q\..* is missing"):
+        load_lycoris(other, modules)
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha"])
+def test_dropout_is_a_function_of_step_and_micro_batch(kind: str) -> None:
+    transformer = stock()
+    add_adapter(transformer, adapter(type=kind, dropout=0.5), 0)
+    learn(transformer)
+    device = torch.device("cpu")
+
+    def draw(seed: int, rank: int, step: int, count: int) -> list[Tensor]:
+        dropout, found = AdapterDropout(transformer, seed, rank), []
+        dropout.begin(step)
+        for _ in range(count):
+            dropout.forward(device)
+            found.append(output(transformer).detach())
+        return found
+
+    first, second = draw(3, 0, 7, 2)
+    assert not torch.equal(first, second), "each micro-batch its own"
+    assert all(torch.equal(one, two) for one, two in zip(draw(3, 0, 7, 2), (first, second), strict=True))
+    assert not torch.equal(draw(3, 0, 8, 1)[0], first)
+    assert not torch.equal(draw(3, 1, 7, 1)[0], first)
+    with torch.no_grad():
+        one, two = draw(3, 0, 7, 2)
+    assert torch.equal(one, two), "evaluation drops nothing"

@@ -1,0 +1,61 @@
+"""Faults of [adapter] that are found before a weight is loaded, and what `check` says of a sound one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sd3_light.config import ConfigFaults, Fault
+from sd3_light.stages import check
+
+FROM_FOLDER = ""
+
+
+def tables(keys: str) -> str:
+    return f"[adapter]\n{keys}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "problem"),
+    [
+        ('target_modules = ["attn.toq"]', "adapter.target_modules", "attn.toq: no linear layer's name ends so"),
+        ('init_from_existing = "nowhere.safetensors"', "adapter.init_from_existing", "no such file or folder"),
+    ],
+)
+def test_a_fault_names_the_key(place: Any, only_fault: Callable[..., Fault], keys: str, key: str, problem: str) -> None:
+    place.denoiser("sd3/transformer")
+    fault = only_fault(model=FROM_FOLDER, tables=tables(keys))
+    assert fault.key == key
+    assert problem in fault.problem
+
+
+def test_an_adapter_on_random_weights_is_a_fault(place: Any, only_fault: Callable[..., Fault]) -> None:
+    assert only_fault(tables=tables("rank = 4")).key == "model.train_type"
+    with pytest.raises(ConfigFaults, match="belongs on trained weights"):
+        place.load(model='size = "demo"\ntrain_type = "sd3_light_pretrain"\ninit = "random"', tables=tables("rank = 4"))
+
+
+@pytest.mark.parametrize(
+    ("top", "keys", "fault"),
+    [('freeze = ["pos_embed.*"]', "rank = 4", "freeze"), ("", 'type = "lokr"\nuse_dora = true', "adapter.use_dora")],
+)
+def test_keys_that_mean_nothing_together(place: Any, top: str, keys: str, fault: str) -> None:
+    place.denoiser("sd3/transformer")
+    with pytest.raises(ConfigFaults) as caught:
+        place.load(top=top, model=FROM_FOLDER, tables=tables(keys))
+    assert [found.key for found in caught.value.faults] == [fault]
+
+
+def test_the_survey_counts_what_trains(place: Any) -> None:
+    place.denoiser("sd3/transformer")
+    for number in range(3):
+        place.picture(f"{number}.png", 64, 64)
+    whole, lean = (check.run(place.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
+    assert whole.adapter is None
+    assert lean.adapter == 31 * 4 * (256 + 256)
+    assert lean.gpu.state.value < whole.gpu.state.value / 5
+    assert lean.run_flops.value < whole.run_flops.value
+    console = Console(record=True, width=200)
+    console.print(check.render(lean))
+    assert "63,488" in console.export_text()

@@ -1,0 +1,192 @@
+"""`launch_training_task`: what it trains, logs, saves and resumes."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from PIL import Image
+from safetensors.torch import load_file
+
+from sd3_light.checkpoint.store import open_checkpoint
+from sd3_light.config.faults import UserError
+from sd3_light.engines import accelerate as engine_file
+from sd3_light.runlog import read_log
+from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.unit.tasks.toy import Pictures, Toy
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run(out: Path, model: Toy | None = None, data: Any = None, **wishes: Any) -> list[dict[str, Any]]:
+    """Train the toy; the log's events."""
+    given: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 100, **wishes}
+    launch_training_task(Accelerator(cpu=True), data or Pictures(), model or Toy(), ModelLogger(out), **given)
+    return list(read_log(out / "log.jsonl"))
+
+
+def steps(events: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    return [tuple(event[key] for key in ("step", *keys)) for event in events if event["event"] == "step"]
+
+
+def saved(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.safetensors")}
+
+
+def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
+    model = Toy()
+    frozen = model.encoder.weight.clone()
+    events = run(tmp_path, model, num_epochs=3, batch_size=2, max_steps=10)
+    assert [event["samples"] for event in events if event["event"] == "step"] == [2 * n for n in range(1, 11)]
+    assert {rate for _, rate in steps(events, "lr")} == {1e-2}, "constant is constant, from the first step on"
+    assert all(norm > 0 for _, norm in steps(events, "grad_norm"))
+    assert torch.equal(model.encoder.weight, frozen), "what lies outside the denoiser does not train"
+    file = load_file(tmp_path / "step-10.safetensors")
+    assert all(torch.equal(file[name], weight) for name, weight in model.transformer.state_dict().items())
+
+
+def test_an_epoch_sees_every_sample_once_and_shuffles(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(Pictures):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    run(tmp_path, data=Watched(), num_epochs=2, batch_size=4)
+    first, second = seen[:8], seen[8:]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+
+
+def test_saves_by_epoch_by_step_and_by_a_hook_of_ones_own(tmp_path: Path) -> None:
+    run(tmp_path / "epochs", save_steps=None, num_epochs=2, batch_size=4)
+    assert saved(tmp_path / "epochs") == {"epoch-0", "epoch-1"}
+    run(tmp_path / "steps", save_steps=3, batch_size=2)
+    assert saved(tmp_path / "steps") == {"step-3", "step-4"}
+    called: list[int] = []
+
+    class Hook(ModelLogger):
+        def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+            called.append(self.num_steps)
+            super().on_step_end(accelerator, model, save_steps)
+
+    wishes: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 2, "batch_size": 2}
+    launch_training_task(Accelerator(cpu=True), Pictures(), Toy(), Hook(tmp_path / "hook"), **wishes)
+    assert called == [0, 1, 2, 3]
+    assert saved(tmp_path / "hook") == {"step-2", "step-4"}
+
+
+def test_accumulation_is_the_larger_batch(tmp_path: Path) -> None:
+    wishes: dict[str, Any] = {"num_epochs": 2, "gradient_clipping": 0.5}
+    whole = steps(run(tmp_path / "whole", batch_size=4, **wishes), "loss", "grad_norm")
+    parts = steps(run(tmp_path / "parts", batch_size=2, gradient_accumulation_steps=2, **wishes), "loss", "grad_norm")
+    workers = steps(run(tmp_path / "w", batch_size=4, num_workers=1, **wishes), "loss", "grad_norm")
+    assert len(whole) == 4
+    assert [number for step in parts for number in step] == pytest.approx([n for step in whole for n in step], rel=1e-5)
+    assert workers == whole
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter with dropout"])
+def test_an_interrupted_task_resumes_exactly(tmp_path: Path, adapter: bool) -> None:
+    def model() -> Toy:
+        return Toy(adapter, 0.3) if adapter else Toy()
+
+    wishes: dict[str, Any] = {"batch_size": 2, "num_epochs": 2, "ema_decay": 0.8, "lr_scheduler": "step"}
+    wishes |= {"lr_step_size": 2, "lr_step_gamma": 0.5, "warmup_steps": 2, "checkpoint_steps": 3}
+    whole = run(tmp_path / "whole", model(), **wishes)
+    run(tmp_path / "broken", model(), max_steps=3, **wishes)
+    events = run(tmp_path / "broken", model(), resume=True, **wishes)
+    assert [event["event"] for event in events if event["event"] in ("start", "resume")] == ["start", "resume"]
+    assert steps(events, "loss", "lr", "grad_norm") == steps(whole, "loss", "lr", "grad_norm")
+    ends = [open_checkpoint(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "broken")]
+    assert len(ends[0].shapes) == (4 if adapter else 2) * 5
+    assert all(torch.equal(ends[0].tensor(name), ends[1].tensor(name)) for name in ends[0].shapes)
+    with pytest.raises(UserError, match="in other batches or with another seed"):
+        run(tmp_path / "broken", model(), resume=True, **{**wishes, "batch_size": 4})
+
+
+def test_mixed_sizes_share_no_batch(tmp_path: Path) -> None:
+    assert len(steps(run(tmp_path / "buckets", data=Pictures(8, mixed=True), batch_size=2))) == 4
+    data = Pictures(8, mixed=True)
+    with pytest.raises(UserError, match=r"'latents' of shapes .* tell launch_training_task by bucket_of"):
+        run(tmp_path / "none", data=data, batch_size=2, bucket_of=lambda index: 0)
+
+
+def test_evaluation_and_pictures_show_the_average(tmp_path: Path) -> None:
+    wishes: dict[str, Any] = {"batch_size": 2, "eval_dataset": Pictures(3), "eval_steps": 2, "ema_decay": 0.9}
+    seen = []
+
+    def draw(model: Any) -> Image.Image:
+        seen.append(model.transformer.weight.clone())
+        return Image.new("RGB", (4, 4))
+
+    model = Toy()
+    events = run(tmp_path, model, draw=draw, draw_steps=4, **wishes)
+    evals = [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in evals] == [2, 4]
+    assert len([key for key in evals[0] if key.startswith("flow@")]) == 9
+    assert (tmp_path / "samples" / "step-00000004.png").is_file()
+    assert not torch.equal(seen[0], model.transformer.weight)
+    assert torch.equal(seen[0], load_file(tmp_path / "step-4.safetensors")["weight"])
+
+
+def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
+    args = Namespace(learning_rate=1e-3, num_epochs=2, lora_rank=None, batch_size=4)
+    assert steps(run(tmp_path / "args", args=args), "lr") == [(step, 1e-3) for step in range(1, 5)]
+    with pytest.raises(UserError, match="does not know 'batchsize'"):
+        run(tmp_path / "unknown", batchsize=4)
+    with pytest.raises(UserError, match="batch_size is 0; give a whole number from 1 on"):
+        run(tmp_path / "zero", batch_size=0)
+
+
+def test_what_accelerate_does_not_give_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        mixed_precision, num_processes, process_index, local_process_index = "no", 1, 0, 0
+        distributed_type = DistributedType.DEEPSPEED
+
+    fake: Any = Fake()
+    with pytest.raises(UserError, match='engine="deepspeed"'):
+        engine_file.launch_of(fake)
+    fake.distributed_type, fake.mixed_precision = DistributedType.NO, "fp16"
+    with pytest.raises(UserError, match="needs loss scaling"):
+        engine_file.launch_of(fake)
+    fake.mixed_precision, fake.num_processes = "no", 2
+    with pytest.raises(UserError, match="says 2 processes and torch 1"):
+        engine_file.launch_of(fake)
+    with pytest.raises(UserError, match="gradient_accumulation_steps is 3 here and 2 in the Accelerator"):
+        launch_training_task(
+            Accelerator(cpu=True, gradient_accumulation_steps=2),
+            Pictures(),
+            Toy(),
+            ModelLogger(tmp_path),
+            gradient_accumulation_steps=3,
+        )
+    model = Toy()
+    model.transformer.requires_grad_(False)
+    with pytest.raises(UserError, match="nothing trains"):
+        run(tmp_path, model)
+    with pytest.raises(UserError, match="weights learn in float32"):
+        run(tmp_path, Toy().to(torch.bfloat16))
+
+
+def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> None:
+    one = steps(run(tmp_path / "one", batch_size=4), "loss", "grad_norm")
+    launch_training_task(
+        None,
+        Pictures(),
+        Toy(),
+        ModelLogger(tmp_path / "two"),
+        1e-2,
+        num_workers=0,
+        save_steps=9,
+        batch_size=4,
+        engine="torch",
+    )
+    assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == one

@@ -1,0 +1,84 @@
+"""A toy of a task: a small convolution learns random latents. Run as a script it trains on several processes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from sd3_light.tasks import (
+    DiffusionTrainingModule,
+    ModelLogger,
+    PipelineUnit,
+    ProcessedDataset,
+    launch_data_process_task,
+    launch_training_task,
+)
+
+
+class Pictures(Dataset[Any]):
+    """Latents of two sizes."""
+
+    def __init__(self, count: int = 8, mixed: bool = False) -> None:
+        self.count, self.mixed = count, mixed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def bucket_of(self, index: int) -> str:
+        return str(4 + 2 * (self.mixed and index % 2))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        side = int(self.bucket_of(index))
+        return {
+            "picture": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)),
+            "name": str(index),
+        }
+
+
+class Encode(PipelineUnit):
+    reads, writes, uses = ("picture",), ("latents",), ("encoder",)
+    runs = 0
+
+    def run(self, module: Any, picture: Tensor) -> dict[str, Tensor]:
+        Encode.runs += 1
+        return {"latents": module.encoder(picture[None])[0]}
+
+
+class Toy(DiffusionTrainingModule):
+    def __init__(self, adapter: bool = False, dropout: float = 0.0) -> None:
+        torch.manual_seed(0)
+        net = (
+            nn.Sequential(nn.Flatten(2), nn.Linear(16, 16), nn.Linear(16, 16))
+            if adapter
+            else nn.Conv2d(3, 3, 3, padding=1)
+        )
+        super().__init__(net, [Encode()])
+        self.encoder = nn.Conv2d(3, 3, 1)
+        if adapter:
+            self.train_adapter(rank=2, dropout=dropout, target_modules=["1", "2"])
+
+    def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
+        found: Tensor = self.transformer(noisy).reshape(noisy.shape)
+        return found
+
+
+def main(out: str, stage: str) -> None:
+    """On every process of a launcher: process, then train on what was processed; or train at once."""
+    accelerator = None if stage == "deepspeed" else Accelerator()
+    assert accelerator is None or accelerator.num_processes == 2
+    data: Any = Pictures()
+    if stage == "process":
+        launch_data_process_task(accelerator, data, Toy(), ModelLogger(Path(out, "processed")), num_workers=0)
+        data = ProcessedDataset(Path(out, "processed"))
+    wishes: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
+    if stage == "deepspeed":
+        wishes |= {"engine": "deepspeed", "batch_size": 1, "gradient_accumulation_steps": 2}
+    launch_training_task(accelerator, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, save_steps=4, **wishes)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

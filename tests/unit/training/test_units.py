@@ -1,0 +1,128 @@
+"""What training need not compute again follows from what units declare."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd3_light.config.faults import UserError
+from sd3_light.training.task_module import DiffusionTrainingModule, stacked
+from sd3_light.training.units import PipelineUnit, split_units
+
+
+class Encode(PipelineUnit):
+    reads, writes, uses = ("image", "extra?"), ("moments",), ("vae",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, module: Any, image: Tensor, extra: float = 0.0) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"moments": module.vae(image) + extra}
+
+
+class DrawIt(PipelineUnit):
+    reads, writes, draws = ("moments",), ("latents",), True
+
+    def run(self, module: Any, moments: Tensor, draw: Any) -> dict[str, Tensor]:
+        return {"latents": moments + draw("posterior", tuple(moments.shape))}
+
+
+class Later(PipelineUnit):
+    reads, writes = ("latents",), ("doubled",)
+
+    def run(self, module: Any, latents: Tensor) -> dict[str, Tensor]:
+        return {"doubled": 2 * latents}
+
+
+class Learned(PipelineUnit):
+    reads, writes, uses = ("text",), ("context",), ("transformer",)
+
+    def run(self, module: Any, text: Tensor) -> dict[str, Tensor]:
+        return {"context": text.float() * module.transformer.weight.mean()}
+
+
+class Module(DiffusionTrainingModule):
+    reads = ("context",)
+
+    def __init__(self, *units: PipelineUnit) -> None:
+        super().__init__(nn.Linear(4, 4), units or (Encode(), DrawIt(), Later(), Learned()))
+        self.vae = nn.Linear(4, 4)
+        self.freeze_the_rest()
+
+    def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
+        found: Tensor = self.transformer(noisy) + inputs["context"][:, None]
+        return found
+
+
+def names(units: Any) -> list[str]:
+    return [type(unit).__name__ for unit in units]
+
+
+def sample(index: int = 0, epoch: int = 0) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(index)
+    data = {"image": torch.randn(4, generator=random), "text": float(index), "unused": "x"}
+    return {"data": data, "data_id": index, "epoch": epoch, "repeat": 0}
+
+
+def test_the_split_is_derived() -> None:
+    split = Module().split()
+    assert names(split.cached) == ["Encode"]
+    assert names(split.drawn) == ["DrawIt", "Later"]
+    assert names(split.gradient) == ["Learned"]
+    assert set(split.kept) == {"moments", "text", "mask", "loss_weight"}, "and what the data may give the loss"
+
+
+def test_a_part_that_trains_is_never_cached() -> None:
+    module = Module()
+    module.vae.requires_grad_(True)
+    split = split_units(module, module.units, ("latents", "context"))
+    assert names(split.gradient) == ["Encode", "DrawIt", "Later", "Learned"]
+    assert split.cached == ()
+    assert names(module.split().cached) == ["Encode"], "outside the denoiser nothing trains"
+
+
+def test_two_stages_give_the_loss_of_one() -> None:
+    module = Module()
+    whole = module.each([sample(1), sample(2)])
+    processed = [{**sample(index), "data": module.process(sample(index)["data"])} for index in (1, 2)]
+    assert set(processed[0]["data"]) == {"moments", "text"}
+    encode = module.units[0]
+    assert isinstance(encode, Encode)
+    before = encode.calls
+    assert torch.equal(module.each(processed), whole)
+    assert encode.calls == before, "what is there is not computed again"
+
+
+def test_a_sample_does_not_depend_on_its_batch() -> None:
+    module = Module()
+    both, alone = module.each([sample(1), sample(2)]), torch.cat([module.each([sample(1)]), module.each([sample(2)])])
+    assert torch.allclose(both, alone, atol=1e-6)
+    assert not torch.allclose(module.each([sample(1, epoch=1)]), alone[:1]), "another epoch draws anew"
+    at_half = module.each([sample(1)], quantile=0.5)
+    assert torch.equal(at_half, module.each([sample(1, epoch=1)], quantile=0.5)), "validation draws the same for ever"
+    assert module(sample(1)["data"]).ndim == 0, "a bare item is a sample too"
+
+
+def test_faults_name_unit_and_value() -> None:
+    with pytest.raises(UserError, match="unit DrawIt reads 'moments' before it is written"):
+        Module(DrawIt(), Encode()).split()
+    with pytest.raises(UserError, match="units Encode and Encode both write 'moments'"):
+        Module(Encode(), Encode()).split()
+    bare = {**sample(), "data": {"text": 1.0}}
+    with pytest.raises(UserError, match="unit Encode reads 'image', which neither the data nor an earlier unit gives"):
+        Module().each([bare])
+    with pytest.raises(UserError, match="no unit and no sample gives 'latents'"):
+        Module(Learned()).each([sample()])
+    with pytest.raises(UserError, match=r"'x' of shapes \(2,\) and \(3,\); tell launch_training_task"):
+        stacked([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
+
+
+def test_a_unit_keeps_its_promise() -> None:
+    class Liar(Encode):
+        def run(self, module: Any, image: Tensor, extra: float = 0.0) -> dict[str, Tensor]:
+            return {"other": image}
+
+    with pytest.raises(UserError, match=r"unit Liar declares that it writes \['moments'\], and wrote \['other'\]"):
+        Module(Liar(), DrawIt(), Later(), Learned()).each([sample()])
