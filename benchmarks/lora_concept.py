@@ -11,8 +11,8 @@ composition scores, of the base and of the base with the LoRA by stock diffusers
 
 Prints one JSON line: both scores before and after, and the seconds of training and in all. Measured with the defaults
 on two CPU cores, shared with other work: concept 0.00 before and 1.00 after, rest 1.00 before and 0.98 after, two
-minutes of training with its export, a file of 135 KB. With rank 16 and twice the learning rate the rest fell to 0.90; with
-alpha 4 the word came to 0.84 only, and the rest to 0.99.
+minutes of training with its export, a file of 135 KB. With rank 16 and twice the learning rate the rest fell to 0.90;
+with alpha 4 the word came to 0.84 only, and the rest to 0.99.
 """
 
 import argparse
