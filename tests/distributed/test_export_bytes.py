@@ -64,6 +64,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in files.items() if name not in PROVEN_APART}
 
 
+@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
 def test_every_layout_exports_the_same_bytes(trained: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, configs, scheduler, facts, card and frozen parts; by the runs and by `sd3-light export`."""
     for parallel in ("ddp", "fsdp2"):

@@ -129,9 +129,9 @@ def require_same_export(project: Project, layout: Layout) -> None:
 
 FAST = "ddp-fast"
 # two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
-READS = {DS_ONE: ONE, FSDP2: ZERO3, ZERO0: PIPE, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
+READS = {DS_ONE: ONE, DDP: PIPE, FSDP2: ZERO3, ZERO0: DDP, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
 POISONED = (ZERO0, PIPE, ZERO3)
-EXPORTS = (ZERO1, PIPE, ZERO3)
+EXPORTS = (DDP, FSDP2, ZERO1, PIPE, ZERO3)
 
 
 def poisoned(project: Project, layout: Layout) -> Job:
@@ -143,7 +143,7 @@ def poisoned(project: Project, layout: Layout) -> Job:
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
-    for world, fresh in ((1, [ONE, DS_ONE]), (2, [FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
+    for world, fresh in ((1, [ONE, DS_ONE]), (2, [DDP, FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]

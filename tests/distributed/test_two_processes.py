@@ -85,6 +85,7 @@ def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, ca
     assert shards(fresh_project) == shards(cached_project)
 
 
+@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one(alone: Project, parallel: str) -> None:
     """Loss curve, evaluation and checkpoint; the padding of the last evaluation batch weighs nothing anywhere."""
@@ -153,6 +154,7 @@ def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, mo
     assert parts(every_loss, "accumulated") == pytest.approx(parts(every_loss, "alone"), rel=1e-5)
 
 
+@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
 @pytest.mark.parametrize(("parallel", "accumulation"), [("ddp", 1), ("fsdp2", 2)])
 def test_two_processes_make_the_same_steps_of_every_loss(every_loss: Project, parallel: str, accumulation: int) -> None:
     shares = {"micro_batch_size_per_gpu": 2 // accumulation, "gradient_accumulation_steps": accumulation}
@@ -163,6 +165,7 @@ def test_two_processes_make_the_same_steps_of_every_loss(every_loss: Project, pa
 # --- what belongs to the run -------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
 def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     alone: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
