@@ -32,7 +32,7 @@ from sd3_light.model.layers import compile_blocks
 from sd3_light.model.memory import Case, gpu_memory
 from sd3_light.model.peaks import peak_flops
 from sd3_light.optim.ema import Averages
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 GIB = 1 << 30
 PADDED = 77 + 256
@@ -149,7 +149,7 @@ def build(setup: Setup, device: torch.device) -> tuple[TorchEngine, Averages]:
         transformer = SD3Transformer2DModel(**SIZES[setup.size].transformer_config())
     if setup.compiled:
         compile_blocks(transformer)
-    engine = TorchEngine(DiffusionTrainingModule(transformer, config), config, Launch(), device)
+    engine = TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), device)
     return engine, Averages(engine.weights, config.ema)
 
 

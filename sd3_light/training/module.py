@@ -21,7 +21,7 @@ Label = tuple[Tensor | None, ...]
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
-class DiffusionTrainingModule(nn.Module):
+class SD3TrainingModule(nn.Module):
     """``module(features, label)`` gives the loss of a micro-batch, its parts (each a mean over its samples), and the
     flow loss of ``each`` sample; ``module.denoise(features)`` gives the predicted velocity.
 
@@ -133,7 +133,7 @@ class DiffusionTrainingModule(nn.Module):
 class PipelineLayer(nn.Module):
     """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
 
-    def __init__(self, module: DiffusionTrainingModule, layer: nn.Module) -> None:
+    def __init__(self, module: SD3TrainingModule, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self._module = (module,)  # in a tuple: not a part of this one

@@ -31,7 +31,7 @@ from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import Text, batched, joined, no_text
 
 Denoise = Callable[[tuple[Tensor, ...]], Tensor]
-"""(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `DiffusionTrainingModule.denoise`."""
+"""(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
 
 _MOST_AT_ONCE = 16
 _GRID_SIDE = 128  # small pictures are enlarged to about this

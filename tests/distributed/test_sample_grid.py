@@ -15,7 +15,7 @@ from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.model.layers import new_transformer
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.pictures import Sampler
 
 Project = Any  # the class is in tests/conftest.py
@@ -31,7 +31,7 @@ def draw(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> bool:
         torch.nn.init.normal_(parameter, std=0.08, generator=generator)
     sampler = Sampler.of_config(config, cache, CachedDataset(LocalStore(cache)), launch, torch.device("cpu"))
     group = dist.new_group(backend="gloo") if launch.world > 1 else None
-    return sampler.sample(DiffusionTrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
+    return sampler.sample(SD3TrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
 
 
 def one_of(rank: int, world: int, config: TrainConfig, cache: Path, out: Path) -> None:

@@ -14,7 +14,7 @@ from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import new_transformer
 from sd3_light.optim.ema import Averages
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
 
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> TorchEngine:
     keys: dict[str, Any] = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL}
     config = TrainConfig.model_validate({**keys, "ema": {"enable": True}}, context={"base": tmp_path})
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
-    return TorchEngine(DiffusionTrainingModule(transformer, config), config, Launch(), torch.device("cuda", 0))
+    return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), torch.device("cuda", 0))
 
 
 def batch(seed: int, poison: float = 0.0) -> Prepared:

@@ -20,7 +20,7 @@ from sd3_light.model.fast import reference
 from sd3_light.model.fast.attention import attend
 from sd3_light.model.fast.rows import Plan, make_plan
 from sd3_light.model.layers import new_transformer
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 pytest.importorskip("triton")
 from sd3_light.model.fast import kernels
@@ -116,7 +116,7 @@ def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) ->
     curves = []
     for fast in (False, True):
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
-        engine = TorchEngine(DiffusionTrainingModule(transformer, config, fast), config, Launch(), CUDA)
+        engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
         given: Iterator[Prepared] = iter([prepared(real, seed % 4) for seed in range(40)])
         numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
         assert all(one.taken for one in numbers)

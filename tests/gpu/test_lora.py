@@ -12,7 +12,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import is_adapter_name
 from sd3_light.model.layers import new_transformer
 from sd3_light.training.adapter import choose_what_trains
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 from tests.gpu.test_engine import batch
 
 DEVICE = torch.device("cuda", 0)
@@ -28,7 +28,7 @@ def make_engine(folder: Path, **keys: Any) -> TorchEngine:
         for parameter in transformer.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     choose_what_trains(transformer, config, DEVICE)
-    return TorchEngine(DiffusionTrainingModule(transformer, config), config, Launch(), DEVICE)
+    return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), DEVICE)
 
 
 KINDS = [{}, {"dtype": "float32"}, {"use_dora": True}, {"type": "lokr"}, {"type": "loha"}]

@@ -55,7 +55,7 @@ class _Stages(PipelineModule):
 class PipelineEngine:
     """Steps over float32 weights, each process holding one stage of the model.
 
-    ``module`` is a `DiffusionTrainingModule`: its layers are cut, and its losses are computed by the last stage, from
+    ``module`` is a `SD3TrainingModule`: its layers are cut, and its losses are computed by the last stage, from
     where they reach all. All processes of a pipeline are given the same micro-batches; the first stage takes their
     features and the last their labels, so nothing of them is sent. A step whose loss or gradient is not finite is not
     taken.

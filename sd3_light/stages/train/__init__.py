@@ -40,7 +40,7 @@ from sd3_light.training.feed import flops_counter, make_order, open_cache, train
 from sd3_light.training.light_sd3 import LightSD3Pipeline
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 
 __all__ = ["Resume", "require_start", "run"]
@@ -77,7 +77,7 @@ def run(
         if config.compile:
             compile_blocks(pipeline.transformer)
         fast = choose_blocks(config, pipeline.transformer, launch, device, by_deepspeed)
-        module = DiffusionTrainingModule(pipeline.transformer, config, fast)
+        module = SD3TrainingModule(pipeline.transformer, config, fast)
         if config.adapter is not None and config.adapter.dropout > 0:
             module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
         make = deepspeed.make_engine if by_deepspeed else TorchEngine

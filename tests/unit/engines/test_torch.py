@@ -16,7 +16,7 @@ from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import new_transformer
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 CPU = torch.device("cpu")
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
@@ -98,7 +98,7 @@ def real_engine(folder: Path) -> TorchEngine:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     # a large eps: Adam then follows the gradient's size, and does not blow up the rounding of those near zero
     settings = config(folder, optimizer={"eps": 1e-3, "lr": 1e-3})
-    return TorchEngine(DiffusionTrainingModule(transformer, settings), settings, Launch(), CPU)
+    return TorchEngine(SD3TrainingModule(transformer, settings), settings, Launch(), CPU)
 
 
 def real_batch(count: int = 4) -> Prepared:

@@ -13,7 +13,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import new_transformer
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 Config = Callable[..., TrainConfig]
 RECON: dict[str, Any] = {"text_recon_gamma": 0.25}
@@ -51,7 +51,7 @@ def prepared(real: bool, masked: bool = False, seed: int = 2) -> Prepared:
 
 
 def outcome(config: TrainConfig, given: Prepared, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    module = DiffusionTrainingModule(transformer(), config, fast)
+    module = SD3TrainingModule(transformer(), config, fast)
     losses = module(*given)
     losses["loss"].backward()
     grads = {name: p.grad for name, p in module.transformer.named_parameters() if p.grad is not None}
@@ -82,7 +82,7 @@ def test_steps_of_the_engine_are_the_stock_ones(config: Config, real: bool, free
         made = transformer()
         made.context_embedder.requires_grad_(not freeze)
         engine = TorchEngine(
-            DiffusionTrainingModule(made, config(**keys), fast), config(**keys), Launch(), torch.device("cpu")
+            SD3TrainingModule(made, config(**keys), fast), config(**keys), Launch(), torch.device("cpu")
         )
         steps = [engine.train_step([prepared(real, seed=s), prepared(real, seed=s + 9)], 1e-3).read() for s in range(3)]
         evaluated = engine.evaluate(prepared(real, masked=True))
@@ -107,19 +107,19 @@ def test_steps_of_the_engine_are_the_stock_ones(config: Config, real: bool, free
 
 def test_weights_that_were_changed_are_seen(config: Config) -> None:
     """A sampler puts averages in the weights' place, in memory, without a word."""
-    module = DiffusionTrainingModule(transformer(), config(), fast=True)
+    module = SD3TrainingModule(transformer(), config(), fast=True)
     features = prepared(False)[0]
     with torch.no_grad():
         before = module.denoise(features)
         for parameter in module.parameters():
             parameter.data.mul_(0.5)
         after = module.denoise(features)
-        stock = DiffusionTrainingModule(module.transformer, config()).denoise(features)
+        stock = SD3TrainingModule(module.transformer, config()).denoise(features)
     torch.testing.assert_close(after, stock, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, after, rtol=1e-2)
 
 
 def test_no_parameter_is_added(config: Config) -> None:
-    module = DiffusionTrainingModule(transformer(), config(), fast=True)
+    module = SD3TrainingModule(transformer(), config(), fast=True)
     module(*prepared(False))
     assert list(module.state_dict()) == [f"transformer.{name}" for name in module.transformer.state_dict()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines.protocol import Prepared
 from sd3_light.model.layers import build_layers, new_transformer, run_layers
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 
 Config = Callable[..., TrainConfig]
 KINDS = ("real", "padded")
@@ -53,7 +53,7 @@ def stock(model: SD3Transformer2DModel, given: Prepared) -> Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config, masked: bool) -> None:
     model, given = transformer(), prepared(masked)
-    losses = DiffusionTrainingModule(model, config())(*given)
+    losses = SD3TrainingModule(model, config())(*given)
     target, mask = given[1]
     error = (stock(model, given) - target) ** 2
     expected = error.mean()
@@ -68,7 +68,7 @@ def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config,
 def test_pseudo_huber_is_within_reach(config: Config) -> None:
     """The earlier program had the key and never read it."""
     model, given = transformer(), prepared()
-    loss = DiffusionTrainingModule(model, config(pseudo_huber_c=0.3))(*given)["loss"]
+    loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(*given)["loss"]
     error = (stock(model, given) - given[1][0]) ** 2
     torch.testing.assert_close(loss, (torch.sqrt(error + 0.09) - 0.3).mean(), rtol=1e-5, atol=0)
 
@@ -77,7 +77,7 @@ def test_pseudo_huber_is_within_reach(config: Config) -> None:
 def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int) -> None:
     model, given = transformer(), prepared()
     keys = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
-    losses = DiffusionTrainingModule(model, config(model=keys))(*given)
+    losses = SD3TrainingModule(model, config(model=keys))(*given)
     _, text, kept = run_layers(build_layers(model, layer), given[0])
     expected = ((text - kept) ** 2).mean()
     assert float(expected.detach()) > 0
@@ -89,7 +89,7 @@ def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int
 def test_text_reconstruction_teaches(config: Config) -> None:
     def gradient(gamma: float) -> Tensor:
         model = transformer()
-        DiffusionTrainingModule(model, config(model={"text_recon_gamma": gamma}))(*prepared())["loss"].backward()
+        SD3TrainingModule(model, config(model={"text_recon_gamma": gamma}))(*prepared())["loss"].backward()
         found = model.transformer_blocks[1].ff_context.net[2].weight.grad
         assert found is not None
         return found
@@ -100,7 +100,7 @@ def test_text_reconstruction_teaches(config: Config) -> None:
 def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> None:
     """Layers share the transformer's modules: registered too, they would train, save and reduce it twice."""
     model = transformer()
-    module = DiffusionTrainingModule(model, config())
+    module = SD3TrainingModule(model, config())
     assert [name for name, _ in module.named_parameters()] == [f"transformer.{n}" for n, _ in model.named_parameters()]
     assert list(module.state_dict()) == [f"transformer.{name}" for name in model.state_dict()]
 
@@ -108,13 +108,13 @@ def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> 
 def test_trainable_modules_are_those_that_train(config: Config) -> None:
     model = transformer()
     model.proj_out.requires_grad_(False)
-    trainable = {id(parameter) for parameter in DiffusionTrainingModule(model, config()).trainable_modules()}
+    trainable = {id(parameter) for parameter in SD3TrainingModule(model, config()).trainable_modules()}
     assert trainable == {id(p) for name, p in model.named_parameters() if not name.startswith("proj_out")}
 
 
 def gradients(config: TrainConfig) -> dict[str, Tensor]:
     model = transformer()
-    DiffusionTrainingModule(model, config)(*prepared())["loss"].backward()
+    SD3TrainingModule(model, config)(*prepared())["loss"].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -130,14 +130,14 @@ def test_activation_checkpointing_reaches_the_blocks(config: Config) -> None:
     for wanted, calls_expected in ((False, 1), (True, 2)):
         model, calls = transformer(), list[int]()
         model.transformer_blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        module = DiffusionTrainingModule(model, config(activation_checkpointing=wanted))
+        module = SD3TrainingModule(model, config(activation_checkpointing=wanted))
         module(*prepared())["loss"].backward()
         assert len(calls) == calls_expected
 
 
 def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
     model, given = transformer(), prepared(dtype=torch.bfloat16)
-    losses = DiffusionTrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*given)
+    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*given)
     assert losses["loss"].dtype == torch.float32
     losses["loss"].backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -149,7 +149,7 @@ def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -
 @pytest.mark.parametrize("masked", [False, True])
 def test_each_samples_flow_loss_is_told(config: Config, masked: bool) -> None:
     model, given = transformer(), prepared(masked)
-    module = DiffusionTrainingModule(model, config(model={"text_recon_gamma": 0.5}))
+    module = SD3TrainingModule(model, config(model={"text_recon_gamma": 0.5}))
     losses = module(*given)
     assert losses["each"].shape == (2,)
     assert not losses["each"].requires_grad
@@ -165,14 +165,14 @@ def _row(part: Tensor | None, at: int) -> Tensor | None:
 
 def test_weights_of_evaluation_change_no_loss(config: Config) -> None:
     features, (target, mask) = prepared()
-    module = DiffusionTrainingModule(transformer(), config())
+    module = SD3TrainingModule(transformer(), config())
     plain, weighted = module(features, (target, mask)), module(features, (target, mask, torch.tensor([1.0, 0.0])))
     assert all(torch.equal(plain[name], weighted[name]) for name in plain)
 
 
 def test_denoise_is_the_stock_models_output(config: Config) -> None:
     model, given = transformer(), prepared()
-    module = DiffusionTrainingModule(model, config())
+    module = SD3TrainingModule(model, config())
     with torch.no_grad():
         found, loss = module.denoise(given[0]), module(*given)["loss"]
         assert torch.equal(found, stock(model, given))
@@ -204,7 +204,7 @@ def one_of(given: Prepared, at: int) -> Prepared:
 def test_a_real_samples_losses_and_gradients_are_its_own(config: Config, lengths: list[int], behind: float) -> None:
     given = real_prepared(lengths, behind)
     model = transformer()
-    module = DiffusionTrainingModule(model, config(model=REAL))
+    module = SD3TrainingModule(model, config(model=REAL))
 
     def outcome(some: Prepared) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model.zero_grad(set_to_none=True)
@@ -224,14 +224,14 @@ def test_a_real_samples_losses_and_gradients_are_its_own(config: Config, lengths
 
 def test_real_text_reconstruction_is_the_loop_that_says_it(config: Config) -> None:
     model, given = transformer(), real_prepared([9, 3], behind=50.0)
-    losses = DiffusionTrainingModule(model, config(model=REAL))(*given)
+    losses = SD3TrainingModule(model, config(model=REAL))(*given)
     _, text, lengths, kept = run_layers(build_layers(model, 1, real_text=True), given[0])
     each = [((text[at, :count] - kept[at, :count]) ** 2).mean() for at, count in enumerate(lengths.tolist())]
     torch.testing.assert_close(losses["text_recon"], torch.stack(each).mean().detach(), rtol=1e-5, atol=0)
 
 
 def test_real_features_without_lengths_are_refused_and_padded_ones_with(config: Config) -> None:
-    real, padded = (DiffusionTrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
+    real, padded = (SD3TrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
     with pytest.raises(AssertionError, match="4 features"):
         real(*prepared())
     with pytest.raises(AssertionError, match="5 features"):
@@ -239,7 +239,7 @@ def test_real_features_without_lengths_are_refused_and_padded_ones_with(config: 
 
 
 def test_denoising_real_text_does_not_see_the_other(config: Config) -> None:
-    module, given = DiffusionTrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], behind=9.0)
+    module, given = SD3TrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], behind=9.0)
     with torch.no_grad():
         together = module.denoise(given[0])
         for at in range(2):
@@ -251,7 +251,7 @@ def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
     found = []
     for wanted in (False, True):
         model = transformer()
-        module = DiffusionTrainingModule(model, config(activation_checkpointing=wanted, model=REAL))
+        module = SD3TrainingModule(model, config(activation_checkpointing=wanted, model=REAL))
         module(*real_prepared([9, 3]))["loss"].backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in found[0].items():

@@ -24,7 +24,7 @@ from sd3_light.model.layers import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import TextPolicy, encode, joined
 from sd3_light.training import pictures
-from sd3_light.training.module import DiffusionTrainingModule
+from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.pictures import Sampler, deal, smallest
 
 Project = Any  # the class is in tests/conftest.py
@@ -107,7 +107,7 @@ def test_a_picture_is_the_stock_pipelines(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
 ) -> None:
     project, keys = caches["padded"], overrides(guidance, uncond_text=uncond)
-    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
     drawn = draw(sampler(project, *keys, at_once=1), module.denoise)
     pipe = stock_pipeline(project, transformer)
     negative = stock_text(pipe, "") if uncond == "empty" else tuple(map(torch.zeros_like, stock_text(pipe, "")))
@@ -154,7 +154,7 @@ def test_a_picture_does_not_depend_on_its_batch(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
 ) -> None:
     project, keys = caches[text_tokens], overrides(text_tokens=text_tokens, uncond_text=uncond)
-    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
     alone = draw(sampler(project, *keys, at_once=1), module.denoise)
     together = draw(sampler(project, *keys, at_once=6), module.denoise)
     assert len(alone) == len(together) == len(PROMPTS) * len(SEEDS)
@@ -202,7 +202,7 @@ def test_ranks_draw_equally_much_and_together_the_same(
 ) -> None:
     """Also with more ranks than pictures. Every rank calls the denoiser equally often, as sharded weights need."""
     project, keys = caches["padded"], overrides()
-    module = DiffusionTrainingModule(transformer, project.load(*keys).train)
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
     calls: Counter[int] = Counter()
     found: dict[int, np.ndarray] = {}
     for rank in range(world):
@@ -263,7 +263,7 @@ def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
         assert torch.equal(made.texts[prompt].tokens, kept.texts[prompt].tokens)
         assert torch.equal(made.texts[prompt].pooled, kept.texts[prompt].pooled)
     loaded.clear()
-    module = DiffusionTrainingModule(transformer, cached_project.load(*overrides()).train)
+    module = SD3TrainingModule(transformer, cached_project.load(*overrides()).train)
     made.draw(module.denoise)
     assert loaded == []
     assert not (cached_project.cache / "prompts").exists()
@@ -320,7 +320,7 @@ def test_denoising_keeps_no_gradients_and_touches_no_global_generator(
     caches: dict[str, Project], transformer: SD3Transformer2DModel
 ) -> None:
     project = caches["padded"]
-    module = DiffusionTrainingModule(transformer, project.load(*overrides()).train)
+    module = SD3TrainingModule(transformer, project.load(*overrides()).train)
     modes: list[bool] = []
 
     def denoise(features: tuple[Tensor, ...]) -> Tensor:
