@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,8 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, backend: str |
         with _backends(backend, query.is_cuda):
             return F.scaled_dot_product_attention(*shaped).transpose(1, 2).flatten(0, 1).contiguous()
     if is_half and backend == "cudnn":
-        found: Tensor = _CudnnVarlen.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
-        return found
+        return _cudnn_varlen(query, key, value, plan)
     if is_half:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -54,33 +51,16 @@ def _backends(name: str | None, is_cuda: bool) -> Iterator[None]:
         yield
 
 
-class _CudnnVarlen(torch.autograd.Function):
-    """cuDNN's attention over samples of different lengths, which torch does not offer by itself.
+def _cudnn_varlen(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
+    """cuDNN's attention over samples of different lengths, by the operation behind torch's nested tensors.
 
-    Longest length and number of rows are rounded up: cuDNN makes a plan for each pair of them that it meets.
+    The longest length is rounded up: cuDNN makes a plan for each that it meets.
     """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-        """See `attend`."""
-        longest = -(-plan.longest // 64) * 64
-        made = torch.ops.aten._cudnn_attention_forward(
-            query, key, value, None, plan.starts, plan.starts, longest, longest, True, 0.0, False, False
-        )
-        ctx.starts, ctx.longest = plan.starts, longest
-        ctx.save_for_backward(query, key, value, made[0], made[1], made[6], made[7])
-        return made[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Of queries, keys and values."""
-        query, key, value, out, logsumexp, seed, offset = ctx.saved_tensors
-        found = torch.ops.aten._cudnn_attention_backward(
-            grad, query, key, value, out, logsumexp, seed, offset, query.new_empty(0),
-            ctx.starts, ctx.starts, ctx.longest, ctx.longest, 0.0, False,
-        )  # fmt: skip
-        return *found, None
+    longest = -(-plan.longest // 64) * 64
+    made = torch.ops.aten._cudnn_attention_forward(
+        query, key, value, None, plan.starts, plan.starts, longest, longest, True, 0.0, False, False
+    )
+    return made[0]  # type: ignore[no-any-return]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
