@@ -19,7 +19,10 @@ class Launch:
     @property
     def local_world(self) -> int:
         """Processes of this machine, as the launcher says."""
-        return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE") or self.world)) if self.world > 1 else 1
+        if self.world == 1:
+            return 1
+        said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's
+        return min(self.world, int(said or self.world))
 
     @property
     def is_main(self) -> bool:

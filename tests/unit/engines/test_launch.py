@@ -43,6 +43,17 @@ def test_the_deepspeed_launcher_is_read_by_its_argument(monkeypatch: pytest.Monk
     assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world=16)
 
 
+def test_each_launcher_tells_how_many_processes_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        with monkeypatch.context() as patch:
+            patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+            patch.setenv(name, "4")
+            assert Launch(rank=5, local_rank=1, world=8).local_world == 4
+            assert Launch().local_world == 1, "left over in a shell"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert Launch(rank=5, local_rank=1, world=8).local_world == 8
+
+
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
