@@ -1,7 +1,10 @@
 """The footprint formulas against real tensors, and the loader's against the memory that it takes."""
 
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,35 +157,45 @@ class Started(MicroBatches):
         return super().fetch(item, allocate)
 
 
-@pytest.mark.parametrize(("workers", "prefetch", "accumulation"), [(1, 1, 1), (2, 1, 2), (2, 3, 1)])
-def test_the_loader_takes_no_more_memory_than_the_formula_says(
-    tmp_path: Path, workers: int, prefetch: int, accumulation: int
-) -> None:
-    micro, shard_size = 96, 96
-    entries = tuple(written(tmp_path, content(shard_size, text=WIDE), f"{at}") for at in range(3))
-    Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(tmp_path)
-    data = CachedDataset(LocalStore(tmp_path))
-    order = data.order(0, {"toy#0": 1.0}, lambda resolution: micro * accumulation)
+LOADERS = ((1, 1, 1), (2, 1, 2), (2, 3, 1))  # workers, prefetch, accumulation
+MICRO = SHARD_SIZE = 96
+
+
+def taken(folder: Path, workers: int, prefetch: int, accumulation: int) -> list[int]:
+    """Bytes of a loader's slots, and of each worker's own memory at its height."""
+    data = CachedDataset(LocalStore(folder))
+    order = data.order(0, {"toy#0": 1.0}, lambda resolution: MICRO * accumulation)
     dataset, model = Started(data, order, 0, 1, accumulation), Measuring(workers)
     dataset.measuring = model
-    loader = PipelineDataLoader(
-        dataset,
-        None,
-        accumulation,
-        model,
-        num_dataloader_workers=workers,
-        prefetch_batches_per_worker=prefetch,
-        items=range(12 * accumulation),
-    )
+    keys = {"num_dataloader_workers": workers, "prefetch_batches_per_worker": prefetch}
+    loader = PipelineDataLoader(dataset, None, accumulation, model, **keys, items=range(12 * accumulation))
     for step in loader.steps():
         assert len(step) == accumulation
-    slots = sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)
-    prepared = batch_bytes(BUCKET, WIDE, micro)
-    read = micro * sample_bytes(BUCKET, WIDE).value
-    formula = loader_bytes(prepared, workers, prefetch, shard_size, read=read, in_use=accumulation)
-    measured = slots + sum(model.peaks)
+    return [sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files), *model.peaks]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], list[int]]:
+    """What each of the loaders takes, in a fresh process in which memory that is freed goes back at once: left to
+    itself malloc keeps some by chance, and a process that ran other tests has some to give."""
+    folder = tmp_path_factory.mktemp("cache")
+    entries = tuple(written(folder, content(SHARD_SIZE, text=WIDE), f"{at}") for at in range(3))
+    Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(folder)
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact}, timeout=120)
+    return dict(zip(LOADERS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "accumulation"), LOADERS)
+def test_the_loader_takes_no_more_memory_than_the_formula_says(
+    measured: dict[tuple[int, ...], list[int]], workers: int, prefetch: int, accumulation: int
+) -> None:
+    prepared = batch_bytes(BUCKET, WIDE, MICRO)
+    read = MICRO * sample_bytes(BUCKET, WIDE).value
+    formula = loader_bytes(prepared, workers, prefetch, SHARD_SIZE, read=read, in_use=accumulation)
     tensors = formula.value - workers * KEPT_BY_MALLOC
-    assert tensors / 2 < measured <= formula.value
+    assert 0.8 * tensors < sum(measured[workers, prefetch, accumulation]) <= tensors
 
 
 # --- all in memory ------------------------------------------------------------------------------
@@ -200,3 +213,7 @@ def test_what_is_too_large_is_said_with_both_numbers(monkeypatch: pytest.MonkeyP
     said = too_large(8 * 10**9 + 1)
     assert said is not None
     assert "takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken" in said
+
+
+if __name__ == "__main__":
+    print(json.dumps([taken(Path(sys.argv[1]), *loader) for loader in LOADERS]))
