@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.engines.deepspeed.holds import HoldsState
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.setup import quiet, settings
 from sd3_light.engines.deepspeed.state import Grid, StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.engines.protocol import Prepared, StepResult
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
@@ -52,7 +53,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
 
-class PipelineEngine:
+class PipelineEngine(HoldsState[StageState]):
     """Steps over float32 weights, each process holding one stage of the model.
 
     ``module`` is a `SD3TrainingModule`: its layers are cut, and its losses are computed by the last stage, from
@@ -121,16 +122,6 @@ class PipelineEngine:
             zero,
             self.world if everybody else writers,
         )
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The trainable float32 weights of this stage, live, by canonical name."""
-        return self.state.weights
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every trainable weight of the model."""
-        return self.state.shapes
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -242,29 +233,6 @@ class PipelineEngine:
         self.engine.eval_batch(
             self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
         )
-
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Numbers of all processes added up."""
-        if self.world > 1:
-            dist.all_reduce(numbers)
-        return numbers
-
-    # --- state ---------------------------------------------------------------------------------
-
-    def pieces(self) -> Iterator[Piece]:
-        """Weights, then what the optimizer remembers of each."""
-        return self.state.pieces()
-
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
-        """Pieces of tensors that lie as the weights do."""
-        return self.state.like_weights(kind, held)
-
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """All of what lies as the weights do, of all stages, in rank 0's host memory."""
-        return self.state.whole(held)
-
-    def _move(self, tensor: Any) -> Any:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
 
 
 def _any(module: nn.Module) -> Any:

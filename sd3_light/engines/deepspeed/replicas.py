@@ -1,24 +1,24 @@
 """DeepSpeed's plain engine on the whole module: data parallel with ZeRO 2 or 3."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.engines.deepspeed.holds import HoldsState
 from sd3_light.engines.deepspeed.setup import quiet, settings
 from sd3_light.engines.deepspeed.shards import ShardState
 from sd3_light.engines.deepspeed.state import Grid, StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.engines.protocol import Prepared, StepResult
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
 
-class ZeroEngine:
+class ZeroEngine(HoldsState[StageState | ShardState]):
     """Steps over float32 weights: whole on each process (ZeRO 2), or a part of each weight (ZeRO 3).
 
     ``module(features, label)`` returns losses as `TorchEngine` wants them. A step whose loss or gradient is not finite
@@ -47,16 +47,6 @@ class ZeroEngine:
                 grid, parameters, dict.fromkeys(parameters, 0), shapes, self.optimizer.only, zero, launch.world
             )
         )
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """What this process holds of the trainable float32 weights, live, by canonical name."""
-        return self.state.weights
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every trainable weight of the model."""
-        return self.state.shapes
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -109,29 +99,6 @@ class ZeroEngine:
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()
 
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Numbers of all processes added up."""
-        if self.world > 1:
-            dist.all_reduce(numbers)
-        return numbers
-
-    # --- state ---------------------------------------------------------------------------------
-
-    def pieces(self) -> Iterator[Piece]:
-        """Weights, then what the optimizer remembers of each."""
-        return self.state.pieces()
-
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
-        """Pieces of tensors that lie as the weights do."""
-        return self.state.like_weights(kind, held)
-
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """All of what lies as the weights do, in rank 0's host memory."""
-        return self.state.whole(held)
-
     def _to_device(self, prepared: Prepared) -> Prepared:
         features, label = prepared
         return tuple(map(self._move, features)), tuple(map(self._move, label))
-
-    def _move(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
