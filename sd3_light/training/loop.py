@@ -77,9 +77,7 @@ def train(run: Run) -> Progress:
             is_last = run.progress.step == run.total_steps
             record = run.progress.step % run.logging_steps == 0 or is_last
             try:
-                if (
-                    record and not due and not is_last
-                ):  # a record waits for the device: the next batch travels meanwhile
+                if record and not due and not is_last:  # a record waits: the next batch travels meanwhile
                     coming = _next_step(run, batches)
             finally:
                 _settle(run, wait=record or bool(due))
