@@ -275,7 +275,8 @@ def _all_gradients(case: Case) -> int:
 def _gradients(case: Case) -> int:
     """Gradients when the backward pass ends."""
     if case.zero_stage == 2:  # in a bucket and a copy of it on their way, then in this process's part
-        return 2 * ZERO_BUCKET_BYTES + (2 if case.accumulation > 1 else 1) * _all_gradients(case)
+        buckets = ZERO_BUCKET_BYTES + min(ZERO_BUCKET_BYTES, 4 * case.trained)
+        return buckets + (2 if case.accumulation > 1 else 1) * _all_gradients(case)
     found = _all_gradients(case)
     if case.adapter or not found:
         return found
