@@ -115,7 +115,7 @@ def test_what_zero_cuts() -> None:
 
 
 def test_gradients_are_where_the_engine_has_them() -> None:
-    """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part, twice; ZeRO-3 has them in the state."""
+    """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part, twice; of ZeRO-3 they are state."""
     few = replace(LIGHT, batch=1, tokens=Tokens(16, 16), checkpointing=True)
     count, bucket = 4 * LIGHT.parameters, ZERO_BUCKET_BYTES
 
