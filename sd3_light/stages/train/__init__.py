@@ -128,7 +128,7 @@ def _plan(
     total = total_steps(config, order, restored.progress)
     share = launch.of_data(config.pipeline_stages)
     place = folder.path if launch.is_main else None
-    ahead = device if device.type == "cuda" and isinstance(engine, TorchEngine) else None
+    ahead = device if device.type == "cuda" and engine.in_turn else None
     return Run(
         engine=engine,
         steps=training_steps(config, data, order, share, engine, pipeline.preparer, ahead),
