@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle
 from sd3_light.model.layers import new_transformer
-from sd3_light.stages.train import choose_blocks
+from sd3_light.stages.train.learner import choose_blocks
 
 SIZE = SIZES["tiny2"]
 
