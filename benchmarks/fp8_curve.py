@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, scale: Scale, device: torch.device) -> None:
         begun = time.perf_counter()
         for step in range(scale.steps):
             indices = torch.tensor(order(scale, step), device=device)
-            loss = loss_of(own, data.given(indices, generator.manual_seed((args.seed << 32) + step)))
+            loss = loss_of(own, data.given(indices, generator.manual_seed(1_000_000 * args.seed + step)))
             loss.backward()
             waiting.append((step + 1, loss.detach(), update(step)))
             if (step + 1) % scale.every and step + 1 < scale.steps:
