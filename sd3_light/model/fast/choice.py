@@ -13,8 +13,10 @@ def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_dee
         return "compile = true"
     if config.adapter is not None:
         return "an adapter is trained"
-    if by_deepspeed or config.pipeline_stages > 1:
-        return "DeepSpeed runs the stock layers"
+    if config.pipeline_stages > 1:
+        return "pipeline stages run the stock layers"
+    if by_deepspeed and config.zero_stage == 3:
+        return "ZeRO-3 cuts the weights"
     if config.parallel == "fsdp2" and world > 1:
         return 'parallel = "fsdp2" cuts the weights'
     if size.dual_attention_layers:
