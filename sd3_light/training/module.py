@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.block import How, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
 
@@ -40,6 +40,7 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
+        self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
         self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
@@ -120,7 +121,8 @@ class SD3TrainingModule(nn.Module):
         """Made when it is first needed: its copies of weights lie where they do."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            self._fast = FastDenoiser(self.transformer, dtype, How(keep=_KEEPS[self.checkpointing]))
+            how = How(keep=_KEEPS[self.checkpointing], products=self.products)
+            self._fast = FastDenoiser(self.transformer, dtype, how)
         return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: State) -> State:
