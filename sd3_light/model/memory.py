@@ -305,7 +305,7 @@ def _copies(case: Case) -> tuple[int, int]:
         return gathered, gathered
     if case.adapter is not None:  # frozen weights are bf16 already
         return gathered + 2 * case.trained, gathered + 2 * case.trained
-    if case.zero_stage in (0, 1):
+    if case.stages > 1:
         return 2 * (block if case.checkpointing else case.in_flight * case.parameters), 2 * block
     freed = case.compiled and case.checkpointing  # a compiled block casts for itself
     return gathered + 2 * (block if freed else case.parameters), gathered + 2 * block

@@ -144,7 +144,7 @@ def patch() -> None:
     from sd3_light.stages.train import restore
 
     steps = PipelineDataLoader.steps
-    PipelineDataLoader.steps = lambda self: map(poison, steps(self))  # type: ignore[method-assign, assignment]
+    PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = restore.Saved.load
 
