@@ -64,9 +64,9 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
 
 
 def narrow_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the parameters that do not train in ``dtype``; those that do, and all buffers, stay as they are."""
+    """Keep the parameters that do not train in ``dtype``; those that do, all in few bits, and all buffers, stay."""
     for parameter in transformer.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 

@@ -10,10 +10,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
+from sd3_light.config.calls import adapter_of_call
 from sd3_light.config.faults import UserError
 from sd3_light.flow.losses import FlowMatchSFTLoss
-from sd3_light.model.adapter import AdapterDropout, add_adapter
+from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.lora import target_layers
+from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
+from sd3_light.training.adapter import put_adapter
 from sd3_light.training.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
 
 Sample = Mapping[str, Any]
@@ -52,8 +56,12 @@ class DiffusionTrainingModule(nn.Module):
 
     def train_adapter(self, **keys: Any) -> tuple[str, ...]:
         """Train an adapter in place of the denoiser's weights; keys are those of `[adapter]`. The layers with one."""
-        self.adapter = AdapterConfig.model_validate(keys)
-        return add_adapter(self.transformer, self.adapter, self.seed)
+        adapter = adapter_of_call(keys, "train_adapter")
+        target_layers(self.transformer, adapter.target_modules)  # before anything is changed
+        quantize_base(self.transformer, adapter.base_bits)
+        names = put_adapter(self.transformer, adapter, self.seed)
+        self.adapter = adapter
+        return names
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
         """The parameters that train, for an optimizer."""

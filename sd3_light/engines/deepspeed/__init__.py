@@ -33,6 +33,8 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         )
     if config.adapter is not None and config.adapter.dropout > 0 and config.zero_stage < 2:
         raise UserError("adapter.dropout is not offered in pipelines; write zero_stage = 2, or dropout = 0")
+    if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
+        raise UserError("adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16")
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 in its place"
         raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")

@@ -220,6 +220,7 @@ class _Ruler:
             evaluates=bool(train.eval_datasets) or draws,
             beside=_vae_bytes(train) if draws else 0,
             adapter=None if train.adapter is None else adapter_parameters(self.start.size, train.adapter),
+            base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
 
 
