@@ -85,7 +85,7 @@ def _kinds() -> dict[int, Any]:
     # it would say with every product that inputs are rounded
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
-    class Linear8(library.Linear8bitLt):  # type: ignore[misc]
+    class Linear8(library.Linear8bitLt):
         def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
             super().__init__(inputs, outputs, bias, has_fp16_weights=False, threshold=6.0, device=device)
 
@@ -105,7 +105,7 @@ def _kinds() -> dict[int, Any]:
             super().train(True)
             return self
 
-    class Linear4(library.Linear4bit):  # type: ignore[misc]
+    class Linear4(library.Linear4bit):
         def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
             super().__init__(inputs, outputs, bias, compute_dtype=torch.float32, quant_type="nf4", device=device)
 

@@ -91,7 +91,7 @@ def _recipe(model: DiffusionTrainingModule) -> dict[str, Any]:
     split = model.split()
     units = [
         {
-            "unit": type(unit).__name__,
+            "unit": unit.label,
             "reads": list(unit.reads),
             "writes": list(unit.writes),
             "settings": dict(unit.settings()),

@@ -28,9 +28,10 @@ class DiffusionTrainingModule(nn.Module):
     """``module(batch)`` is the loss of a batch, a list of samples (or of one sample): ordered units, then the loss.
 
     A subclass gives ``denoise(noisy, t, inputs)``, which predicts the velocity with ``self.transformer``, and in
-    ``reads`` the names of the inputs that it uses. Other parts (a VAE, encoders) are attributes; whatever lies outside
-    ``transformer`` does not train. Noise and time are each sample's own (law 1), drawn from ``seed``, its index and the
-    epoch, so the loss depends on neither the batch, the process nor the number of them.
+    ``reads`` (as an argument here, or of the class) the names of the inputs that it uses. Other parts (a VAE, encoders)
+    are attributes; whatever lies outside ``transformer`` does not train. Noise and time are each sample's own (law 1),
+    drawn from ``seed``, its index and the epoch, so the loss depends on neither the batch, the process nor the number
+    of them.
     """
 
     reads: tuple[str, ...] = ()
@@ -41,8 +42,11 @@ class DiffusionTrainingModule(nn.Module):
         units: Sequence[PipelineUnit] = (),
         loss: FlowMatchSFTLoss | None = None,
         seed: int = 0,
+        reads: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        if reads is not None:
+            self.reads = tuple(reads)
         self.transformer = transformer
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None

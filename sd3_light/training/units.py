@@ -33,6 +33,11 @@ class PipelineUnit:
     uses: tuple[str, ...] = ()
     draws: bool = False
 
+    @property
+    def label(self) -> str:
+        """What faults and manifests call it."""
+        return type(self).__name__
+
     def run(self, module: Any, **values: Any) -> Values:
         """Compute; a unit that draws is given ``draw`` too."""
         raise NotImplementedError
@@ -82,7 +87,7 @@ def _require_sound(units: Sequence[PipelineUnit]) -> None:
     writers: dict[str, str] = {}
     all_written = {name for unit in units for name in unit.writes}
     for unit in units:
-        kind = type(unit).__name__
+        kind = unit.label
         for name in unit.reads:
             plain = name.rstrip("?")
             if plain in all_written and plain not in writers:
@@ -95,7 +100,7 @@ def _require_sound(units: Sequence[PipelineUnit]) -> None:
 
 def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None = None) -> dict[str, Any]:
     """``values`` with what the unit writes; a value that is missing, or a promise not kept, is a fault."""
-    kind = type(unit).__name__
+    kind = unit.label
     given = {}
     for name in unit.reads:
         plain = name.rstrip("?")
