@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sd3_light.config import AdapterConfig
 from sd3_light.config.calls import adapter_of_call
 from sd3_light.config.faults import UserError
+from sd3_light.flow.bands import by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.lora import target_layers
@@ -51,6 +52,7 @@ class DiffusionTrainingModule(nn.Module):
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None
         self.dropout: AdapterDropout | None = None
+        self.bands: Tensor | None = None  # of the last batch: losses by bands of time, for the log
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         """The velocity at ``noisy`` and time t [B] in (0, 1)."""
@@ -97,16 +99,32 @@ class DiffusionTrainingModule(nn.Module):
         """The mean loss of the batch, with its gradient."""
         if self.dropout is not None:
             self.dropout.forward(self.device)
-        return self.each(batch).mean()
+        values = self._values(batch, None)
+        each = self._judged(values)
+        if hasattr(self.loss, "times"):
+            self.bands = by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
+        return each.mean()
 
     def each(self, batch: Sample | Sequence[Sample], quantile: float | None = None) -> Tensor:
         """The loss of each sample; with ``quantile`` as validation has it: that time, noise of the sample alone."""
+        return self._judged(self._values(batch, quantile))
+
+    def _judged(self, values: Values) -> Tensor:
+        each = self.loss(self.denoise, values, self._reference)
+        count = len(values["quantile"])
+        if not isinstance(each, Tensor) or each.shape != (count,):
+            found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise UserError(f"the loss gave {found} for {count} samples; it must give one number for each: shape [B]")
+        return each
+
+    def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:
+        """What the loss is given: all that the units make of the batch, and each sample's noise and quantile."""
         samples = [_named(sample) for sample in ([batch] if isinstance(batch, Mapping) else batch)]
         split = self.split()
         values = stacked([self._alone(sample, split, quantile) for sample in samples])
         for unit in split.gradient:
             values = run_unit(unit, self, values)
-        return self.loss(self.denoise, values, self._reference)
+        return values
 
     @torch.no_grad()
     def process(self, data: Values) -> dict[str, Any]:

@@ -31,8 +31,6 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         raise UserError(
             f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
         )
-    if config.adapter is not None and config.adapter.dropout > 0 and config.zero_stage < 2:
-        raise UserError("adapter.dropout is not offered in pipelines; write zero_stage = 2, or dropout = 0")
     if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
         raise UserError("adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16")
     if config.parallel != "ddp":
