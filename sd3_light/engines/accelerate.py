@@ -119,6 +119,12 @@ class TaskEngine(TorchEngine):
             with self.layout.accumulating(last=number == len(batches) - 1):
                 (loss / len(batches)).backward()
             numbers = numbers + StepResult.pack({"loss": loss.detach().float()}, bands_of(self.module)) / len(batches)
+        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
+        if missing:
+            raise UserError(
+                f"no gradient reached {missing[0]} of the denoiser; let denoise use it, or take it out of training by "
+                "requires_grad_(False)"
+            )
         return self._finish_step(("loss",), self.sum_over_ranks(numbers) / self.world)
 
     @torch.no_grad()

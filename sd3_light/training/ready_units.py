@@ -31,7 +31,10 @@ class _FunctionUnit(PipelineUnit):
     """A unit by a function and its signature."""
 
     def __init__(self, function: Function, writes: tuple[str, ...], uses: tuple[str, ...]) -> None:
-        _, *arguments = inspect.signature(function).parameters.values()
+        given = list(inspect.signature(function).parameters.values())
+        if not given or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in given):
+            raise UserError("a unit's function names its arguments: the module first, then each value that it reads")
+        arguments = given[1:]
         self.reads = tuple(
             one.name if one.default is one.empty else f"{one.name}?" for one in arguments if one.name != "draw"
         )

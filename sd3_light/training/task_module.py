@@ -46,6 +46,8 @@ class DiffusionTrainingModule(nn.Module):
         reads: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(transformer, nn.Module):
+            raise UserError(f"the denoiser is a {type(transformer).__name__}; give a torch module, whose weights train")
         if reads is not None:
             self.reads = tuple(reads)
         self.transformer = transformer
@@ -56,13 +58,17 @@ class DiffusionTrainingModule(nn.Module):
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         """The velocity at ``noisy`` and time t [B] in (0, 1)."""
-        raise NotImplementedError
+        raise UserError(
+            f"{type(self).__name__} has no denoise(noisy, t, inputs); write one that calls self.transformer"
+        )
 
     # --- what trains -----------------------------------------------------------------------------
 
     def train_adapter(self, **keys: Any) -> tuple[str, ...]:
         """Train an adapter in place of the denoiser's weights; keys are those of `[adapter]`. The layers with one."""
         adapter = adapter_of_call(keys, "train_adapter")
+        if self.adapter is not None:
+            raise UserError("train_adapter: the denoiser has an adapter already; make the module anew")
         target_layers(self.transformer, adapter.target_modules)  # before anything is changed
         quantize_base(self.transformer, adapter.base_bits)
         names = put_adapter(self.transformer, adapter, self.seed)
@@ -86,6 +92,10 @@ class DiffusionTrainingModule(nn.Module):
     def split(self) -> Split:
         """Which units training need not run again; see `split_units`."""
         self.freeze_the_rest()
+        if not all(hasattr(self.loss, name) for name in ("reads", "latents")):
+            raise UserError(
+                "a loss says in `reads` and `latents` which values it needs; derive it from FlowMatchSFTLoss"
+            )
         return split_units(self, self.units, (*self.loss.reads, *self.reads))
 
     # --- a batch ---------------------------------------------------------------------------------
@@ -101,6 +111,8 @@ class DiffusionTrainingModule(nn.Module):
             self.dropout.forward(self.device)
         values = self._values(batch, None)
         each = self._judged(values)
+        if torch.is_grad_enabled() and not each.requires_grad:
+            raise UserError("the loss depends on no weight that trains; does denoise call self.transformer?")
         if hasattr(self.loss, "times"):
             self.bands = by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
         return each.mean()
@@ -147,13 +159,24 @@ class DiffusionTrainingModule(nn.Module):
         values, draw = self._cached(sample["data"], split), self._draw(sample, quantile is not None)
         for unit in split.drawn:
             values = run_unit(unit, self, values, draw)
-        if self.loss.latents not in values:
-            raise UserError(f"no unit and no sample gives {self.loss.latents!r}, which the loss compares with")
-        values["noise"] = draw("noise", tuple(values[self.loss.latents].shape))
+        clean = values.get(self.loss.latents)
+        if not isinstance(clean, Tensor) or not clean.is_floating_point():
+            found = "nothing" if clean is None else getattr(clean, "dtype", type(clean).__name__)
+            raise UserError(
+                f"sample {sample['data_id']}: {self.loss.latents!r}, which the loss compares with, is {found}; let the "
+                "data or a unit give a tensor of floating-point numbers"
+            )
+        values["noise"] = draw("noise", tuple(clean.shape))
         u = self._stream(sample, "timestep", False).random() if quantile is None else quantile
         values["quantile"] = torch.tensor(min(max(u, 1e-12), 1 - 1e-12), dtype=torch.float64)
         wanted = dict.fromkeys((*(unit_name for unit in split.gradient for unit_name in unit.reads), *self.loss.reads))
         wanted |= dict.fromkeys((*self.reads, "noise", "quantile"))
+        later = {name.rstrip("?") for unit in split.gradient for name in unit.writes}
+        for name in wanted:
+            if not name.endswith("?") and name not in values and name not in later:
+                raise UserError(
+                    f"sample {sample['data_id']}: neither the data nor a unit gives {name!r}, which is read"
+                )
         return {name.rstrip("?"): values[name.rstrip("?")] for name in wanted if name.rstrip("?") in values}
 
     def _draw(self, sample: Sample, evaluation: bool) -> Draw:
