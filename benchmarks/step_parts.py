@@ -195,11 +195,10 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "norm_fp8": {"R": [1, 2, 4], "num_warps": [4, 8]},
     "norm_backward_fp8": {"R": [1, 2], "STAGES": [1, 3], "num_warps": [4, 8, 16]},
     "gelu_fp8": {"num_warps": [4, 8, 16]},
-    "gelu_backward_fp8": {"STAGES": [1, 2, 3], "num_warps": [8, 16, 32]},
     "join_backward_fp8": {"STAGES": [1, 3], "num_warps": [4, 8, 16]},
     "copy_fp8": {"R": [1, 4], "num_warps": [4, 8]},
-    "round_rows": {"R": [1, 4], "num_warps": [4, 8]},
-    "weight_rows": {"WALK": [8, 16, 32], "num_warps": [4, 8]},
+    "round_rows": {"num_warps": [4, 8, 16]},
+    "weight_rows": {"num_warps": [4, 8, 16]},
     "weight_columns": {"N": [64, 128], "K": [32, 64, 128], "num_warps": [4, 8]},
 }
 # operation, the form of it that is tuned, and how many [M, D] in bf16 it reads and writes in that form
@@ -213,7 +212,6 @@ MOVES: dict[str, tuple[str, int, float]] = {
     "norm_fp8": ("residual_norm", -2, 4.5),
     "norm_backward_fp8": ("residual_norm_backward", -2, 6.5),
     "gelu_fp8": ("gelu", 0, 10),
-    "gelu_backward_fp8": ("gelu_backward", 1, 14),
     "join_backward_fp8": ("join_backward", -2, 9.5),
     "copy_fp8": ("take", 0, 2.5),
     "round_rows": ("round_rows", 0, 1.5),
