@@ -225,6 +225,7 @@ class _Task:
         """Copy all that the task needs to go on, and write it while it goes on."""
         facts = {"progress": progress.as_dict(), "order": order_facts(self.samples.order)}
         facts["window"] = self.run.meter.window.as_dict()
+        self.groups.wait_together(self.keeper.is_idle)
         self.keeper.save(progress.step, self.pieces(), facts)
 
     def _resume(self) -> dict[str, Any] | None:
@@ -242,9 +243,9 @@ class _Task:
         return window
 
     def _finish(self, done: Progress, total: int) -> None:
+        self.groups.wait_together(self.keeper.is_idle)
         failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
         self.keeper.close()
-        self.groups.meet()
         if failed:
             raise UserError(
                 f"the checkpoint at step {failed[-1].step} failed: {failed[-1].reason}; make room, then resume"
