@@ -143,7 +143,7 @@ def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
         config = table(model={"text_tokens": "real"}, activation_checkpointing=checkpointing, fp8=fp8)
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, True), config, Launch(), CUDA)
-        given: Iterator[Prepared] = iter([prepared(True, seed % 4) for seed in range(60)])
+        given = (prepared(True, seed % 4) for seed in range(60))
         numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(True, 0))[0])])
