@@ -129,6 +129,20 @@ def blocks(train: TrainConfig) -> Iterator[Finding]:
         yield Finding("activation_checkpointing", problem, '"selective"', hint="write true, or compile = false")
 
 
+def fp8(train: TrainConfig) -> Iterator[Finding]:
+    """Products in 8 bits are the fast blocks' own, and stand beside bfloat16."""
+    in_the_way = {
+        "fast = false": train.fast is False,
+        "compile = true": train.compile,
+        "an adapter": train.adapter is not None,
+        'transformer_dtype = "float32"': train.model.transformer_dtype != "bfloat16",
+    }
+    for name, is_there in in_the_way.items():
+        if train.fp8 and is_there:
+            problem = f"is for the fast blocks in bfloat16, not for {name}"
+            yield Finding("fp8", problem, "true", hint="write fp8 = false")
+
+
 def optimizer(train: TrainConfig) -> Iterator[Finding]:
     """Muon needs whole matrices, and 8-bit state is not sharded."""
     kind = train.optimizer.type
@@ -244,6 +258,7 @@ CHECKS = (
     Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
     Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
     Check(blocks, ("fast", "compile", "activation_checkpointing")),
+    Check(fp8, ("fp8", "fast", "compile", "adapter", "model", "model.dtype", "model.transformer_dtype")),
     Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
     Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),

@@ -174,8 +174,14 @@ class TrainConfig(Table):
     fast: FlagOrAuto = Field(
         default="auto",
         description="Run the joint blocks by hand-written kernels: the same weights and mathematics, faster. auto: on "
-        "a GPU in bfloat16, where nothing stands in the way (`compile`, an adapter, sharded weights, the DeepSpeed "
-        "engine, SD3.5's second attention); true: such an obstacle is a fault.",
+        "a GPU in bfloat16, where nothing stands in the way (`compile`, an adapter, sharded weights, pipeline "
+        "stages, SD3.5's second attention); true: such an obstacle is a fault.",
+    )
+    fp8: Flag = Field(
+        default=False,
+        description="Experimental: the fast blocks multiply rows with weights in 8 bits (e4m3, a scale a row), forward "
+        "and for gradients of rows: faster, rounded more coarsely. Gradients of weights, master weights and what is "
+        "saved stay as they are. Needs bfloat16 and a GPU that knows fp8 (Ada, Hopper, or newer).",
     )
     compile: Flag = Field(default=False, description="Compile the stock blocks with torch.compile.")
     dist_timeout_sec: Positive = Field(

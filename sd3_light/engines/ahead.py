@@ -5,8 +5,8 @@ the computation waits until the copy is there; the host waits for neither. So th
 micro-batches (law 10), however far the host runs ahead.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Any, overload
 
 import torch
@@ -101,7 +101,16 @@ class Sender:
         current.wait_event(buffer.arrived)
 
 
+def moved(prepared: Prepared, device: torch.device) -> Prepared:
+    """A micro-batch on the device, by the computation's own stream; what `Sender` has sent there stays as it is."""
+    features, label = (
+        tuple(value.to(device, non_blocking=True) if _travels(value) else value for value in part) for part in prepared
+    )
+    return features, label
+
+
 def _travels(value: Any) -> bool:
+    """Counts stay on the host: who needs them there would have to wait for the device."""
     return isinstance(value, Tensor) and value.dtype != torch.int64
 
 
@@ -155,15 +164,21 @@ def _shown(prepared: Prepared) -> Prepared:
     return features, label
 
 
-def steps_ahead(source: Iterator[Prepared], count: int, device: torch.device) -> Iterator[Step]:
-    """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out."""
+def steps_ahead(
+    source: Generator[Prepared, None, None], count: int, device: torch.device
+) -> Generator[Step, None, None]:
+    """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out.
+
+    Closing it closes the source, whoever still holds a step.
+    """
     sender = Sender(device)
-    while True:
-        try:
-            step = Step(source, count, sender)
-        except StopIteration:
-            return
-        yield step
+    with closing(source):
+        while True:
+            try:
+                step = Step(source, count, sender)
+            except StopIteration:
+                return
+            yield step
 
 
 def pin(address: int, nbytes: int) -> Callable[[], Any] | None:

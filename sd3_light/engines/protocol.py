@@ -1,6 +1,6 @@
 """What the loop and the checkpoint ask of an engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from sd3_light.flow.bands import NUM_BANDS
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
+Steps = Generator[Sequence[Prepared], None, None]
+"""The micro-batches of one optimizer step after another; closing it lets go of who makes them."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ class Piece:
 class Engine(Protocol):
     """Runs steps; shows what it holds of weights and optimizer state by canonical names.
 
-    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint.
+    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint. ``in_turn`` says that micro-batches of
+    a step are asked for one after another, each done with before the next but one: two may be on the device.
     """
 
     rank: int
     world: int
     writers: int
+    in_turn: bool
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

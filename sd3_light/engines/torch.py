@@ -1,6 +1,7 @@
 """torch's own engine: one process, or several under torchrun with whole (DDP) or cut (FSDP2) weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.engines.ahead import moved
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.engines.shares import share_out
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
@@ -25,6 +28,8 @@ class TorchEngine:
     or gradient is not finite is not taken, which the device decides by itself. Of whole weights the first ``writers``
     processes write their shares of a checkpoint.
     """
+
+    in_turn = True
 
     def __init__(
         self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
@@ -73,7 +78,7 @@ class TorchEngine:
         names: tuple[str, ...] = ()
         shapes = set()
         for number, prepared in enumerate(batches):
-            features, label = self._to_device(prepared)
+            features, label = moved(prepared, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
@@ -111,7 +116,7 @@ class TorchEngine:
     @torch.no_grad()
     def evaluate(self, batch: Prepared) -> Tensor:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
-        features, label = self._to_device(batch)
+        features, label = moved(batch, self.device)
         each = self.module(features, label)["each"].double()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
         return torch.stack([(each * weight).sum(), weight.sum()])
@@ -119,7 +124,7 @@ class TorchEngine:
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(tuple(map(self._move, features)))
+        velocity: Tensor = self.module.denoise(moved((features, ()), self.device)[0])
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -134,22 +139,27 @@ class TorchEngine:
         """Weights, then what the optimizer remembers of each."""
         yield from self.like_weights(WEIGHTS, self._weights)
         self.optimizer.prepare_state()
-        for number, (name, weight) in enumerate(self._parameters.items()):
+        for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
                 if value.shape == weight.shape:
-                    yield self._piece(f"{kind}/{name}", self.layout.held(value), number, weight)
+                    yield self._piece(f"{kind}/{name}", self.layout.held(value), writer, weight)
                 else:  # a count or a table of its own: every process has it whole
                     shape = tuple(value.shape)
-                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, number % self.writers == self.rank)
+                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
         """Pieces of tensors that lie as the weights do."""
-        for number, (name, weight) in enumerate(self._parameters.items()):
-            yield self._piece(f"{kind}/{name}", held[name], number, weight)
+        for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
+            yield self._piece(f"{kind}/{name}", held[name], writer, weight)
 
-    def _piece(self, name: str, held: Tensor, number: int, weight: Tensor) -> Piece:
+    @cached_property
+    def _writer_of(self) -> list[int]:
+        """Of each weight who writes what all processes have alike."""
+        return share_out([weight.numel() for weight in self._parameters.values()], self.writers)
+
+    def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> Piece:
         start = self.layout.start(weight)
-        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(number) and held.numel() > 0)
+        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0)
 
     def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, in rank 0's host memory; a copy."""
@@ -159,16 +169,6 @@ class TorchEngine:
             if self.rank == 0:
                 found[name] = tensor.to("cpu", copy=True)
         return found if self.rank == 0 else None
-
-    def _to_device(self, prepared: Prepared) -> Prepared:
-        features, label = prepared
-        return tuple(map(self._move, features)), tuple(map(self._move, label))
-
-    def _move(self, tensor: Tensor | None) -> Tensor | None:
-        """Counts stay on the host: who needs them there would have to wait for the device."""
-        if tensor is None or tensor.dtype == torch.int64:
-            return tensor
-        return tensor.to(self.device, non_blocking=True)
 
 
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:

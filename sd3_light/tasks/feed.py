@@ -1,6 +1,6 @@
 """A user's own data set as the loop's batches: the order is the pretraining's (law 2), a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.engines.protocol import Steps
 from sd3_light.training.blame import blame
 
 Batch = list[dict[str, Any]]
@@ -79,10 +80,10 @@ class _AsItIs:
         return batch
 
 
-def steps_of(batches: TaskBatches, num_workers: int) -> Callable[[int], Iterator[Sequence[Any]]]:
+def steps_of(batches: TaskBatches, num_workers: int) -> Callable[[int], Steps]:
     """From a position on, the micro-batches of step after step, for ever; items are read by worker processes."""
 
-    def steps(first: int) -> Iterator[Sequence[Any]]:
+    def steps(first: int) -> Steps:
         micro = batches.micro_batches
         items = range(first * micro, 2**62)
         return PipelineDataLoader(batches, None, micro, _AsItIs(), num_workers, 2, items).steps()

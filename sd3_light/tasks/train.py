@@ -272,6 +272,7 @@ class _Task:
         """Copy all that the task needs to go on, and write it while it goes on."""
         facts = {"progress": progress.as_dict(), "order": order_facts(self.samples.order)}
         facts["window"] = self.run.meter.window.as_dict()
+        self.groups.wait_together(self.keeper.is_idle)
         self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
@@ -292,9 +293,9 @@ class _Task:
         return window
 
     def _finish(self, begun: Progress, done: Progress, total: int) -> None:
+        self.groups.wait_together(self.keeper.is_idle)
         failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
         self.keeper.close()
-        self.groups.meet()
         if failed:
             raise UserError(
                 f"the checkpoint at step {failed[-1].step} failed: {failed[-1].reason}; make room, then resume"

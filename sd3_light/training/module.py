@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.block import How, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
 
@@ -40,6 +40,7 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
+        self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
         self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
@@ -56,7 +57,7 @@ class SD3TrainingModule(nn.Module):
 
     def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
         """The loss with its gradient; its parts and ``each`` without."""
-        return self.losses(self._run(features), label)
+        return self.losses(self.run(features), label)
 
     def losses(self, outputs: State, label: Label) -> Losses:
         """What `forward` returns, from the last layer's outputs."""
@@ -74,7 +75,7 @@ class SD3TrainingModule(nn.Module):
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
-        return self.velocity(self._run(features), features[0].shape[-2:])
+        return self.velocity(self.run(features), features[0].shape[-2:])
 
     def velocity(self, outputs: State, size: Sequence[int]) -> Tensor:
         """What `denoise` returns, from the last layer's outputs; ``size`` is the latent's height and width."""
@@ -85,7 +86,8 @@ class SD3TrainingModule(nn.Module):
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
-    def _run(self, features: tuple[Tensor, ...]) -> State:
+    def run(self, features: tuple[Tensor, ...]) -> State:
+        """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
         return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
@@ -119,7 +121,8 @@ class SD3TrainingModule(nn.Module):
         """Made when it is first needed: its copies of weights lie where they do."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            self._fast = FastDenoiser(self.transformer, dtype, How(keep=_KEEPS[self.checkpointing]))
+            how = How(keep=_KEEPS[self.checkpointing], products=self.products)
+            self._fast = FastDenoiser(self.transformer, dtype, how)
         return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: State) -> State:

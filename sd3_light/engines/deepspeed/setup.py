@@ -13,8 +13,13 @@ import torch.distributed as dist
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
+from sd3_light.engines.processes import open_default_group
 
-_BUCKET = 50_000_000  # elements that are reduced or gathered at once: 200 MB
+BUCKET = 50_000_000
+"""Elements that are reduced or gathered at once: 200 MB."""
+
+LIVE = 4 * BUCKET
+"""Elements that ZeRO-3 may have gathered at once; its own default is a billion, 4 GB on every GPU."""
 
 
 def prepare(launch: Launch, device: torch.device) -> None:
@@ -29,10 +34,9 @@ def prepare(launch: Launch, device: torch.device) -> None:
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
         # an earlier engine of this process may have left its stages there
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
+        if launch.world == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            open_default_group(device, store=store, rank=0, world_size=1)
         library.init_distributed(dist_init_required=False, verbose=False)
 
 
@@ -66,11 +70,13 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "stage": zero,
             "contiguous_gradients": zero > 1,
             "overlap_comm": False,
-            "reduce_bucket_size": _BUCKET,
-            "allgather_bucket_size": _BUCKET,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
             # a weight lies in its parts only, whose owners may write them between steps, and is let go after each use
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_prefetch_bucket_size": BUCKET,
         },
         "pipeline": {"use_reentrant": False},
         "timers": {"throughput": {"enabled": False}},

@@ -3,6 +3,10 @@
 import importlib.util
 
 from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.model.fast.fp8 import MULTIPLE
+
+FIRST_FP8 = (8, 9)
+"""Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 
 
 def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
@@ -13,8 +17,10 @@ def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_dee
         return "compile = true"
     if config.adapter is not None:
         return "an adapter is trained"
-    if by_deepspeed or config.pipeline_stages > 1:
-        return "DeepSpeed runs the stock layers"
+    if config.pipeline_stages > 1:
+        return "pipeline stages run the stock layers"
+    if by_deepspeed and config.zero_stage == 3:
+        return "ZeRO-3 cuts the weights"
     if config.parallel == "fsdp2" and world > 1:
         return 'parallel = "fsdp2" cuts the weights'
     if size.dual_attention_layers:
@@ -29,3 +35,12 @@ def device_obstacle(config: TrainConfig, device: str) -> str | None:
     if device != "cuda":
         return None if config.fast is True else "there is no GPU"  # asked for, it runs without kernels, for tests
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def fp8_obstacle(size: ModelSize, capability: tuple[int, int] | None) -> str | None:
+    """Why the fast blocks cannot multiply in 8 bits; ``capability`` is the GPU's, None without one (for tests)."""
+    if size.width % MULTIPLE:
+        return f"the width {size.width} is no multiple of {MULTIPLE}"
+    if capability is not None and capability < FIRST_FP8:
+        return f"this GPU (sm_{capability[0]}{capability[1]}) is older than sm_89 and knows no fp8"
+    return None

@@ -59,7 +59,7 @@ class FastDenoiser:
         assert obstacle(transformer) is None, obstacle(transformer)
         self.transformer, self.dtype, self.how = transformer, dtype, how or How()
         self.heads = int(transformer.config.num_attention_heads)
-        self.weights = Weights(transformer, dtype)
+        self.weights = Weights(transformer, dtype, self.how.products == "fp8")
         self.run_block: Callable[..., Any] = self._by_hand
 
     def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
@@ -131,6 +131,7 @@ class FastDenoiser:
 
     def compile(self, **options: Any) -> None:
         """Let the compiler write the blocks, forward and backward, instead of the hand-written kernels."""
+        assert self.how.products == "plain", "compiled blocks multiply in the type that computes"
         compiled = torch.compile(_plain_block, **options)
 
         def run(

@@ -2,7 +2,10 @@
 
 import resource
 import socket
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from sd3_light.engines import Launch, processes
 from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, share_patience, start_process_group
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/"
 ADVICE = " This is typically caused by a remote worker crashing. Check the logs."
 
@@ -96,9 +100,9 @@ def test_too_little_memory_is_no_lost_process(monkeypatch: pytest.MonkeyPatch) -
     ("soft", "hard", "given"),
     [
         (4096, 4096, None),  # 2 processes need no more
-        (1024, 1 << 20, 5 * 1027 + 1024),
+        (1024, 1 << 20, 4 * 1027 + 1024),
         (1024, 4096, 4096),
-        (1024, resource.RLIM_INFINITY, 5 * 1027 + 1024),
+        (1024, resource.RLIM_INFINITY, 4 * 1027 + 1024),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
@@ -121,9 +125,42 @@ def test_groups_of_a_library_wait_as_long_as_ours_and_a_save_longer() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         control, theirs = dist.new_group(), dist.new_group()
-        ending = dist.new_group(timeout=timedelta(hours=2))
+        saving = dist.new_group(timeout=timedelta(hours=2))
         assert patience(theirs) == 1800
-        share_patience(Groups(control, ending=ending), 7.0)
-        assert [patience(group) for group in (control, theirs, ending)] == [7, 7, 7200]
+        share_patience(Groups(control, saving), 7.0)
+        assert [patience(group) for group in (control, theirs, saving)] == [7, 7, 7200]
     finally:
         dist.destroy_process_group()
+
+
+def test_waiting_asks_until_the_work_is_done() -> None:
+    answers = iter([False, False, True])
+    asked: list[float] = []
+
+    def is_done(seconds: float) -> bool:
+        asked.append(seconds)
+        return next(answers)
+
+    Groups().wait_together(is_done)
+    assert asked == [1.0] * 3
+
+
+_ENDING = """
+import atexit
+import torch, torch.distributed as dist
+from sd3_light.engines.processes import abandon, open_default_group
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
+open_default_group(torch.device("cpu"), store=dist.HashStore(), rank=0, world_size=1)
+open_default_group(torch.device("cpu"), store=None)  # there is one
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "code"), [("", "left", 0), ("abandon()", "still there", 0), ("raise OSError", "still there", 1)]
+)
+def test_a_process_leaves_its_group_in_order_unless_it_fails(end: str, said: str, code: int) -> None:
+    """To wait for others after a fault could be to wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDING + end], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+    )
+    assert (done.stdout.strip(), done.returncode) == (said, code), done.stderr
