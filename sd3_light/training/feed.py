@@ -1,6 +1,6 @@
 """What a run is fed with: a cache, the order of its samples, and the loader that follows it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -16,7 +16,7 @@ from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.ahead import pin, steps_ahead
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import Prepared, Steps
 from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.start import WeightsStart
 
@@ -87,7 +87,7 @@ def training_steps(
     engine: object,
     preparer: PreparesInputs,
     ahead: torch.device | None = None,
-) -> Callable[[int], Iterator[Sequence[Prepared]]]:
+) -> Callable[[int], Steps]:
     """From a position in the order on, the micro-batches of step after step, for ever.
 
     With a device to send them ``ahead`` to they come to it while it computes the ones before.
@@ -95,7 +95,7 @@ def training_steps(
     micro = config.gradient_accumulation_steps
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 
-    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+    def steps(first: int) -> Steps:
         items = range(first * micro, 2**62)
         if ahead is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()

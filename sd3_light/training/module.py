@@ -84,7 +84,7 @@ class SD3TrainingModule(nn.Module):
 
     def pipeline_layers(self) -> list[nn.Module]:
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
-        return [PipelineLayer(self, layer) for layer in self._layers]
+        return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
     def run(self, features: tuple[Tensor, ...]) -> State:
         """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
@@ -136,12 +136,14 @@ class SD3TrainingModule(nn.Module):
 class PipelineLayer(nn.Module):
     """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
 
-    def __init__(self, module: SD3TrainingModule, layer: nn.Module) -> None:
+    def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.number = layer, number
         self._module = (module,)  # in a tuple: not a part of this one
 
     def forward(self, state: State) -> State:
         """The layer alone."""
         (module,) = self._module
+        if module.dropout is not None:
+            module.dropout.forward(state[0].device, self.number)
         return module.run_some([self.layer], module.inputs(state) if isinstance(self.layer, Embed) else state)

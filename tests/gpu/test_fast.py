@@ -1,7 +1,7 @@
 """The fast blocks on a GPU: kernels against their reference, training beside the stock blocks, batches sent ahead."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
         config = table(model={"text_tokens": "real"}, activation_checkpointing=checkpointing, fp8=fp8)
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, True), config, Launch(), CUDA)
-        given: Iterator[Prepared] = iter([prepared(True, seed % 4) for seed in range(60)])
+        given = (prepared(True, seed % 4) for seed in range(60))
         numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(True, 0))[0])])
@@ -198,7 +198,7 @@ def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) ->
     for fast in (False, True):
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
-        given: Iterator[Prepared] = iter([prepared(real, seed % 4) for seed in range(40)])
+        given = (prepared(real, seed % 4) for seed in range(40))
         numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(real, 0))[0])])
@@ -220,7 +220,7 @@ def test_pinned_memory_is_known_as_such_and_let_go() -> None:
 def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
     big = torch.randn(4096, 4096, device=CUDA)
 
-    def source() -> Iterator[Prepared]:
+    def source() -> Generator[Prepared, None, None]:
         for number in range(30):
             yield (torch.full((3, 1 << 18), float(number)).pin_memory(), torch.tensor([number])), (None,)
 

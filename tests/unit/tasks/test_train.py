@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.store import open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines import accelerate as engine_file
+from sd3_light.flow.bands import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
 from tests.unit.tasks.toy import Pictures, Toy
@@ -190,3 +191,18 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
         engine="torch",
     )
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == one
+
+
+def test_the_log_tells_the_loss_by_bands_of_time(tmp_path: Path) -> None:
+    """Their mean by samples is the loss, with accumulation too."""
+    events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
+    (first,) = [event for event in events if event["event"] == "step"]
+    assert set(first["band"]) <= set(BAND_NAMES)
+    assert len(first["band"]) > 1
+    whole = Toy()
+    samples = [{"data": Pictures()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    with torch.no_grad():
+        whole(samples)
+    assert whole.bands is not None
+    assert whole.bands[1].sum() == 8
+    assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
