@@ -55,6 +55,8 @@ class Weights:
         self._copies: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._dtype = dtype
+        weight: Tensor = transformer.proj_out.weight
+        self._in_place = weight.device.type == "cpu" and weight.dtype == dtype
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
         self.modulation = self._joined([*norms, transformer.norm_out.linear])
@@ -66,6 +68,8 @@ class Weights:
             torch._foreach_copy_(self._copies, [parameter.detach() for parameter in self._sources])
 
     def _joined(self, modules: Sequence[nn.Linear]) -> Linear:
+        if len(modules) == 1 and self._in_place:
+            return Linear(modules[0].weight.detach(), modules[0].bias.detach(), tuple(modules))
         first, outputs = modules[0].weight, sum(module.out_features for module in modules)
         weight = torch.empty(outputs, first.shape[1], dtype=self._dtype, device=first.device)
         bias = torch.empty(outputs, dtype=self._dtype, device=first.device)
