@@ -90,6 +90,12 @@ def _rows() -> dict[str, Row]:
         "fast-128-again": replace(ours, how=How(keep="inputs")),
         "fast-256-selective": replace(ours, batch=256, how=How(keep="products")),
         "fast-512-again": replace(ours, batch=512, how=How(keep="inputs")),
+        # products of rows with weights in 8 bits
+        "fast-64-fp8": replace(ours, batch=64, how=How(products="fp8")),
+        "fast-128-fp8": replace(ours, how=How(products="fp8")),
+        "fast-128-fp8-exact-sums": replace(ours, how=How(products="fp8", fast_sums=False)),
+        "fast-128-fp8-selective": replace(ours, how=How(keep="products", products="fp8")),
+        "fast-256-real-fp8": replace(ours, batch=256, text="real", how=How(products="fp8")),
         # about the largest micro-batches that 139 GiB hold
         "plain-112-most": replace(plain, batch=112, **most),
         "plain-120-most": replace(plain, batch=120, **most),

@@ -1,11 +1,12 @@
 """The parts of a training step alone, on a GPU: what each could reach at best, and that our kernels are right there.
 
-    python benchmarks/step_parts.py [check] [tune] [products] [attention] [optimizer] [--batch 128] [--out parts.json]
-                                    [--tuning tuning.json]
+    python benchmarks/step_parts.py [check] [tune] [products] [fp8] [rounding] [attention] [optimizer] [--batch 128]
+                                    [--out parts.json] [--tuning tuning.json]
 
 `check` compares every kernel with its reference in float32, bf16 and float32 inputs. `tune` times kernels under several
 shapes of tiles, prints bytes a second, and leaves the best in `--tuning`, which `step.py --tuning` takes. `products`
-times the matrix products of a block at their real shapes (bf16, and fp8 for comparison); `attention` the backends on
+times the matrix products of a block at their real shapes; `fp8` those that 8 bits can make, with a scale a row and one
+for all, fast sums and exact ones, beside bf16's; `rounding` what it costs to make 8 bits; `attention` the backends on
 padded and real lengths; `optimizer` the passes over the weights. A part that fails says so.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast import reference
+from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight
 from sd3_light.model.fast.rows import Plan, Rows, make_plan
 
 WIDTH, HEADS, UNITS = 1536, 24, 64
@@ -70,30 +72,62 @@ def operands(
     norms = (torch.rand(width // heads, device=shift.device) + 0.5, torch.rand(width // heads, device=shift.device))
     match name:
         case "residual_norm":
-            for added in (None, pending()):
-                yield normal(rows.count, width), added, scale, shift, rows
+            for added, form in itertools.product((None, pending()), ("eight", "both", "plain")):
+                yield normal(rows.count, width), added, scale, shift, rows, form
         case "residual_norm_backward":
             streams, waiting = (None, normal(rows.count, width)), (None, pending())
-            for stream, added, again in itertools.product(streams, waiting, (shift, None)):
-                yield normal(rows.count, width), stream, normal(rows.count, width), added, scale, rows, again
+            for stream, added, again, form in itertools.product(streams, waiting, (shift, None), ("both", "plain")):
+                yield normal(rows.count, width), stream, normal(rows.count, width), added, scale, rows, again, form
+        case "gelu":
+            for form in ("both", "eight", "plain"):
+                yield normal(rows.count, 4 * width), form
         case "gelu_backward":
-            for again in (False, True):
-                yield normal(rows.count, 4 * width), normal(rows.count, 4 * width), again
+            for again, form in itertools.product((False, True), ("plain", "both")):
+                yield normal(rows.count, 4 * width), normal(rows.count, 4 * width), again, form
         case "join":
             for pair in (None, norms):
                 streams = (normal(plan.image.count, 3 * width), normal(plan.text.count, 3 * width))
                 yield streams, (pair, pair), heads, plan
         case "join_backward":
-            for pair in (None, norms):
+            for pair, form in itertools.product((None, norms), ("both", "plain")):
                 grads = tuple(normal(plan.room, heads, width // heads) for _ in range(3))
-                yield grads, normal(rows.count, 3 * width), pair, heads, rows
+                yield grads, normal(rows.count, 3 * width), pair, heads, rows, form
         case "take":
-            yield normal(plan.room, width), rows
+            for form in ("both", "eight", "plain"):
+                yield normal(plan.room, width), rows, form
+        case "round_rows":
+            yield (normal(rows.count, width),)
+        case "round_weight":
+            yield ([normal(width, width).float() for _ in range(3)],)
         case "give":
             yield normal(plan.image.count, width), normal(plan.text.count, width), plan
 
 
-OPERATIONS = ("residual_norm", "residual_norm_backward", "gelu_backward", "join", "join_backward", "take", "give")
+OPERATIONS = (
+    "residual_norm", "residual_norm_backward", "gelu", "gelu_backward", "join", "join_backward", "take", "give",
+    "round_rows", "round_weight",
+)  # fmt: skip
+ROUNDED_LIMIT = 5e-3
+"""Of rows in 8 bits: a number that lies between two may go to either, by the last bit of float32."""
+
+
+def eight_room(outputs: int, inputs: int, device: torch.device) -> EightWeight:
+    """Where a rounded weight goes."""
+
+    def eight(count: int, width: int) -> Eight:
+        return Eight(torch.zeros(count, width, device=device).to(E4M3), torch.zeros(count, 1, device=device))
+
+    return EightWeight(eight(outputs, inputs), eight(inputs, outputs))
+
+
+def applied(ops: Any, name: str, given: tuple[Any, ...]) -> Any:
+    """What an operation makes."""
+    if name != "round_weight":
+        return getattr(ops, name)(*given)
+    (weights,) = given
+    room = eight_room(sum(map(len, weights)), weights[0].shape[1], weights[0].device)
+    ops.round_weight(weights, room)
+    return room.forward, room.backward
 
 
 def worst_difference(found: Any, wanted: Any) -> float:
@@ -104,6 +138,10 @@ def worst_difference(found: Any, wanted: Any) -> float:
     if wanted is None:
         assert found is None
         return 0.0
+    if isinstance(wanted, Eight):
+        rounded = worst_difference(found.wide(), wanted.wide())
+        assert rounded < ROUNDED_LIMIT, f"rows in 8 bits differ by {rounded:.2e}"
+        return max(worst_difference(found.scale, wanted.scale), worst_difference(found.plain, wanted.plain))
     return max(worst_difference(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -118,7 +156,7 @@ def check_operation(name: str, device: torch.device) -> float:
         plan = make_plan(6, 70, max(real_lengths(6)), lengths, device)
         for rows in (plan.image, plan.text):
             for given in operands(name, rows, plan, dtype, WIDTH, HEADS):
-                found, wanted = (getattr(ops, name)(*given) for ops in (kernels, reference))
+                found, wanted = (applied(ops, name, given) for ops in (kernels, reference))
                 if name in ("join", "give"):  # rows behind the last sample mean nothing
                     count = plan.image.count + plan.text.count
                     found, wanted = ([part[:count] for part in _listed(made)] for made in (found, wanted))
@@ -154,15 +192,33 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "join": {"num_warps": [2, 4, 8]},
     "join_backward": {"STAGES": [1, 3], "num_warps": [4, 8, 16]},
     "copy": {"R": [1, 4], "num_warps": [4, 8]},
+    "norm_fp8": {"R": [1, 2, 4], "num_warps": [4, 8]},
+    "norm_backward_fp8": {"R": [1, 2], "STAGES": [1, 3], "num_warps": [4, 8, 16]},
+    "gelu_fp8": {"num_warps": [4, 8, 16]},
+    "gelu_backward_fp8": {"STAGES": [1, 2, 3], "num_warps": [8, 16, 32]},
+    "join_backward_fp8": {"STAGES": [1, 3], "num_warps": [4, 8, 16]},
+    "copy_fp8": {"R": [1, 4], "num_warps": [4, 8]},
+    "round_rows": {"R": [1, 4], "num_warps": [4, 8]},
+    "weight_rows": {"WALK": [8, 16, 32], "num_warps": [4, 8]},
+    "weight_columns": {"N": [64, 128], "K": [32, 64, 128], "num_warps": [4, 8]},
 }
-# operation, and how many [M, D] in bf16 it reads and writes in the form that a block uses
-MOVES = {
-    "norm": ("residual_norm", 4),
-    "norm_backward": ("residual_norm_backward", 6),
-    "gelu_backward": ("gelu_backward", 12),
-    "join": ("join", 6 * (1 + NUM_TEXT / NUM_IMAGE)),
-    "join_backward": ("join_backward", 8),
-    "copy": ("take", 2),
+# operation, the form of it that is tuned, and how many [M, D] in bf16 it reads and writes in that form
+MOVES: dict[str, tuple[str, int, float]] = {
+    "norm": ("residual_norm", -1, 4),
+    "norm_backward": ("residual_norm_backward", -1, 6),
+    "gelu_backward": ("gelu_backward", 0, 12),
+    "join": ("join", -1, 6 * (1 + NUM_TEXT / NUM_IMAGE)),
+    "join_backward": ("join_backward", -1, 8),
+    "copy": ("take", -1, 2),
+    "norm_fp8": ("residual_norm", -2, 4.5),
+    "norm_backward_fp8": ("residual_norm_backward", -2, 6.5),
+    "gelu_fp8": ("gelu", 0, 10),
+    "gelu_backward_fp8": ("gelu_backward", 1, 14),
+    "join_backward_fp8": ("join_backward", -2, 9.5),
+    "copy_fp8": ("take", 0, 2.5),
+    "round_rows": ("round_rows", 0, 1.5),
+    "weight_rows": ("round_weight", 0, 0),
+    "weight_columns": ("round_weight", 0, 0),
 }
 
 
@@ -173,9 +229,10 @@ def tune(batch: int, device: torch.device) -> dict[str, Any]:
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
     best: dict[str, Any] = {}
     for kernel, choices in CANDIDATES.items():
-        operation, moves = MOVES[kernel]
-        forms = list(operands(operation, plan.image, plan, torch.bfloat16, WIDTH, HEADS))
-        given = forms[0] if kernel == "gelu_backward" else forms[-1]
+        operation, form, moves = MOVES[kernel]
+        given = list(operands(operation, plan.image, plan, torch.bfloat16, WIDTH, HEADS))[form]
+        if operation == "round_weight":
+            given = (*given, eight_room(3 * WIDTH, WIDTH, device))
         times = []
         for values in itertools.product(*choices.values()):
             kernels.TUNING[kernel] = dict(zip(choices, values, strict=True))
@@ -228,15 +285,6 @@ def products(batch: int, device: torch.device) -> dict[str, Any]:
     flop = 2.0 * rows * WIDTH**2
     note("out, image rows among the joined ones, batched", flop, lambda: torch.bmm(
         joined[:, :NUM_IMAGE], square.t().expand(batch, -1, -1)))  # fmt: skip
-    eight, one = torch.float8_e4m3fn, torch.ones((), device=device)
-    for label, inner, outer in (("qkv", 1, 3), ("up", 1, 4), ("down", 4, 1)):
-        x, w = normal(rows, inner * WIDTH).to(eight), normal(outer * WIDTH, inner * WIDTH).to(eight)
-        by_row, by_column = torch.ones(rows, 1, device=device), torch.ones(1, outer * WIDTH, device=device)
-        flop = 2.0 * rows * inner * outer * WIDTH**2
-        note(f"fp8 {label} one scale", flop, lambda x=x, w=w: torch._scaled_mm(
-            x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))  # fmt: skip
-        note(f"fp8 {label} scale a row", flop, lambda x=x, w=w, a=by_row, b=by_column: torch._scaled_mm(
-            x, w.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True))  # fmt: skip
     for name, values in found.items():
         print(f"product {name:48} {values['ms']:8.3f} ms {values['tflops']:8.1f} TFLOP/s", flush=True)
     return found
@@ -337,7 +385,7 @@ def optimizer(device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, run, write."""
-    names = ("check", "tune", "products", "attention", "optimizer")
+    names = ("check", "tune", "products", "fp8", "rounding", "attention", "optimizer")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[], metavar="PART", help=f"of {', '.join(names)}; none: all")
     parser.add_argument("--batch", type=int, default=128)
@@ -346,11 +394,15 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(names)):
         parser.error(f"no part is named {unknown[0]}")
+    import step_fp8  # it stands on this one
+
     device, found = torch.device("cuda"), {}
     parts: dict[str, Callable[[], Any]] = {
         "check": lambda: broken_kernels(device),
         "tune": lambda: tune(args.batch, device),
         "products": lambda: products(args.batch, device),
+        "fp8": lambda: step_fp8.products(args.batch, device),
+        "rounding": lambda: step_fp8.rounding(args.batch, device),
         "attention": lambda: attention(args.batch, device),
         "optimizer": lambda: optimizer(device),
     }

@@ -199,7 +199,7 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         ema_tracks=1,
         checkpointing={"true": True, "false": False}.get(args.checkpointing, "selective"),  # type: ignore[arg-type]
         compiled=args.compile,
-        fast=args.fast != "false" and not args.compile and args.engine == "torch",
+        fast=args.fast != "false" and not args.compile,
         accumulation=args.accumulation,
         optimizer=args.optimizer,
     )

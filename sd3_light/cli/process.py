@@ -1,6 +1,7 @@
 """One call of the program: who this process is, what it prints, and how a fault ends it."""
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,6 +67,10 @@ def _say_stopped(text: str) -> None:
 
 
 def _fail(text: str, code: int) -> int:
+    if "torch.distributed" in sys.modules:
+        from sd3_light.engines.processes import abandon
+
+        abandon()
     if _DEBUG:
         traceback.print_exc()
     Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -101,7 +101,16 @@ class Sender:
         current.wait_event(buffer.arrived)
 
 
+def moved(prepared: Prepared, device: torch.device) -> Prepared:
+    """A micro-batch on the device, by the computation's own stream; what `Sender` has sent there stays as it is."""
+    features, label = (
+        tuple(value.to(device, non_blocking=True) if _travels(value) else value for value in part) for part in prepared
+    )
+    return features, label
+
+
 def _travels(value: Any) -> bool:
+    """Counts stay on the host: who needs them there would have to wait for the device."""
     return isinstance(value, Tensor) and value.dtype != torch.int64
 
 

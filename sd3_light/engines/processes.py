@@ -1,13 +1,16 @@
 """The processes of a run: their groups, and what they agree on without waiting for each other."""
 
+import atexit
 import os
 import re
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,9 +74,7 @@ def start_process_group(launch: Launch, device: torch.device, timeout_sec: float
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> Groups:
     _allow_sockets(launch.world)
-    if not dist.is_initialized():
-        cuda = device.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    open_default_group(device, timeout=timeout, device_id=device if device.type == "cuda" else None)
     control, ending = (dist.new_group(backend="gloo", timeout=patience) for patience in (timeout, _SAVING_TIMEOUT))
     first_machine = torch.tensor(launch.local_world)  # others may have more processes, or fewer
     dist.broadcast(first_machine, 0, control)
@@ -83,6 +84,30 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: b
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
     return Groups(control, saving, snapshots, ending, writers)
+
+
+def open_default_group(device: torch.device, **options: Any) -> None:
+    """Make the group of all processes, unless there is one; it ends when this process does.
+
+    Whoever leaves NCCL's group to the interpreter's end may wait for its threads there for ever.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if hasattr(sys, "last_value"):  # a script's own error ends it
+        abandon()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leave the group without a word to the others, who may be dead or in the middle of something: after a fault."""
+    atexit.unregister(_leave)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        c10d._abort_process_group()
 
 
 def share_patience(groups: Groups, timeout_sec: float) -> None:

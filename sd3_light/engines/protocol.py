@@ -80,12 +80,14 @@ class Piece:
 class Engine(Protocol):
     """Runs steps; shows what it holds of weights and optimizer state by canonical names.
 
-    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint.
+    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint. ``in_turn`` says that micro-batches of
+    a step are asked for one after another, each done with before the next but one: two may be on the device.
     """
 
     rank: int
     world: int
     writers: int
+    in_turn: bool
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

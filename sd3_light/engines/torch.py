@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.engines.ahead import moved
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.protocol import Piece, Prepared, StepResult
@@ -25,6 +26,8 @@ class TorchEngine:
     or gradient is not finite is not taken, which the device decides by itself. Of whole weights the first ``writers``
     processes write their shares of a checkpoint.
     """
+
+    in_turn = True
 
     def __init__(
         self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
@@ -73,7 +76,7 @@ class TorchEngine:
         names: tuple[str, ...] = ()
         shapes = set()
         for number, prepared in enumerate(batches):
-            features, label = self._to_device(prepared)
+            features, label = moved(prepared, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
@@ -111,7 +114,7 @@ class TorchEngine:
     @torch.no_grad()
     def evaluate(self, batch: Prepared) -> Tensor:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
-        features, label = self._to_device(batch)
+        features, label = moved(batch, self.device)
         each = self.module(features, label)["each"].double()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
         return torch.stack([(each * weight).sum(), weight.sum()])
@@ -119,7 +122,7 @@ class TorchEngine:
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(tuple(map(self._move, features)))
+        velocity: Tensor = self.module.denoise(moved((features, ()), self.device)[0])
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -159,16 +162,6 @@ class TorchEngine:
             if self.rank == 0:
                 found[name] = tensor.to("cpu", copy=True)
         return found if self.rank == 0 else None
-
-    def _to_device(self, prepared: Prepared) -> Prepared:
-        features, label = prepared
-        return tuple(map(self._move, features)), tuple(map(self._move, label))
-
-    def _move(self, tensor: Tensor | None) -> Tensor | None:
-        """Counts stay on the host: who needs them there would have to wait for the device."""
-        if tensor is None or tensor.dtype == torch.int64:
-            return tensor
-        return tensor.to(self.device, non_blocking=True)
 
 
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:

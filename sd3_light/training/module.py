@@ -56,7 +56,7 @@ class SD3TrainingModule(nn.Module):
 
     def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
         """The loss with its gradient; its parts and ``each`` without."""
-        return self.losses(self._run(features), label)
+        return self.losses(self.run(features), label)
 
     def losses(self, outputs: State, label: Label) -> Losses:
         """What `forward` returns, from the last layer's outputs."""
@@ -74,7 +74,7 @@ class SD3TrainingModule(nn.Module):
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
-        return self.velocity(self._run(features), features[0].shape[-2:])
+        return self.velocity(self.run(features), features[0].shape[-2:])
 
     def velocity(self, outputs: State, size: Sequence[int]) -> Tensor:
         """What `denoise` returns, from the last layer's outputs; ``size`` is the latent's height and width."""
@@ -85,7 +85,8 @@ class SD3TrainingModule(nn.Module):
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
         return [PipelineLayer(self, layer) for layer in self._layers]
 
-    def _run(self, features: tuple[Tensor, ...]) -> State:
+    def run(self, features: tuple[Tensor, ...]) -> State:
+        """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
         return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))

@@ -127,7 +127,7 @@ def require_same_export(project: Project, layout: Layout) -> None:
 
 # --- a lean round: every layout writes, and reads another's ----------------------------------------
 
-FAST = "ddp-fast"
+FAST = {DDP: 'activation_checkpointing="selective"', ZERO1: "compile=false", ZERO2: "activation_checkpointing=true"}
 # two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
 READS = {DS_ONE: ONE, DDP: PIPE, FSDP2: ZERO3, ZERO0: DDP, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
 POISONED = (ZERO0, PIPE, ZERO3)
@@ -147,7 +147,11 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
-        jobs += [job(rich, DDP, "fast=true", 'activation_checkpointing="selective"', run=FAST)] if world == 2 else []
+        jobs += [
+            job(rich, layout, "fast=true", key, run=f"{layout.name}-fast")
+            for layout, key in FAST.items()
+            if layout.world == world
+        ]
         jobs += [poisoned(rich, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
     return rich
@@ -160,9 +164,10 @@ def test_every_layout_makes_the_same_steps(trained: Project, layout: Layout) -> 
     require_same_curve(trained, f"{layout.name}-from-{READS[layout].name}", layout)
 
 
-def test_fast_blocks_make_the_same_steps_under_ddp(trained: Project) -> None:
-    """Their gradients reach the stock parameters, where DDP waits for them."""
-    require_same_curve(trained, FAST, DDP, rel=1e-4)
+@pytest.mark.parametrize("layout", FAST, ids=lambda layout: layout.name)
+def test_fast_blocks_make_the_same_steps(trained: Project, layout: Layout) -> None:
+    """Their gradients reach the stock parameters, where DDP and ZeRO wait for them."""
+    require_same_curve(trained, f"{layout.name}-fast", layout, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", EXPORTS, ids=lambda layout: layout.name)

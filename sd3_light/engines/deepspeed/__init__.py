@@ -31,8 +31,8 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         raise UserError(
             f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
         )
-    if config.adapter is not None and config.adapter.dropout > 0 and config.zero_stage < 2:
-        raise UserError("adapter.dropout is not offered in pipelines; write zero_stage = 2, or dropout = 0")
+    if config.adapter is not None and config.adapter.dropout > 0 and stages > 1:
+        raise UserError("adapter.dropout is not offered in pipelines; write pipeline_stages = 1, or dropout = 0")
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 in its place"
         raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")

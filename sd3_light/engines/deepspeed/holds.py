@@ -1,7 +1,7 @@
 """What both of DeepSpeed's engines are: processes that hold a state and show it by canonical names."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,3 @@ class HoldsState(Generic[State]):
         if self.world > 1:
             dist.all_reduce(numbers)
         return numbers
-
-    def _move(self, tensor: Any) -> Any:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)

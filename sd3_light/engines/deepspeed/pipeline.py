@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline over the list of layers: stages times data parallel, ZeRO 0 or 1."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.engines.ahead import moved
 from sd3_light.engines.deepspeed.holds import HoldsState
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.setup import quiet, settings
@@ -27,12 +28,19 @@ from sd3_light.optim.build import make_optimizer
 
 
 class _Stages(PipelineModule):
-    """The layers of one stage, cut as the config says and without telling about it."""
+    """The layers of one stage, cut as the config says and without telling about it.
 
-    def __init__(self, layers: Sequence[nn.Module], config: TrainConfig, loss: Any) -> None:
-        self._config = config
+    Where there is only one stage ``whole()`` runs all layers, whatever DeepSpeed hands in.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], config: TrainConfig, loss: Any, whole: Callable[[], Any]) -> None:
+        self._config, self._whole = config, whole
         with quiet():
             super().__init__(layers=list(layers), num_stages=config.pipeline_stages, loss_fn=loss)
+
+    def forward(self, state: Any) -> Any:
+        """What the last layer of the stage gives."""
+        return self._whole() if self.num_stages == 1 else super().forward(state)
 
     def _partition_layers(self, method: str = "") -> None:
         method, stages = self._config.partition_method, self._config.pipeline_stages
@@ -57,9 +65,9 @@ class PipelineEngine(HoldsState[StageState]):
     """Steps over float32 weights, each process holding one stage of the model.
 
     ``module`` is a `SD3TrainingModule`: its layers are cut, and its losses are computed by the last stage, from
-    where they reach all. All processes of a pipeline are given the same micro-batches; the first stage takes their
-    features and the last their labels, so nothing of them is sent. A step whose loss or gradient is not finite is not
-    taken.
+    where they reach all. One stage alone runs the module as torch's engine does. All processes of a pipeline are given
+    the same micro-batches; the first stage takes their features and the last their labels, so nothing of them is sent.
+    A step whose loss or gradient is not finite is not taken.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class PipelineEngine(HoldsState[StageState]):
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.grid = Grid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
+        self.in_turn = self.grid.stages == 1
         self.module = _any(module)
         self.names: tuple[str, ...] = self.module.loss_names
         self.clip = config.gradient_clipping
@@ -74,7 +83,7 @@ class PipelineEngine(HoldsState[StageState]):
         names = {
             id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad
         }
-        stages = _Stages(self.module.pipeline_layers(), config, self._loss)
+        stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._whole)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
@@ -89,6 +98,7 @@ class PipelineEngine(HoldsState[StageState]):
         self.pipe = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
         self.state = self._state(stages, parameters, names, config.zero_stage, writers)
         self.writers = self.state.writers
+        self._features: deque[tuple[Tensor, ...]] = deque()
         self._labels: deque[tuple[Tensor, tuple[Tensor | None, ...]]] = deque()
         self._purpose = self._learn
         self._share = 1.0
@@ -127,7 +137,6 @@ class PipelineEngine(HoldsState[StageState]):
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """The micro-batches through the pipeline and back, then a step clipped by the norm over all stages."""
-        assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
         self.optimizer.set_rate(lr)
         self._numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
         self._purpose, self._share = self._learn, 1 / len(batches)
@@ -136,14 +145,28 @@ class PipelineEngine(HoldsState[StageState]):
         return StepResult(self.names, self._numbers)
 
     def _feed(self, batches: Sequence[Prepared]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """Micro-batches as DeepSpeed takes them; their labels wait here, as its own cannot be without a mask."""
-        last = self.grid.stage == self.grid.stages - 1
-        for features, label in batches if self.grid.stages == 1 else _even(batches):
-            # on the device all of them: DeepSpeed would wait for its end to copy one that is not
-            times = self._move(features[1])
+        """Micro-batches as DeepSpeed takes them: on the device, or it would wait for its end to copy them.
+
+        Labels wait here, as its own cannot be without a mask, and so do the features of a stage that is alone, which
+        it would copy twice. Those of a first stage of several are its copies: they must outlast other micro-batches.
+        """
+        first, last = self.grid.stage == 0, self.grid.stage == self.grid.stages - 1
+        shapes = set()
+        for features, label in batches if self.in_turn else _even(batches):
+            shapes.add(tuple(features[0].shape))
+            assert len(shapes) == 1, "micro-batches of a step must be equal"
+            mine, label = moved((features if first else features[1:2], label), self.device)
+            times = mine[1] if first else mine[0]
             if last:
-                self._labels.append((times, tuple(map(self._move, label))))
-            yield tuple(map(self._move, features)) if self.grid.stage == 0 else (times,), times
+                self._labels.append((times, label))
+            if self.in_turn:
+                self._features.append(mine)
+            whole = first and not last
+            yield tuple(part.to(self.device, non_blocking=True) for part in mine) if whole else (times,), times
+
+    def _whole(self) -> Any:
+        """All layers, for the micro-batch whose turn it is."""
+        return self.module.run(self._features.popleft())
 
     def _loss(self, outputs: tuple[Tensor, ...], _: object) -> Tensor:
         """Called on the last stage, for each micro-batch in its turn."""

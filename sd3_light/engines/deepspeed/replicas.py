@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.engines.ahead import moved
 from sd3_light.engines.deepspeed.holds import HoldsState
 from sd3_light.engines.deepspeed.setup import quiet, settings
 from sd3_light.engines.deepspeed.shards import ShardState
@@ -24,6 +25,8 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
     ``module(features, label)`` returns losses as `TorchEngine` wants them. A step whose loss or gradient is not finite
     is not taken.
     """
+
+    in_turn = True
 
     def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
@@ -52,11 +55,13 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
 
     def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
-        assert len({tuple(features[0].shape) for features, _ in batches}) == 1, "micro-batches of a step must be equal"
         self.optimizer.set_rate(lr)
+        shapes = set()
         numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
         for number, prepared in enumerate(batches, start=1):
-            features, label = self._to_device(prepared)
+            features, label = moved(prepared, self.device)
+            shapes.add(tuple(features[0].shape))
+            assert len(shapes) == 1, "micro-batches of a step must be equal"
             losses: dict[str, Tensor] = dict(self.engine(features, label))
             bands = by_band(losses.pop("each"), features[1] / 1000)
             numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) / len(batches)
@@ -81,7 +86,7 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
     @torch.no_grad()
     def evaluate(self, batch: Prepared) -> Tensor:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
-        features, label = self._to_device(batch)
+        features, label = moved(batch, self.device)
         each = self.engine(features, label)["each"].double()
         self._let_go()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
@@ -90,7 +95,7 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(tuple(feature.to(self.device) for feature in features))
+        velocity: Tensor = self.module.denoise(moved((features, ()), self.device)[0])
         self._let_go()
         return velocity
 
@@ -98,7 +103,3 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
         """Without a backward pass ZeRO-3 keeps the weights that it gathered, but other ones may stand there next."""
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()
-
-    def _to_device(self, prepared: Prepared) -> Prepared:
-        features, label = prepared
-        return tuple(map(self._move, features)), tuple(map(self._move, label))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
+from sd3_light.engines.processes import open_default_group
 
 _BUCKET = 50_000_000  # elements that are reduced or gathered at once: 200 MB
 
@@ -29,10 +30,9 @@ def prepare(launch: Launch, device: torch.device) -> None:
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
         # an earlier engine of this process may have left its stages there
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
+        if launch.world == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            open_default_group(device, store=store, rank=0, world_size=1)
         library.init_distributed(dist_init_required=False, verbose=False)
 
 

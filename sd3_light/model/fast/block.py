@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sd3_light.model.fast import reference
+from sd3_light.model.fast import products
 from sd3_light.model.fast.attention import attend
+from sd3_light.model.fast.fp8 import Eight, Form, Operand
+from sd3_light.model.fast.operations import operations
 from sd3_light.model.fast.reference import Pending
 from sd3_light.model.fast.rows import Plan, Rows
 from sd3_light.model.fast.weights import Linear, Stream, Weights
@@ -21,6 +23,9 @@ from sd3_light.model.fast.weights import Linear, Stream, Weights
 Keep = Literal["all", "products", "inputs"]
 """What a block keeps for its backward pass. All of it; what products and attention made, the rest (norms, GELU, normed
 heads, copies) being made again in passing; or its inputs alone, so that the whole block runs again."""
+Products = Literal["plain", "fp8"]
+"""In what a block multiplies rows with weights, forward and for gradients of rows: the type that computes, or 8 bits.
+Gradients of weights, attention and modulation have the type that computes always."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,17 @@ class How:
     keep: Keep = "all"
     float32_gradients: bool = True
     """Gradients of weights leave their product in float32, not rounded to the type that computes."""
+    products: Products = "plain"
+    fast_sums: bool = True
+    """Products in 8 bits add up as fast as the tensor cores can, in less than float32."""
+    host: bool = True
+    """Let `host.py` compute on CPUs, where it can."""
 
-
-def operations(device: torch.device) -> ModuleType:
-    """The kernels where Triton can run, else their reference."""
-    if device.type == "cuda":
-        from sd3_light.model.fast import kernels
-
-        return kernels
-    return reference
+    def form(self, is_kept: bool) -> Form:
+        """Of rows that a product reads; ``is_kept``: the gradient of its weight will read them too."""
+        if self.products == "plain":
+            return "plain"
+        return "both" if is_kept else "eight"
 
 
 @dataclass
@@ -119,7 +126,7 @@ class Block(torch.autograd.Function):
         if how.keep == "products":
             attention.remember(ops, streams, saved, ctx.heads, plan)
             for stream, kept, row in zip(streams, saved, rows, strict=True):
-                kept.attended = None if stream.out is None else ops.take(attention.joined.detach(), row).flatten(1)
+                kept.attended = None if stream.out is None else ops.take(attention.joined.detach(), row)
         late = [
             _add_backward(ops, stream, values, row, kept, grads[2 * at : 2 * at + 2], how)
             if stream.out is not None
@@ -144,7 +151,10 @@ def _compute(
 ) -> tuple[tuple[Tensor, ...], list[_Saved], _Attention]:
     """(what the block hands on, what the backward pass needs); ``again`` without the products that only hand on."""
     ops, rows = operations(given[0][0].device), (plan.image, plan.text)
-    saved = [_read(ops, stream, values, row) for stream, values, row in zip(streams, given, rows, strict=True)]
+    form = how.form(is_kept=again or how.keep == "all")
+    saved = [
+        _read(ops, stream, values, row, how, form) for stream, values, row in zip(streams, given, rows, strict=True)
+    ]
     qkv = ops.join((saved[0].qkv, saved[1].qkv), (streams[0].norms, streams[1].norms), heads, plan)
     with torch.enable_grad():
         query, key, value = (part.detach().requires_grad_() for part in qkv)
@@ -152,7 +162,7 @@ def _compute(
     outputs: list[Tensor] = []
     for stream, values, row, kept in zip(streams, given, rows, saved, strict=True):
         if stream.out is not None:
-            outputs += _add(ops, stream, values, row, kept, joined.detach(), again)
+            outputs += _add(ops, stream, values, row, kept, joined.detach(), again, how, form)
     return tuple(outputs), saved, _Attention((query, key, value), joined)
 
 
@@ -161,32 +171,45 @@ def _pending(values: Any) -> Pending | None:
     return None if y is None else (y, bias, gate)
 
 
-def _read(ops: ModuleType, stream: Stream, values: Any, rows: Rows) -> _Saved:
+def _kept(rows: Operand) -> Tensor | None:
+    return rows.plain if isinstance(rows, Eight) else rows
+
+
+def _read(ops: ModuleType, stream: Stream, values: Any, rows: Rows, how: How, form: Form) -> _Saved:
     """The first half of a stream: norm, and the products of attention."""
     modulation = values[4]
     if stream.out is None:  # the last text: its norm has scale before shift
         scale, shift = modulation.chunk(2, dim=1)
     else:
         shift, scale = modulation.chunk(5, dim=1)[:2]
-    x1, h1 = ops.residual_norm(values[0], _pending(values), scale, shift, rows)
-    return _Saved(x1, h1, torch.addmm(stream.qkv.bias, h1, stream.qkv.weight.t()))
+    x1, h1 = ops.residual_norm(values[0], _pending(values), scale, shift, rows, form)
+    return _Saved(x1, _kept(h1), products.forward(stream.qkv, h1, True, how.fast_sums))
 
 
 def _add(
-    ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: _Saved, joined: Tensor, again: bool
+    ops: ModuleType,
+    stream: Stream,
+    values: Any,
+    rows: Rows,
+    kept: _Saved,
+    joined: Tensor,
+    again: bool,
+    how: How,
+    form: Form,
 ) -> tuple[Tensor, ...]:
     """The second half: attention's output into the stream, and the feed-forward, which stays pending."""
     assert stream.out is not None and stream.up is not None and stream.down is not None
     gate, shift, scale = values[4].chunk(5, dim=1)[2:]
-    kept.attended = ops.take(joined, rows).flatten(1)
-    kept.a = torch.mm(kept.attended, stream.out.weight.t())
-    x2, kept.h2 = ops.residual_norm(kept.x1, (kept.a, values[5], gate), scale, shift, rows)
-    kept.x2 = x2.detach()  # an output that its own node held would be a circle
-    kept.u = torch.addmm(stream.up.bias, kept.h2, stream.up.weight.t())
+    attended = ops.take(joined, rows, form)
+    kept.attended, kept.a = _kept(attended), products.forward(stream.out, attended, False, how.fast_sums)
+    x2, h2 = ops.residual_norm(kept.x1, (kept.a, values[5], gate), scale, shift, rows, form)
+    kept.x2, kept.h2 = x2.detach(), _kept(h2)  # an output that its own node held would be a circle
+    kept.u = products.forward(stream.up, h2, True, how.fast_sums)
     if again:  # the backward pass of GELU makes it
         return ()
-    kept.g = ops.gelu(kept.u)
-    return x2, torch.mm(kept.g, stream.down.weight.t())
+    g = ops.gelu(kept.u, form)
+    kept.g = _kept(g)
+    return x2, products.forward(stream.down, g, False, how.fast_sums)
 
 
 @dataclass
@@ -201,25 +224,26 @@ class _Late:
 
 
 def _add_backward(ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: How) -> _Late:
-    gx, df = grads
+    assert stream.out is not None and stream.up is not None and stream.down is not None
+    form, fast, wide = how.form(is_kept=True), how.fast_sums, how.float32_gradients
+    gx, df = grads[0], grads[1] if form == "plain" else ops.round_rows(grads[1])
     gate, shift, scale = values[4].chunk(5, dim=1)[2:]
-    dg = torch.mm(df, stream.down.weight)  # type: ignore[union-attr]
-    du, again, up_bias = ops.gelu_backward(dg, kept.u, kept.g is None)
+    dg = products.of_input(stream.down, df, fast)
+    du, again, up_bias = ops.gelu_backward(dg, kept.u, kept.g is None, form)
     del dg
-    down = _of_weight(df, kept.g if again is None else again, how)
+    down = products.of_weight(df, kept.g if again is None else again, wide)
     kept.g = kept.u = again = None
-    dh2 = torch.mm(du, stream.up.weight)  # type: ignore[union-attr]
+    dh2 = products.of_input(stream.up, du, fast)
     pending, wanted = (kept.a, values[5], gate), shift if kept.h2 is None else None
     dx, da, dscale, dshift, dgate, out_bias, h2 = ops.residual_norm_backward(
-        dh2, gx, kept.x2, pending, scale, rows, wanted
+        dh2, gx, kept.x2, pending, scale, rows, wanted, form
     )
-    up = _of_weight(du, kept.h2 if h2 is None else h2, how)
+    up = products.of_weight(du, kept.h2 if h2 is None else h2, wide)
     del du, dh2
-    out = _of_weight(da, kept.attended, how)
+    out = products.of_weight(da, kept.attended, wide)
     kept.x2 = kept.h2 = kept.a = kept.attended = None
-    return _Late(
-        dx, torch.mm(da, stream.out.weight), [dgate, dshift, dscale], [out, up, up_bias, down], out_bias  # type: ignore[union-attr]
-    )  # fmt: skip
+    attended = products.of_input(stream.out, da, fast)
+    return _Late(dx, attended, [dgate, dshift, dscale], [out, up, up_bias, down], out_bias)
 
 
 def _read_backward(
@@ -234,26 +258,19 @@ def _read_backward(
     how: How,
 ) -> tuple[list[Any], list[Any]]:
     """(gradients of the stream's six inputs, gradients of its parameters)"""
-    dqkv, bias, norms = ops.join_backward(grad_qkv, kept.qkv, stream.norms, heads, rows)
-    dh1 = torch.mm(dqkv, stream.qkv.weight)
+    dqkv, bias, norms = ops.join_backward(grad_qkv, kept.qkv, stream.norms, heads, rows, how.form(is_kept=True))
+    dh1 = products.of_input(stream.qkv, dqkv, how.fast_sums)
     is_last = stream.out is None
     scale, shift = values[4].chunk(2, dim=1) if is_last else values[4].chunk(5, dim=1)[1::-1]
     dx, dy, dscale, dshift, dgate, dbias, h1 = ops.residual_norm_backward(
         dh1, late.x, kept.x1, _pending(values), scale, rows, shift if kept.h1 is None else None
     )
-    weight = _of_weight(dqkv, kept.h1 if h1 is None else h1, how)
+    weight = products.of_weight(dqkv, kept.h1 if h1 is None else h1, how.float32_gradients)
     first = [dscale, dshift] if is_last else [dshift, dscale]
     modulation = torch.cat([*first, *late.modulation], dim=1).to(values[4].dtype)
     gate = None if dgate is None else dgate.to(values[3].dtype)
     learned = [*stream.qkv.split(weight), *stream.qkv.split(bias), *late.weights, *(norms or ())]
     return [dx, dy, dbias, gate, modulation, late.out_bias], learned
-
-
-def _of_weight(grad: Tensor, rows: Tensor, how: How) -> Tensor:
-    """grad^T rows: what a weight learns."""
-    if how.float32_gradients and grad.is_cuda and grad.dtype != torch.float32:
-        return torch.mm(grad.t(), rows, out_dtype=torch.float32)
-    return torch.mm(grad.t(), rows)
 
 
 # --- what is around the blocks -----------------------------------------------------------------
@@ -292,7 +309,7 @@ class Modulation(torch.autograd.Function):
         """``parameters`` are the weights, then the biases, for autograd."""
         ctx.linear, ctx.how = linear, how
         ctx.save_for_backward(time)
-        return torch.addmm(linear.bias, time, linear.weight.t())
+        return products.forward(linear, time, True, False)
 
     @staticmethod
     @once_differentiable
@@ -300,8 +317,8 @@ class Modulation(torch.autograd.Function):
         """Gradients in the order of the inputs."""
         (time,) = ctx.saved_tensors
         linear = ctx.linear
-        weight, bias = _of_weight(grad, time, ctx.how), grad.float().sum(0)
-        return None, None, torch.mm(grad, linear.weight), *linear.split(weight), *linear.split(bias)
+        weight, bias = products.of_weight(grad, time, ctx.how.float32_gradients), grad.float().sum(0)
+        return None, None, products.of_input(linear, grad, False), *linear.split(weight), *linear.split(bias)
 
 
 def modulate(weights: Weights, time_BD: Tensor, how: How) -> Tensor:

@@ -15,7 +15,6 @@ from sd3_light.model.fast.host import HostBlock, HostNorm
 from sd3_light.model.fast.rows import Plan, make_plan
 from sd3_light.model.fast.weights import Stream, Weights
 
-HOST_OFF = False
 Pending = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Streams = list[Pending]
 """Image and text, each with what is pending: (x, y, bias, gate)."""
@@ -61,7 +60,7 @@ class FastDenoiser:
         assert obstacle(transformer) is None, obstacle(transformer)
         self.transformer, self.dtype, self.how = transformer, dtype, how or How()
         self.heads = int(transformer.config.num_attention_heads)
-        self.weights = Weights(transformer, dtype)
+        self.weights = Weights(transformer, dtype, self.how.products == "fp8")
         self.run_block: Callable[..., Any] = self._by_hand
 
     def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
@@ -138,11 +137,13 @@ class FastDenoiser:
         return [(outputs[at], outputs[at + 1]) for at in range(0, len(outputs), 2)]
 
     def _on_host(self, plan: Plan) -> bool:
-        on_cpu = plan.starts.device.type == "cpu" and self.dtype == torch.float32
-        return on_cpu and plan.length is not None and self.how.keep == "all" and not HOST_OFF
+        how = self.how
+        can = plan.length is not None and how.keep == "all" and how.products == "plain" and self.dtype == torch.float32
+        return how.host and can and plan.starts.device.type == "cpu"
 
     def compile(self, **options: Any) -> None:
         """Let the compiler write the blocks, forward and backward, instead of the hand-written kernels."""
+        assert self.how.products == "plain", "compiled blocks multiply in the type that computes"
         compiled = torch.compile(_plain_block, **options)
 
         def run(

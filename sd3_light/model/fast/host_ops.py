@@ -19,6 +19,9 @@ _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 _SLOPE_1 = torch.tensor(_SLOPE)
 
+FEW = 256
+"""Up to so many rows a sample, all products of queries and keys at once are quicker than torch's attention."""
+
 
 @dataclass
 class Normed:
@@ -80,7 +83,10 @@ def residual_norm_backward(kept: Normed, dh: Tensor, gx: Tensor | None) -> Norme
 
 
 def gelu(u: Tensor) -> tuple[Tensor, Tensor]:
-    """(GELU in the tanh form, the share of ``u`` that it lets through): u sigmoid(2 sqrt(2 / pi) (u + 0.044715 u^3))."""
+    """(GELU in its tanh form, the share of ``u`` that it lets through).
+
+    0.5 (1 + tanh(z)) = sigmoid(2 z), which is quicker to compute.
+    """
     share = torch.addcmul(_SLOPE_1, u, u, value=_SLOPE * _CUBIC).mul_(u).sigmoid_()
     return u * share, share
 
@@ -136,38 +142,44 @@ def join_backward(grad: Tensor, kept: Heads, lengths: Sequence[int]) -> tuple[li
 
 @dataclass
 class Attended:
-    """Attention of [3, B, H, K, E]: its output [B, H, Q, E] of the first Q rows, and what the backward pass needs."""
+    """Attention over [3, B, H, K, E]: what it gave the first Q rows [B, H, Q, E], and what the backward pass needs."""
 
-    qkv: Tensor
-    probabilities: Tensor
     output: Tensor
+    qkv: Tensor
+    shares: Tensor | None = None
+    leaves: tuple[Tensor, ...] = ()
 
 
 def attend(qkv: Tensor, queries: int) -> Attended:
-    """Every one of the first ``queries`` rows looks at all rows of its sample."""
+    """Each of the first ``queries`` rows of a sample looks at all of its rows."""
     _, samples, heads, rows, width = qkv.shape
+    if rows > FEW:
+        with torch.enable_grad():
+            leaves = tuple(part.detach().requires_grad_() for part in (qkv[0, :, :, :queries], qkv[1], qkv[2]))
+            return Attended(torch.nn.functional.scaled_dot_product_attention(*leaves), qkv, leaves=leaves)
     query, key, value = qkv.view(3, samples * heads, rows, width)
     scores = torch.bmm(query[:, :queries], key.transpose(1, 2)).mul_(width**-0.5)
     shares = torch.softmax(scores, -1)
-    return Attended(qkv, shares, torch.bmm(shares, value).view(samples, heads, queries, width))
+    return Attended(torch.bmm(shares, value).view(samples, heads, queries, width), qkv, shares)
 
 
 def attend_backward(kept: Attended, grad: Tensor) -> Tensor:
-    """The gradient [3, B, H, K, E] from that of the output [B, H, Q, E]."""
+    """The gradient [3, B, H, K, E] from that of the output; rows that asked nothing have none of their queries."""
     _, samples, heads, rows, width = kept.qkv.shape
-    queries = grad.shape[2]
-    found = torch.zeros_like(kept.qkv) if queries < rows else torch.empty_like(kept.qkv)
-    dquery, dkey, dvalue = found.view(3, samples * heads, rows, width)
-    query, key, value = kept.qkv.view(3, samples * heads, rows, width)
-    shares, grad = kept.probabilities, grad.reshape(samples * heads, queries, width)
-    torch.bmm(shares.transpose(1, 2), grad, out=dvalue)
-    dshares = torch.bmm(grad, value.transpose(1, 2))
-    dscores = torch._softmax_backward_data(dshares, shares, -1, torch.float32).mul_(width**-0.5)
-    torch.bmm(dscores.transpose(1, 2), query[:, :queries], out=dkey)
-    if queries < rows:
-        dquery[:, :queries] = torch.bmm(dscores, key)
+    queries, found = grad.shape[2], torch.empty_like(kept.qkv)
+    found[0, :, :, queries:] = 0
+    if kept.shares is None:
+        dquery, found[1], found[2] = torch.autograd.grad(kept.output, kept.leaves, grad)
     else:
-        torch.bmm(dscores, key, out=dquery)
+        query, key, value = kept.qkv.view(3, samples * heads, rows, width)
+        shares, grad = kept.shares, grad.reshape(samples * heads, queries, width)
+        _, dkey, dvalue = found.view(3, samples * heads, rows, width)
+        torch.bmm(shares.transpose(1, 2), grad, out=dvalue)
+        dshares = torch.bmm(grad, value.transpose(1, 2))
+        dscores = torch._softmax_backward_data(dshares, shares, -1, torch.float32).mul_(width**-0.5)
+        torch.bmm(dscores.transpose(1, 2), query[:, :queries], out=dkey)
+        dquery = torch.bmm(dscores, key).view(samples, heads, queries, width)
+    found[0, :, :, :queries] = dquery
     return found
 
 

@@ -11,32 +11,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sd3_light.model.fast.reference import EPS, HeadNorms, Pending, gelu
+from sd3_light.model.fast import kernels_fp8, reference
+from sd3_light.model.fast.fp8 import Form, Operand
+from sd3_light.model.fast.kernels_fp8 import Room, by_row, round_rows, round_weight, store_rows
+from sd3_light.model.fast.reference import EPS, HeadNorms, Pending
 from sd3_light.model.fast.rows import Plan, Rows
+from sd3_light.model.fast.tuning import TUNING
 
-__all__ = ["gelu", "gelu_backward", "give", "join", "join_backward", "residual_norm", "residual_norm_backward", "take"]
+__all__ = [
+    "gelu", "gelu_backward", "give", "join", "join_backward", "residual_norm", "residual_norm_backward", "round_rows",
+    "round_weight", "take",
+]  # fmt: skip
 
 CHUNK = 32
 """Rows that one program walks where it sums over them."""
 
-TUNING: dict[str, dict[str, int]] = {
-    "norm": {"R": 4, "num_warps": 4},
-    "norm_backward": {"R": 1, "STAGES": 3, "num_warps": 4},
-    "gelu_backward": {"R": 4, "BLOCK": 1024, "STAGES": 2, "num_warps": 4},
-    "join": {"num_warps": 8},
-    "join_backward": {"STAGES": 3, "num_warps": 8},
-    "copy": {"R": 4, "num_warps": 8},
-}
-"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found these
-best on an H200 at width 1536."""
+
+def _key(kernel: str, form: Form) -> str:
+    return kernel if form == "plain" else f"{kernel}_fp8"
 
 
 # --- norm, scale, shift; gate and residual -----------------------------------------------------
 
 
 @triton.jit
-def _norm(x, y, bias, gate, scale, shift, owner, x_out, h, gate_stride, mod_stride, count, EPS: tl.constexpr,
-          D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PENDING: tl.constexpr):  # fmt: skip
+def _norm(x, y, bias, gate, scale, shift, owner, x_out, h, h8, scales, gate_stride, mod_stride, count,
+          EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PENDING: tl.constexpr,
+          PLAIN: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)[None, :]
     is_row = (rows < count)[:, None]
@@ -56,32 +57,34 @@ def _norm(x, y, bias, gate, scale, shift, owner, x_out, h, gate_stride, mod_stri
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / D + EPS)
     by = tl.load(scale + sample * mod_stride + cols, mask=mask, other=0.0).to(tl.float32)
     plus = tl.load(shift + sample * mod_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(h + at, (centred * rstd * (1.0 + by) + plus).to(h.dtype.element_ty), mask=mask)
+    made = centred * rstd * (1.0 + by) + plus
+    store_rows(made, h, h8, scales, rows[:, None], at, is_row, mask, PLAIN, EIGHT)
 
 
 def residual_norm(
-    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows, form: Form = "plain"
+) -> tuple[Tensor, Any]:
     """See `reference.residual_norm`."""
     count, width = x.shape
     assert x.is_contiguous() and scale.stride(0) == shift.stride(0)
     y, bias, gate = pending if pending is not None else (x, x, x)
     assert y.is_contiguous()
-    h = torch.empty_like(x)
+    room = Room(count, width, x, form)
     x_out = torch.empty_like(x) if pending is not None else x
-    tuning = TUNING["norm"]
+    tuning = TUNING[_key("norm", form)]
     _norm[(triton.cdiv(count, tuning["R"]),)](
-        x, y, bias, gate, scale, shift, rows.owner, x_out, h, gate.stride(0), scale.stride(0), count,
-        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), PENDING=pending is not None, **tuning,
+        x, y, bias, gate, scale, shift, rows.owner, x_out, *room.pointers, gate.stride(0), scale.stride(0), count,
+        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), PENDING=pending is not None, **room.flags, **tuning,
     )  # fmt: skip
-    return x_out, h
+    return x_out, room.operand()
 
 
 @triton.jit
-def _norm_backward(dh, gx, x, y, bias, gate, scale, shift, starts, dx, dy, h, partial, gate_stride, mod_stride,
+def _norm_backward(dh, gx, x, y, bias, gate, scale, shift, starts, dx, dy, dy8, scales, h, partial, gate_stride,
+                   mod_stride,
                    EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
                    SUMS: tl.constexpr, STREAM: tl.constexpr, PENDING: tl.constexpr, AGAIN: tl.constexpr,
-                   STAGES: tl.constexpr):  # fmt: skip
+                   PLAIN: tl.constexpr, EIGHT: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + sample) + tl.program_id(1) * CHUNK
     last = tl.minimum(first + CHUNK, tl.load(starts + sample + 1))
@@ -119,7 +122,7 @@ def _norm_backward(dh, gx, x, y, bias, gate, scale, shift, starts, dx, dy, h, pa
         sum_dh_normed += tl.sum(grad * normed, axis=0)
         if PENDING:
             result = tl.where(mask, result, 0.0)
-            tl.store(dy + at, (result * gates).to(dy.dtype.element_ty), mask=mask)
+            store_rows(result * gates, dy, dy8, scales, rows, at, rows < last, mask, PLAIN, EIGHT)
             added = tl.load(y + at, mask=mask, other=0.0).to(tl.float32) + biases
             sum_dx += tl.sum(result, axis=0)
             sum_dx_y += tl.sum(result * added, axis=0)
@@ -139,28 +142,30 @@ def residual_norm_backward(
     scale: Tensor,
     rows: Rows,
     shift: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    form: Form = "plain",
+) -> tuple[Tensor, Operand | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See `reference.residual_norm_backward`."""
     assert dh.is_contiguous() and x.is_contiguous() and (gx is None or gx.is_contiguous())
     width, sums = x.shape[1], 2 if pending is None else 4
     y, bias, gate = pending if pending is not None else (x, x, x)
     dx = torch.empty_like(x)
-    dy = torch.empty_like(x) if pending is not None else dx
+    room = Room(0 if pending is None else len(x), width, x, form)
     h = torch.empty_like(x) if shift is not None else None
     assert shift is None or shift.stride(0) == scale.stride(0)
     grid = (rows.samples, triton.cdiv(rows.longest, CHUNK))
     partial = x.new_empty(*grid, sums, width, dtype=torch.float32)
     _norm_backward[grid](
         dh, x if gx is None else gx, x, y, bias, gate, scale, scale if shift is None else shift, rows.starts,
-        dx, dy, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
+        dx, *room.pointers, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
         EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK, SUMS=sums,
-        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **TUNING["norm_backward"],
+        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **room.flags,
+        **TUNING[_key("norm_backward", form)],
     )  # fmt: skip
     total = partial.sum(1)
     if pending is None:
         return dx, None, total[:, 1], total[:, 0], None, None, h
     dbias = (gate.float() * total[:, 3]).sum(0)
-    return dx, dy, total[:, 1], total[:, 0], total[:, 2], dbias, h
+    return dx, room.operand(), total[:, 1], total[:, 0], total[:, 2], dbias, h
 
 
 # --- GELU --------------------------------------------------------------------------------------
@@ -191,8 +196,15 @@ def _gelu_backward(dg, u, du, g, partial, count, F: tl.constexpr, BLOCK: tl.cons
     tl.store(partial + tl.program_id(0).to(tl.int64) * F + flat, total, mask=flat < F)
 
 
-def gelu_backward(dg: Tensor, u: Tensor, again: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def gelu(u: Tensor, form: Form = "plain") -> Any:
+    """See `reference.gelu`."""
+    return reference.gelu(u) if form == "plain" else kernels_fp8.gelu(u, form)
+
+
+def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> tuple[Operand, Tensor | None, Tensor]:
     """See `reference.gelu_backward`."""
+    if form != "plain":
+        return kernels_fp8.gelu_backward_rows(dg, u, again)
     assert dg.is_contiguous() and u.is_contiguous()
     count, width = u.shape
     tuning = TUNING["gelu_backward"]
@@ -262,9 +274,9 @@ def _norm_of_heads_backward(grad, value, weight, EPS: tl.constexpr, E: tl.conste
 
 
 @triton.jit
-def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, partial, partial_norm, count, EPS: tl.constexpr,
-                   H: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, NORMED: tl.constexpr,
-                   STAGES: tl.constexpr):  # fmt: skip
+def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, dqkv8, scales, partial, partial_norm, count,
+                   EPS: tl.constexpr, H: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
+                   NORMED: tl.constexpr, EIGHT: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     first = tl.program_id(0) * CHUNK
     last = tl.minimum(first + CHUNK, count)
     heads = tl.arange(0, HEADS)[:, None]
@@ -298,6 +310,16 @@ def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, partial, partial_norm, 
         tl.store(dqkv + target, grad_q.to(dqkv.dtype.element_ty), mask=mask)
         tl.store(dqkv + target + H * E, grad_k.to(dqkv.dtype.element_ty), mask=mask)
         tl.store(dqkv + target + 2 * H * E, grad_v.to(dqkv.dtype.element_ty), mask=mask)
+        if EIGHT:
+            highest = tl.maximum(tl.maximum(tl.abs(grad_q), tl.abs(grad_k)), tl.abs(grad_v))
+            peak = tl.max(tl.max(highest, axis=1), axis=0)
+            grad_q, scale = by_row(grad_q, peak)
+            grad_k, scale = by_row(grad_k, peak)
+            grad_v, scale = by_row(grad_v, peak)
+            tl.store(scales + row, scale)
+            tl.store(dqkv8 + target, grad_q.to(dqkv8.dtype.element_ty), mask=mask)
+            tl.store(dqkv8 + target + H * E, grad_k.to(dqkv8.dtype.element_ty), mask=mask)
+            tl.store(dqkv8 + target + 2 * H * E, grad_v.to(dqkv8.dtype.element_ty), mask=mask)
     out = partial + tl.program_id(0).to(tl.int64) * 3 * H * E + at
     tl.store(out, sum_q, mask=mask)
     tl.store(out + H * E, sum_k, mask=mask)
@@ -309,61 +331,76 @@ def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, partial, partial_norm, 
 
 
 def join_backward(
-    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows, form: Form = "plain"
+) -> tuple[Operand, Tensor, tuple[Tensor, Tensor] | None]:
     """See `reference.join_backward`."""
+    assert form != "eight", "gradients of weights read it too"
     assert qkv.is_contiguous() and all(grad.is_contiguous() for grad in grads)
     count, units = len(qkv), qkv.shape[1] // (3 * heads)
     grid = (triton.cdiv(count, CHUNK),)
-    dqkv = torch.empty_like(qkv)
+    room = Room(count, qkv.shape[1], qkv, form)
     partial = qkv.new_empty(*grid, qkv.shape[1], dtype=torch.float32)
     partial_norm = qkv.new_empty(*grid, 2, units, dtype=torch.float32)
     wq, wk = norms if norms is not None else (qkv, qkv)
     _join_backward[grid](
-        *grads, qkv, wq, wk, rows.place, dqkv, partial, partial_norm, count, EPS=EPS, H=heads, E=units,
-        HEADS=triton.next_power_of_2(heads), CHUNK=CHUNK, NORMED=norms is not None, **TUNING["join_backward"],
+        *grads, qkv, wq, wk, rows.place, *room.pointers, partial, partial_norm, count, EPS=EPS, H=heads, E=units,
+        HEADS=triton.next_power_of_2(heads), CHUNK=CHUNK, NORMED=norms is not None, EIGHT=form != "plain",
+        **TUNING[_key("join_backward", form)],
     )  # fmt: skip
     if norms is None:
-        return dqkv, partial.sum(0), None
+        return room.operand(), partial.sum(0), None
     weights = partial_norm.sum(0)
-    return dqkv, partial.sum(0), (weights[0], weights[1])
+    return room.operand(), partial.sum(0), (weights[0], weights[1])
 
 
 # --- rows in and out of the joined ones --------------------------------------------------------
 
 
 @triton.jit
-def _copy(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, OUT: tl.constexpr):
+def _take(source, place, plain, eight, scales, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+          PLAIN: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.arange(0, BLOCK)[None, :]
+    is_row = (rows < count)[:, None]
+    mask = is_row & (cols < D)
+    there = tl.load(place + rows, mask=rows < count, other=0).to(tl.int64)[:, None] * D + cols
+    here = rows.to(tl.int64)[:, None] * D + cols
+    values = tl.load(source + there, mask=mask, other=0.0).to(tl.float32)
+    store_rows(values, plain, eight, scales, rows[:, None], here, is_row, mask, PLAIN, EIGHT)
+
+
+def take(joined: Tensor, rows: Rows, form: Form = "plain") -> Any:
+    """See `reference.take`."""
+    assert joined.is_contiguous()
+    width, tuning = joined[0].numel(), TUNING[_key("copy", form)]
+    room, block = Room(rows.count, width, joined, form), triton.next_power_of_2(width)
+    _take[(triton.cdiv(rows.count, tuning["R"]),)](
+        joined, rows.place, *room.pointers, rows.count, D=width, BLOCK=block, **room.flags, **tuning
+    )
+    return room.operand()
+
+
+@triton.jit
+def _give(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < count)[:, None] & (cols < D)
     there = tl.load(place + rows, mask=rows < count, other=0).to(tl.int64)[:, None] * D + cols
     here = rows.to(tl.int64)[:, None] * D + cols
-    if OUT:
-        tl.store(target + here, tl.load(source + there, mask=mask, other=0.0), mask=mask)
-    else:
-        tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
+    tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
 
 
-def _copy_rows(source: Tensor, rows: Rows, target: Tensor, out: bool) -> None:
+def _give_rows(source: Tensor, rows: Rows, target: Tensor) -> None:
     width, tuning = source[0].numel(), TUNING["copy"]
     grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
     block = triton.next_power_of_2(width)
-    _copy[grid](source, rows.place, target, rows.count, D=width, BLOCK=block, OUT=out, **tuning)
-
-
-def take(joined: Tensor, rows: Rows) -> Tensor:
-    """See `reference.take`."""
-    assert joined.is_contiguous()
-    found = joined.new_empty(rows.count, *joined.shape[1:])
-    _copy_rows(joined, rows, found, out=True)
-    return found
+    _give[grid](source, rows.place, target, rows.count, D=width, BLOCK=block, **tuning)
 
 
 def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
     """See `reference.give`."""
     assert image.is_contiguous() and text.is_contiguous()
     joined = image.new_empty(plan.room, *image.shape[1:])
-    _copy_rows(image, plan.image, joined, out=False)
-    _copy_rows(text, plan.text, joined, out=False)
+    _give_rows(image, plan.image, joined)
+    _give_rows(text, plan.text, joined)
     return joined

@@ -1,15 +1,18 @@
 """The operations between the products of a block, in plain torch: what the kernels of `kernels.py` must compute.
 
 They are what runs where there is no Triton, and the forward ones can be differentiated by autograd. All take and give
-rows [M, D]; numbers of a sample (scale, shift, gate: [B, D]) belong to all of its rows. Sums are in float32.
+rows [M, D]; numbers of a sample (scale, shift, gate: [B, D]) belong to all of its rows. Sums are in float32. Rows that
+go into a product come in a ``form``: a tensor of the type that computes, or an `Eight`, rounded from float32.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sd3_light.model.fast.fp8 import Eight, EightWeight, Form, Operand, formed
 from sd3_light.model.fast.rows import Plan, Rows
 
 EPS = 1e-6
@@ -39,12 +42,12 @@ def add(x: Tensor, pending: Pending, rows: Rows) -> Tensor:
 
 
 def residual_norm(
-    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows, form: Form = "plain"
+) -> tuple[Tensor, Any]:
     """(the stream with what was pending added, its norm scaled and shifted)."""
     x = x if pending is None else add(x, pending, rows)
     normed = F.layer_norm(x.float(), (x.shape[1],), eps=EPS)
-    return x, (normed * (1 + spread(scale, rows).float()) + spread(shift, rows).float()).to(x.dtype)
+    return x, formed(normed * (1 + spread(scale, rows).float()) + spread(shift, rows).float(), form, x.dtype)
 
 
 def residual_norm_backward(
@@ -55,9 +58,10 @@ def residual_norm_backward(
     scale: Tensor,
     rows: Rows,
     shift: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    form: Form = "plain",
+) -> tuple[Tensor, Operand | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients (stream, product, scale, shift, gate, bias) from the normed rows' and, along the stream, ``gx``; then
-    the normed rows themselves, where ``shift`` is given to make them again.
+    the normed rows themselves, where ``shift`` is given to make them again. ``form`` is that of the product's gradient.
 
     ``x`` is the stream after what was pending; gradients of what was are None where nothing was.
     """
@@ -78,22 +82,24 @@ def residual_norm_backward(
     y, bias, gate = pending
     dy = dx * spread(gate, rows).float()
     dgate = add_up(dx * (y.float() + bias.float()), rows)
-    return dx.to(x.dtype), dy.to(x.dtype), dscale, dshift, dgate, dy.sum(0), again
+    return dx.to(x.dtype), formed(dy, form, x.dtype), dscale, dshift, dgate, dy.sum(0), again
 
 
-def gelu(u: Tensor) -> Tensor:
+def gelu(u: Tensor, form: Form = "plain") -> Any:
     """The tanh form that SD3 has."""
-    return F.gelu(u, approximate="tanh")
+    if form == "plain":
+        return F.gelu(u, approximate="tanh")
+    return formed(F.gelu(u.float(), approximate="tanh"), form, u.dtype)
 
 
-def gelu_backward(dg: Tensor, u: Tensor, again: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> tuple[Operand, Tensor | None, Tensor]:
     """(gradient of ``u``, GELU of ``u`` where it is wanted ``again``, sum of the gradient over rows in float32)."""
     value = u.float()
     slope = 2 * math.sqrt(2 / math.pi)
     share = torch.sigmoid(slope * (value + 0.044715 * value**3))
     inner = value * share * (1 - share) * slope * (1 + 3 * 0.044715 * value.square())
     du = dg.float() * (share + inner)
-    return du.to(u.dtype), (value * share).to(u.dtype) if again else None, du.sum(0)
+    return formed(du, form, u.dtype), (value * share).to(u.dtype) if again else None, du.sum(0)
 
 
 def _rms(values_MHE: Tensor, weight_E: Tensor | None) -> Tensor:
@@ -129,8 +135,8 @@ def join(
 
 
 def join_backward(
-    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows, form: Form = "plain"
+) -> tuple[Operand, Tensor, tuple[Tensor, Tensor] | None]:
     """Of one stream: gradients of its products [M, 3 D], of their bias, and of the norms' weights (float32)."""
     place = rows.place.long()
     pieces = [grad[place].float() for grad in grads]
@@ -144,12 +150,12 @@ def join_backward(
             weights.append((pieces[at] * normed).sum((0, 1)))
             pieces[at] = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dqkv = torch.stack(pieces, dim=1).flatten(1)
-    return dqkv.to(qkv.dtype), dqkv.sum(0), (weights[0], weights[1]) if weights else None
+    return formed(dqkv, form, qkv.dtype), dqkv.sum(0), (weights[0], weights[1]) if weights else None
 
 
-def take(joined: Tensor, rows: Rows) -> Tensor:
-    """The rows of one stream."""
-    return joined[rows.place.long()]
+def take(joined: Tensor, rows: Rows, form: Form = "plain") -> Any:
+    """The rows of one stream, [M, D]."""
+    return formed(joined[rows.place.long()].flatten(1), form, joined.dtype)
 
 
 def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
@@ -160,3 +166,18 @@ def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
     joined = image.new_zeros(plan.room, *image.shape[1:])
     joined = joined.index_copy(0, plan.image.place.long(), image)
     return joined.index_copy(0, plan.text.place.long(), text)
+
+
+def round_rows(rows: Tensor) -> Operand:
+    """Rows that exist already, with them in 8 bits."""
+    return formed(rows, "both", rows.dtype)
+
+
+def round_weight(weights: list[Tensor], into: EightWeight) -> None:
+    """Weights that stand one below another, in 8 bits: their rows, and their columns."""
+    whole = torch.cat(weights).float()
+    for target, source in ((into.forward, whole), (into.backward, whole.t().contiguous())):
+        made = formed(source, "eight", source.dtype)
+        assert isinstance(made, Eight)
+        target.values.copy_(made.values)
+        target.scale.copy_(made.scale)

@@ -1,7 +1,9 @@
 """Copies of the blocks' weights in the type that computes, made once a step, and laid so that products can share them.
 
 Weights that multiply the same rows (query, key, value; the modulation of all blocks) stand one behind another, so that
-one product serves them all. The float32 parameters stay the stock module's own.
+one product serves them all. The float32 parameters stay the stock module's own; on a CPU in float32 those that stand
+alone are read where they are. For products in 8 bits each weight is rounded from float32 twice, as both products want
+their operands in rows of what they sum over.
 """
 
 from collections.abc import Sequence
@@ -12,14 +14,19 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight
+from sd3_light.model.fast.operations import operations
+
 
 @dataclass(frozen=True)
 class Linear:
-    """One product of a block: copies of its weight and bias, and the parameters that they are copies of."""
+    """One product of a block: copies of its bias and weight (or ``eight`` in its place), and the parameters that they
+    are copies of."""
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor
     modules: tuple[nn.Linear, ...]
+    eight: EightWeight | None = None
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """A gradient of the joined weight or bias as those of the parameters."""
@@ -49,35 +56,58 @@ class Stream:
 
 
 class Weights:
-    """The copies of a whole denoiser. ``refresh`` makes them follow the parameters."""
+    """The copies of a whole denoiser; with ``fp8`` those of the blocks' products in 8 bits. ``refresh`` makes them
+    follow the parameters."""
 
-    def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype) -> None:
+    def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, fp8: bool = False) -> None:
         self._copies: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._dtype = dtype
+        self._dtype, self._fp8 = dtype, fp8
+        self._rounded: list[Linear] = []
         weight: Tensor = transformer.proj_out.weight
-        self._in_place = weight.device.type == "cpu" and weight.dtype == dtype
+        self._is_own_type = weight.device.type == "cpu" and weight.dtype == dtype
+        self._same: list[tuple[Tensor, nn.Parameter]] = []
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
-        self.modulation = self._joined([*norms, transformer.norm_out.linear])
+        self.modulation = self._joined([*norms, transformer.norm_out.linear], in_block=False)
         self.blocks = [(self._image(block), self._text(block)) for block in blocks]
 
     def refresh(self) -> None:
         """Copy the parameters. Always: fused optimizers change them without a sign that could be asked for."""
         with torch.no_grad():
             torch._foreach_copy_(self._copies, [parameter.detach() for parameter in self._sources])
+            self._round()
+        for same, parameter in self._same:
+            same.data = parameter.data
 
-    def _joined(self, modules: Sequence[nn.Linear]) -> Linear:
-        if len(modules) == 1 and self._in_place:
-            return Linear(modules[0].weight.detach(), modules[0].bias.detach(), tuple(modules))
-        first, outputs = modules[0].weight, sum(module.out_features for module in modules)
-        weight = torch.empty(outputs, first.shape[1], dtype=self._dtype, device=first.device)
-        bias = torch.empty(outputs, dtype=self._dtype, device=first.device)
-        sizes = [module.out_features for module in modules]
-        self._copies += [*weight.split(sizes), *bias.split(sizes)]
-        self._sources += [module.weight for module in modules]
+    def _round(self) -> None:
+        for linear in self._rounded:
+            assert linear.eight is not None
+            weights = [module.weight.detach() for module in linear.modules]
+            operations(weights[0].device).round_weight(weights, linear.eight)
+
+    def _joined(self, modules: Sequence[nn.Linear], in_block: bool = True) -> Linear:
+        if len(modules) == 1 and self._is_own_type and not self._fp8:
+            return self._uncopied(modules[0])
+        first, sizes = modules[0].weight, [module.out_features for module in modules]
+        bias = torch.empty(sum(sizes), dtype=self._dtype, device=first.device)
+        self._copies += bias.split(sizes)
         self._sources += [module.bias for module in modules]
+        if in_block and self._fp8:
+            made = Linear(None, bias, tuple(modules), _room(sum(sizes), first.shape[1], first.device))
+            self._rounded.append(made)
+            return made
+        weight = torch.empty(sum(sizes), first.shape[1], dtype=self._dtype, device=first.device)
+        self._copies += weight.split(sizes)
+        self._sources += [module.weight for module in modules]
         return Linear(weight, bias, tuple(modules))
+
+    def _uncopied(self, module: nn.Linear) -> Linear:
+        """A copy would be the parameter itself; whoever moves that is followed at the next refresh."""
+        made = Linear(module.weight.detach(), module.bias.detach(), (module,))
+        assert made.weight is not None
+        self._same += [(made.weight, module.weight), (made.bias, module.bias)]
+        return made
 
     def _image(self, block: Any) -> Stream:
         attn = block.attn
@@ -99,6 +129,14 @@ class Weights:
         return Stream(
             qkv, norms, self._joined([attn.to_add_out]), self._joined([feed.net[0].proj]), self._joined([feed.net[2]])
         )
+
+
+def _room(outputs: int, inputs: int, device: torch.device) -> EightWeight:
+    def eight(count: int, width: int) -> Eight:
+        values = torch.empty(count, width, dtype=E4M3, device=device)
+        return Eight(values, torch.empty(count, 1, device=device))
+
+    return EightWeight(eight(outputs, inputs), eight(inputs, outputs))
 
 
 def _norms(query: Any, key: Any) -> tuple[nn.Parameter, nn.Parameter] | None:

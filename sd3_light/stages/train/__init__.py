@@ -4,43 +4,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from diffusers import SD3Transformer2DModel
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.loader import worker_fault
 from sd3_light.data.order import Order
-from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.processes import Agreement, Groups, lost_peer, share_patience, start_process_group
-from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle
-from sd3_light.model.fast.forward import obstacle
-from sd3_light.model.layers import compile_blocks
-from sd3_light.model.linears import adapter_parameters
+from sd3_light.engines import Launch, deepspeed
+from sd3_light.engines.processes import Agreement, lost_peer
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
-from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.runlog import say
 from sd3_light.stages.train.duties import Duties, make_sampler
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.restore import (
-    Restored,
-    Resume,
-    choose_checkpoint,
-    open_saved,
-    require_start,
-    settings_in_force,
-)
-from sd3_light.training.adapter import choose_what_trains, saver_of
-from sd3_light.training.feed import flops_counter, make_order, open_cache, training_steps
-from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.stages.train.learner import Learner, make_learner, what_starts
+from sd3_light.stages.train.restore import Restored, Resume, require_start
+from sd3_light.stages.train.scene import Scene, open_scene
+from sd3_light.training.feed import flops_counter, training_steps
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
 
 __all__ = ["Resume", "require_start", "run"]
@@ -55,52 +37,20 @@ def run(
     """
     launch = launch or Launch()
     deepspeed.require(loaded.train, launch, by_deepspeed)
-    device, stages = launch.device(), loaded.train.pipeline_stages
-    share = launch.of_data(stages)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if launch.device().type == "cuda":
+        torch.cuda.set_device(launch.device())
     with RunFolder(loaded, launch.is_main) as folder, _faults_in_words():
-        data = open_cache(loaded.dataset, loaded.train, launch, in_memory=not loaded.train.sd3_streaming_dataset)
-        all_write = deepspeed.all_write(loaded.train) if by_deepspeed else loaded.train.parallel == "fsdp2"
-        groups = start_process_group(launch, device, loaded.train.dist_timeout_sec, all_write)
-        saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
-        config = settings_in_force(loaded.train, saved, resume)
-
-        order = make_order(data, loaded, share)
-        if saved is None:
-            MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
+        scene = open_scene(loaded, launch, folder, resume, by_deepspeed)
         # before the engine takes the GPU: prompts that the cache does not have are encoded now
-        sampler = make_sampler(loaded, config, data, launch, stages)
-        pipeline = LightSD3Pipeline(config.model, config.seed, data.empty_text())
-        choose_what_trains(pipeline.transformer, config, device)
-        saver = saver_of(config, pipeline.transformer, folder.path / "exports")
-        if config.compile:
-            compile_blocks(pipeline.transformer)
-        fast = choose_blocks(config, pipeline.transformer, launch, device, by_deepspeed)
-        module = SD3TrainingModule(pipeline.transformer, config, fast)
-        if config.adapter is not None and config.adapter.dropout > 0:
-            module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
-        make = deepspeed.make_engine if by_deepspeed else TorchEngine
-        engine: Engine = make(module, config, launch, device, groups.writers)
-        share_patience(groups, config.dist_timeout_sec)
-        saver.live = lambda: engine.whole(engine.weights)
-        averages = Averages(engine.weights, config.ema)
-        restored = saved.load(engine, averages, order, resume or Resume()) if saved else Restored()
-
-        training = _plan(config, launch, device, groups, folder, data, order, pipeline, engine, averages, restored)
+        sampler = make_sampler(scene)
+        learner, saved, start = make_learner(scene), scene.saved, resume or Resume()
+        restored = saved.load(learner.engine, learner.averages, scene.order, start) if saved else Restored()
+        training = _plan(scene, learner, restored)
         progress, total = restored.progress, training.total_steps
-        name = deepspeed.engine_name(config, launch) if by_deepspeed else TorchEngine.name_of(config, launch)
-        source = saved.path if saved else None
-        folder.announce(config, _start(config), progress, total, order, launch, device, source, name)
-        folder.tell_dropped(data, order)
-        if module.dropout is not None:
-            training.begin_step = module.dropout.begin
-        duties = Duties(
-            loaded, config, launch, groups, order, sampler, pipeline.preparer, saver, training, folder, stages
-        )
-        with training.watch, duties:
+        scene.announce(what_starts(scene.config), progress, total)
+        with training.watch, Duties(scene, learner, sampler, training) as duties:
             training.duties = duties.of_run(total)
-            if config.eval_before_first_step and progress.step == 0:
+            if scene.config.eval_before_first_step and progress.step == 0:
                 duties.evaluate(progress)
             if saved and saved.is_own(folder.path) and progress.position:
                 duties.catch_up(progress)
@@ -111,40 +61,31 @@ def run(
     return done
 
 
-def _plan(
-    config: TrainConfig,
-    launch: Launch,
-    device: torch.device,
-    groups: Groups,
-    folder: RunFolder,
-    data: CachedDataset,
-    order: Order,
-    pipeline: LightSD3Pipeline,
-    engine: Engine,
-    averages: Averages,
-    restored: Restored,
-) -> Run:
+def _plan(scene: Scene, learner: Learner, restored: Restored) -> Run:
     """The run that the loop will walk, without its duties."""
+    config, launch, device, order = scene.config, scene.launch, scene.device, scene.order
+    engine, share = learner.engine, scene.share
     total = total_steps(config, order, restored.progress)
-    share = launch.of_data(config.pipeline_stages)
-    place = folder.path if launch.is_main else None
-    ahead = device if device.type == "cuda" and isinstance(engine, TorchEngine) else None
+    place = scene.folder.path if launch.is_main else None
+    ahead = device if device.type == "cuda" and engine.in_turn else None
+    dropout = learner.module.dropout
     return Run(
         engine=engine,
-        steps=training_steps(config, data, order, share, engine, pipeline.preparer, ahead),
+        steps=training_steps(config, scene.data, order, share, engine, learner.pipeline.preparer, ahead),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
         progress=restored.progress,
-        averages=averages,
-        log=folder.log,
+        averages=learner.averages,
+        log=scene.folder.log,
         meter=Meter(launch.world, _peak(device, config), restored.window),
-        watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(groups.control, NUM_WISHES)),
+        watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(scene.groups.control, NUM_WISHES)),
         flops_in=flops_counter(where_weights_start(config.model), share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
+        begin_step=dropout.begin if dropout is not None else lambda step: None,
     )
 
 
@@ -186,33 +127,6 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
         step_size=config.lr_step_size,
         step_gamma=config.lr_step_gamma,
     )
-
-
-def _start(config: TrainConfig) -> str:
-    """Where weights start and what trains, in words."""
-    start, adapter = where_weights_start(config.model), config.adapter
-    if adapter is None:
-        return start.sentence
-    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
-    count = adapter_parameters(start.size, adapter)
-    return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"
-
-
-def choose_blocks(
-    config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
-) -> bool:
-    """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
-    size = where_weights_start(config.model).size
-    reason = (
-        config_obstacle(config, size, launch.world, by_deepspeed)
-        or device_obstacle(config, device.type)
-        or obstacle(transformer)
-    )
-    if reason is not None and config.fast is True:
-        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
-    if device.type == "cuda" and launch.is_main:
-        say("blocks: fast kernels" if reason is None else f"blocks: stock ({reason})")
-    return reason is None
 
 
 def _peak(device: torch.device, config: TrainConfig) -> float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,65 +13,45 @@ from torch import Tensor
 from sd3_light.checkpoint.background import Background, CheckpointKeeper, Done, Failed, Saved
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.loader import PreparesInputs
-from sd3_light.data.order import Order
-from sd3_light.data.stream import CachedDataset
-from sd3_light.engines import Launch
-from sd3_light.engines.processes import Groups
 from sd3_light.engines.protocol import Piece
 from sd3_light.export.folder import ExportError
 from sd3_light.export.verify import ProofError
 from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
 from sd3_light.runlog import say
-from sd3_light.stages.train.folder import RunFolder
+from sd3_light.stages.train.learner import Learner
 from sd3_light.stages.train.restore import rate_settings
+from sd3_light.stages.train.scene import Scene
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.feed import order_facts
 from sd3_light.training.loop import Duty, Run, every
 from sd3_light.training.pictures import Sampler
-from sd3_light.training.saver import ExportSeries
 
 RAW = "raw"
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
 
 
-def make_sampler(
-    loaded: LoadedConfig, config: TrainConfig, data: CachedDataset, launch: Launch, stages: int = 1
-) -> Sampler | None:
+def make_sampler(scene: Scene) -> Sampler | None:
     """What draws the config's prompts; None where there are none."""
-    if not config.sampling.prompts:
+    if not scene.config.sampling.prompts:
         return None
-    return Sampler.of_config(config, loaded.dataset.cache_dir, data, launch, launch.device(), stages)
+    place = scene.loaded.dataset.cache_dir
+    return Sampler.of_config(scene.config, place, scene.data, scene.launch, scene.device, scene.stages)
 
 
-@dataclass
 class Duties:
-    """The duties of a run, over the parts they need. Writing goes on in the background while the run trains."""
+    """The duties of a run, over its parts. Writing goes on in the background while the run trains."""
 
-    loaded: LoadedConfig
-    config: TrainConfig
-    launch: Launch
-    groups: Groups
-    order: Order
-    sampler: Sampler | None
-    preparer: PreparesInputs
-    saver: ExportSeries
-    training: Run
-    folder: RunFolder
-    stages: int = 1
-
-    def __post_init__(self) -> None:
-        engine, rank = self.training.engine, self.launch.rank
-        self.engine = engine
-        assert self.training.averages is not None
-        self.averages = self.training.averages
-        self.evaluator = Evaluator(self.loaded, self.launch, engine, self.preparer, self.stages)
-        folder, keep = self.folder.path / "checkpoints", self.config.keep_last_n_checkpoints
-        self.keeper = CheckpointKeeper(folder, rank, engine.writers, self.groups.saving, keep)
+    def __init__(self, scene: Scene, learner: Learner, sampler: Sampler | None, training: Run) -> None:
+        self.scene, self.sampler, self.training = scene, sampler, training
+        self.config, self.folder, self.groups, self.order = scene.config, scene.folder, scene.groups, scene.order
+        self.engine, self.averages, self.saver = learner.engine, learner.averages, learner.saver
+        engine, launch, path = learner.engine, scene.launch, scene.folder.path
+        self.evaluator = Evaluator(scene.loaded, launch, engine, learner.pipeline.preparer, scene.stages)
+        keep = self.config.keep_last_n_checkpoints
+        self.keeper = CheckpointKeeper(path / "checkpoints", launch.rank, engine.writers, self.groups.saving, keep)
         self.keeper.prepare(self.pieces())
-        self.snapshots = CheckpointKeeper(self.folder.path / "ema", rank, engine.writers, self.groups.snapshots)
+        self.snapshots = CheckpointKeeper(path / "ema", launch.rank, engine.writers, self.groups.snapshots)
         self.exports = Background("exports")
         self._order_facts = order_facts(self.order)  # once: it looks at every shard
         self._news: list[Saved | Failed | Done] = []
@@ -83,7 +63,8 @@ class Duties:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or self.launch.world == 1:  # after a fault the others may be gone: a save would wait for them
+        # after a fault the others may be gone: a save would wait for them
+        if kind is None or self.scene.launch.world == 1:
             for part in (self.keeper, self.snapshots, self.exports):
                 part.close()
 
@@ -97,7 +78,7 @@ class Duties:
         draw, snap = every(c.sampling.every_n_steps), every(snapshot_interval(c.ema, total))
         return [
             Duty("tell", lambda a, b: self._has_news(), lambda _: self.tell()),
-            Duty("evaluate", lambda a, b: bool(self.loaded.eval_datasets) and judge(a, b), self.evaluate),
+            Duty("evaluate", lambda a, b: bool(self.scene.loaded.eval_datasets) and judge(a, b), self.evaluate),
             Duty("sample", lambda a, b: self.sampler is not None and draw(a, b), self.sample),
             Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
             Duty("snapshot", lambda a, b: bool(power_tracks(c.ema)) and snap(a, b) | last(a, b), self.snapshot),
@@ -199,7 +180,7 @@ class Duties:
         def missing() -> str:
             return " ".join(duty for duty, place in places.items() if not (self.folder.path / place / name).exists())
 
-        wanted = (self.groups.by_first(self.launch.is_main, missing) or "").split()
+        wanted = (self.groups.by_first(self.scene.launch.is_main, missing) or "").split()
         samples = progress.samples - self.order.batch_size(progress.position - 1)
         before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
         for duty in self.training.duties:

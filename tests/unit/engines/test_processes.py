@@ -2,7 +2,10 @@
 
 import resource
 import socket
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from sd3_light.engines import Launch, processes
 from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, share_patience, start_process_group
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/"
 ADVICE = " This is typically caused by a remote worker crashing. Check the logs."
 
@@ -127,3 +131,24 @@ def test_groups_of_a_library_wait_as_long_as_ours_and_a_save_longer() -> None:
         assert [patience(group) for group in (control, theirs, ending)] == [7, 7, 7200]
     finally:
         dist.destroy_process_group()
+
+
+_ENDING = """
+import atexit
+import torch, torch.distributed as dist
+from sd3_light.engines.processes import abandon, open_default_group
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
+open_default_group(torch.device("cpu"), store=dist.HashStore(), rank=0, world_size=1)
+open_default_group(torch.device("cpu"), store=None)  # there is one
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "code"), [("", "left", 0), ("abandon()", "still there", 0), ("raise OSError", "still there", 1)]
+)
+def test_a_process_leaves_its_group_in_order_unless_it_fails(end: str, said: str, code: int) -> None:
+    """To wait for others after a fault could be to wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDING + end], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+    )
+    assert (done.stdout.strip(), done.returncode) == (said, code), done.stderr

@@ -64,6 +64,15 @@ def _total(values: Tensor, axis: int | None = None) -> Tensor:
     return values.sum() if axis is None else values.sum(axis)
 
 
+def _highest(values: Tensor, axis: int | None = None) -> Tensor:
+    return values.max() if axis is None else values.amax(axis)
+
+
+def _atomic_max(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    before = load(pointer, mask)
+    store(pointer, torch.maximum(before, value), mask)
+
+
 class Kernel:
     """What `triton.jit` makes of a function: called from a kernel as it is, launched by ``kernel[grid]``."""
 
@@ -99,6 +108,11 @@ def modules() -> dict[str, Any]:
         "store": store,
         "range": _range,
         "sum": _total,
+        "max": _highest,
+        "abs": torch.abs,
+        "trans": torch.t,
+        "atomic_max": _atomic_max,
+        "maximum": lambda one, other: torch.maximum(torch.as_tensor(one), torch.as_tensor(other)),
         "where": torch.where,
         "rsqrt": torch.rsqrt,
         "sigmoid": torch.sigmoid,

@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle
 from sd3_light.model.layers import new_transformer
-from sd3_light.stages.train import choose_blocks
+from sd3_light.stages.train.learner import choose_blocks
 
 SIZE = SIZES["tiny2"]
 
@@ -26,31 +26,36 @@ def table(**keys: Any) -> TrainConfig:
 def test_on_gpus_they_are_taken_unless_something_is_in_the_way() -> None:
     assert config_obstacle(table(), SIZE) is None
     assert config_obstacle(table(parallel="fsdp2"), SIZE) is None, "one process cuts nothing"
+    assert config_obstacle(table(), SIZE, by_deepspeed=True) is None, "one stage runs the whole module"
+    assert config_obstacle(table(zero_stage=3), SIZE) is None, "torch's engine knows no ZeRO"
     found = [
         config_obstacle(table(fast=False), SIZE),
         config_obstacle(table(compile=True), SIZE),
         config_obstacle(table(adapter={"type": "lora", "rank": 4}), SIZE),
-        config_obstacle(table(), SIZE, by_deepspeed=True),
+        config_obstacle(table(zero_stage=3), SIZE, by_deepspeed=True),
         config_obstacle(table(pipeline_stages=2), SIZE),
         config_obstacle(table(parallel="fsdp2"), SIZE, world=2),
         config_obstacle(table(), SIZES["sd3.5_medium"]),
         config_obstacle(table(model={"transformer_dtype": "float32"}), SIZE),
     ]
-    words = ["fast", "compile", "adapter", "DeepSpeed", "DeepSpeed", "fsdp2", "second attention", "transformer_dtype"]
+    words = ["fast", "compile", "adapter", "ZeRO-3", "pipeline", "fsdp2", "second attention", "transformer_dtype"]
     assert [word in str(reason) for word, reason in zip(words, found, strict=True)] == [True] * len(words)
 
 
-def test_a_cpu_takes_the_stock_blocks_unless_told_otherwise() -> None:
-    assert device_obstacle(table(), "cpu") == "there is no GPU"
-    assert device_obstacle(table(fast=True), "cpu") is None
+def test_a_cpu_takes_them_where_they_are_quicker() -> None:
+    assert device_obstacle(table(), "cpu") is None
+    assert "differ in length" in str(device_obstacle(table(model={"text_tokens": "real"}), "cpu"))
+    assert "again" in str(device_obstacle(table(activation_checkpointing="selective"), "cpu"))
+    assert device_obstacle(table(fast=True, model={"text_tokens": "real"}), "cpu") is None
 
 
 def test_what_is_demanded_in_vain_is_a_fault() -> None:
     transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
     assert choose_blocks(table(fast=True), transformer, Launch(), cpu, by_deepspeed=False)
-    assert not choose_blocks(table(), transformer, Launch(), cpu, by_deepspeed=False)
-    with pytest.raises(UserError, match=r'fast = true cannot be had: DeepSpeed.*write fast = "auto"'):
-        choose_blocks(table(fast=True), transformer, Launch(), cpu, by_deepspeed=True)
+    assert choose_blocks(table(), transformer, Launch(), cpu, by_deepspeed=False)
+    assert not choose_blocks(table(fast=False), transformer, Launch(), cpu, by_deepspeed=False)
+    with pytest.raises(UserError, match=r'fast = true cannot be had: ZeRO-3.*write fast = "auto"'):
+        choose_blocks(table(fast=True, zero_stage=3), transformer, Launch(), cpu, by_deepspeed=True)
 
 
 def test_two_ways_at_once_are_findings() -> None:

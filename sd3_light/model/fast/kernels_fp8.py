@@ -1,0 +1,200 @@
+"""Kernels that round whole rows to 8 bits (`fp8.py`), and what other kernels need to do it as they write."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, Form, Operand
+from sd3_light.model.fast.tuning import TUNING
+
+CHUNK = 64
+"""Rows that one program walks where it sums over them."""
+
+
+class Room:
+    """Where a kernel writes rows in a form, and what its caller gets."""
+
+    def __init__(self, count: int, width: int, like: Tensor, form: Form) -> None:
+        self.flags = {"PLAIN": form != "eight", "EIGHT": form != "plain"}
+        self._plain = like.new_empty(count, width) if form != "eight" else None
+        self._eight: Eight | None = None
+        self.pointers: tuple[Tensor, ...] = (like if self._plain is None else self._plain, like, like)
+        if form != "plain":
+            values, scale = like.new_empty(count, width, dtype=E4M3), like.new_empty(count, 1, dtype=torch.float32)
+            self._eight = Eight(values, scale, self._plain)
+            self.pointers = (self.pointers[0], values, scale)
+
+    def operand(self) -> Any:
+        """The rows: a tensor, or an `Eight`."""
+        return self._plain if self._eight is None else self._eight
+
+
+@triton.jit
+def by_row(values, peak):
+    """Values scaled by their rows' peaks, to be stored, and the scale that undoes it."""
+    peak = tl.maximum(peak, 1e-30)  # FLOOR and LARGEST: kernels see no numbers from outside
+    return values * (448.0 / peak), peak / 448.0
+
+
+@triton.jit
+def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.constexpr, EIGHT: tl.constexpr):
+    """[R, BLOCK] float32 values, zeros where there is no column, into a `Room`; ``rows`` and ``is_row`` are [R, 1]."""
+    if PLAIN:
+        tl.store(plain + at, values.to(plain.dtype.element_ty), mask=mask)
+    if EIGHT:
+        scaled, scale = by_row(values, tl.max(tl.abs(values), axis=1)[:, None])
+        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=mask)
+        tl.store(scales + rows, scale, mask=is_row)
+
+
+# --- rows that exist already -------------------------------------------------------------------
+
+
+@triton.jit
+def _round_rows(source, eight, scales, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    rows = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    is_row = rows < count
+    mask = is_row & (cols < D)
+    at = rows.to(tl.int64) * D + cols
+    values = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    store_rows(values, source, eight, scales, rows, at, is_row, mask, False, True)
+
+
+def round_rows(rows: Tensor) -> Operand:
+    """See `reference.round_rows`."""
+    assert rows.is_contiguous()
+    (count, width), tuning = rows.shape, TUNING["round_rows"]
+    eight = Eight(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
+    grid = (triton.cdiv(count, tuning["R"]),)
+    _round_rows[grid](
+        rows, eight.values, eight.scale, count, D=width, BLOCK=triton.next_power_of_2(width), **tuning
+    )  # fmt: skip
+    return eight
+
+
+# --- GELU --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gelu(u, plain, eight, scales, F: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr, EIGHT: tl.constexpr):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * F + cols
+    value = tl.load(u + at, mask=cols < F, other=0.0).to(tl.float32)
+    made = value * tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * value * value))
+    if PLAIN:
+        tl.store(plain + at, made.to(plain.dtype.element_ty), mask=cols < F)
+    if EIGHT:
+        scaled, scale = by_row(made, tl.max(tl.abs(made), axis=0))
+        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=cols < F)
+        tl.store(scales + row, scale)
+
+
+def gelu(u: Tensor, form: Form) -> Any:
+    """See `reference.gelu`."""
+    assert u.is_contiguous()
+    count, width = u.shape
+    room, block = Room(count, width, u, form), triton.next_power_of_2(width)
+    _gelu[(count,)](u, *room.pointers, F=width, BLOCK=block, **room.flags, **TUNING["gelu_fp8"])
+    return room.operand()
+
+
+@triton.jit
+def _gelu_backward_rows(dg, u, du, eight, scales, g, partial, count, F: tl.constexpr, BLOCK: tl.constexpr,
+                        CHUNK: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0) * CHUNK
+    last = tl.minimum(first + CHUNK, count)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < F
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, num_stages=STAGES):
+        at = row.to(tl.int64) * F + cols
+        value = tl.load(u + at, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dg + at, mask=mask, other=0.0).to(tl.float32)
+        square = value * value
+        share = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
+        inner = value * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+        result = grad * (share + inner)
+        tl.store(du + at, result.to(du.dtype.element_ty), mask=mask)
+        scaled, scale = by_row(result, tl.max(tl.abs(result), axis=0))
+        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=mask)
+        tl.store(scales + row, scale)
+        if AGAIN:
+            tl.store(g + at, (value * share).to(g.dtype.element_ty), mask=mask)
+        total += result
+    tl.store(partial + tl.program_id(0).to(tl.int64) * F + cols, total, mask=mask)
+
+
+def gelu_backward_rows(dg: Tensor, u: Tensor, again: bool) -> tuple[Operand, Tensor | None, Tensor]:
+    """`reference.gelu_backward` with its gradient in both forms."""
+    assert dg.is_contiguous() and u.is_contiguous()
+    count, width = u.shape
+    room, g = Room(count, width, u, "both"), torch.empty_like(u) if again else u
+    grid = (triton.cdiv(count, CHUNK),)
+    partial = u.new_empty(grid[0], width, dtype=torch.float32)
+    _gelu_backward_rows[grid](
+        dg, u, *room.pointers, g, partial, count, F=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK,
+        AGAIN=again, **TUNING["gelu_backward_fp8"],
+    )  # fmt: skip
+    return room.operand(), g if again else None, partial.sum(0)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weight_rows(weight, eight, scales, peaks, count, D: tl.constexpr, BLOCK: tl.constexpr, WALK: tl.constexpr):
+    first = tl.program_id(0) * WALK
+    last = tl.minimum(first + WALK, count)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < D
+    highest = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last):
+        at = row.to(tl.int64) * D + cols
+        values = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        size = tl.abs(values)
+        scaled, scale = by_row(values, tl.max(size, axis=0))
+        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=mask)
+        tl.store(scales + row, scale)
+        highest = tl.maximum(highest, size)
+    tl.atomic_max(peaks + cols, highest, mask=mask)
+
+
+@triton.jit
+def _weight_columns(weight, peaks, eight, scales, count, stride, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """A tile of the weight, turned."""
+    rows = tl.program_id(0) * N + tl.arange(0, N)
+    cols = tl.program_id(1) * K + tl.arange(0, K)
+    is_row, is_col = rows < count, cols < D
+    at = rows.to(tl.int64)[:, None] * D + cols[None, :]
+    values = tl.load(weight + at, mask=is_row[:, None] & is_col[None, :], other=0.0).to(tl.float32)
+    scaled, scale = by_row(values, tl.load(peaks + cols, mask=is_col, other=0.0)[None, :])
+    turned = tl.trans(scaled).to(eight.dtype.element_ty)
+    to = cols.to(tl.int64)[:, None] * stride + rows[None, :]
+    tl.store(eight + to, turned, mask=is_col[:, None] & is_row[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(scales + cols[None, :], scale, mask=is_col[None, :])
+
+
+def round_weight(weights: list[Tensor], into: EightWeight) -> None:
+    """See `reference.round_weight`."""
+    forward, backward = into.forward, into.backward
+    outputs, width = forward.values.shape
+    peaks = torch.zeros(width, device=forward.values.device)
+    sizes = [len(weight) for weight in weights]
+    rows, scales = forward.values.split(sizes), forward.scale.split(sizes)
+    for weight, values, scale in zip(weights, rows, scales, strict=True):
+        assert weight.is_contiguous()
+        tuning, count = TUNING["weight_rows"], len(weight)
+        _weight_rows[(triton.cdiv(count, tuning["WALK"]),)](
+            weight, values, scale, peaks, count, D=width, BLOCK=triton.next_power_of_2(width), **tuning
+        )
+    tuning, places = TUNING["weight_columns"], backward.values.split(sizes, dim=1)
+    for weight, values in zip(weights, places, strict=True):
+        _weight_columns[(triton.cdiv(len(weight), tuning["N"]), triton.cdiv(width, tuning["K"]))](
+            weight, peaks, values, backward.scale, len(weight), outputs, D=width, **tuning
+        )

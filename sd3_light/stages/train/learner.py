@@ -1,0 +1,82 @@
+"""The model of a run and what changes it: weights, engine, averages."""
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import SD3Transformer2DModel
+
+from sd3_light.config import TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.processes import share_patience
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.fast.forward import obstacle
+from sd3_light.model.layers import compile_blocks
+from sd3_light.model.linears import adapter_parameters
+from sd3_light.model.start import where_weights_start
+from sd3_light.optim.ema import Averages
+from sd3_light.runlog import say
+from sd3_light.stages.train.scene import Scene
+from sd3_light.training.adapter import choose_what_trains, saver_of
+from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.training.module import SD3TrainingModule
+from sd3_light.training.saver import ExportSeries
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The parts that hold or use weights. ``saver`` exports them."""
+
+    pipeline: LightSD3Pipeline
+    module: SD3TrainingModule
+    engine: Engine
+    averages: Averages
+    saver: ExportSeries
+
+
+def make_learner(scene: Scene) -> Learner:
+    """The model as training starts, on its device and in the engine's hands; all processes call it together."""
+    config, launch, device = scene.config, scene.launch, scene.device
+    pipeline = LightSD3Pipeline(config.model, config.seed, scene.data.empty_text())
+    choose_what_trains(pipeline.transformer, config, device)
+    saver = saver_of(config, pipeline.transformer, scene.folder.path / "exports")
+    if config.compile:
+        compile_blocks(pipeline.transformer)
+    fast = choose_blocks(config, pipeline.transformer, launch, device, scene.by_deepspeed)
+    module = SD3TrainingModule(pipeline.transformer, config, fast)
+    if config.adapter is not None and config.adapter.dropout > 0:
+        module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
+    make = deepspeed.make_engine if scene.by_deepspeed else TorchEngine
+    engine: Engine = make(module, config, launch, device, scene.groups.writers)
+    share_patience(scene.groups, config.dist_timeout_sec)
+    saver.live = lambda: engine.whole(engine.weights)
+    return Learner(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
+
+
+def choose_blocks(
+    config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
+) -> bool:
+    """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
+    size = where_weights_start(config.model).size
+    reason = (
+        config_obstacle(config, size, launch.world, by_deepspeed)
+        or device_obstacle(config, device.type)
+        or obstacle(transformer)
+    )
+    if reason is not None and config.fast is True:
+        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
+    if device.type == "cuda" and launch.is_main:
+        say("blocks: fast kernels" if reason is None else f"blocks: stock ({reason})")
+    return reason is None
+
+
+def what_starts(config: TrainConfig) -> str:
+    """Where weights start and what trains, in words."""
+    start, adapter = where_weights_start(config.model), config.adapter
+    if adapter is None:
+        return start.sentence
+    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
+    count = adapter_parameters(start.size, adapter)
+    return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"

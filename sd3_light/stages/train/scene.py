@@ -1,0 +1,93 @@
+"""Who trains, on what and with which settings: all that is known before there is a model."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sd3_light.checkpoint.state import Progress
+from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.data.order import Order
+from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.engines import Launch, deepspeed
+from sd3_light.engines.processes import Groups, start_process_group
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.runlog import say
+from sd3_light.stages.train.folder import RunFolder
+from sd3_light.stages.train.restore import Resume, Saved, choose_checkpoint, open_saved, settings_in_force
+from sd3_light.training.feed import make_order, open_cache
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the parts of a run share. ``config`` are the settings in force, some of them those of ``saved``."""
+
+    loaded: LoadedConfig
+    config: TrainConfig
+    launch: Launch
+    device: torch.device
+    by_deepspeed: bool
+    folder: RunFolder
+    groups: Groups
+    data: CachedDataset
+    order: Order
+    saved: Saved | None
+
+    @property
+    def stages(self) -> int:
+        """Processes that hold one model together."""
+        return self.config.pipeline_stages
+
+    @property
+    def share(self) -> Launch:
+        """Who this process is among those that are given different data."""
+        return self.launch.of_data(self.stages)
+
+    @property
+    def engine_name(self) -> str:
+        """Engine and layout in a few words, for the log."""
+        name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.name_of
+        return name(self.config, self.launch)
+
+    def announce(self, start: str, progress: Progress, total: int) -> None:
+        """Open the log; say and write down what is about to happen."""
+        order, world = self.order, self.launch.world
+        padding = sum(bucket.padding for bucket in order.buckets)
+        say(
+            f"train: {start}; steps {progress.step} to {total}, {order.steps_per_epoch} an epoch in "
+            f"{len(order.buckets)} buckets (padding repeats {padding} samples an epoch), {world} process(es)"
+        )
+        self.folder.begin(self.config)
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
+        facts |= {"trains": start, "engine": self.engine_name}
+        if self.saved is None:
+            self.folder.log("start", **progress.as_dict(), **facts)
+        else:
+            self.folder.log("resume", **progress.as_dict(), **facts, checkpoint=self.saved.path.name)
+        self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        """Name the buckets that are left out because they are smaller than a batch."""
+        if self.order.dropped:
+            dropped = [self.data.buckets[number] for number in self.order.dropped]
+            buckets = {bucket.bucket: bucket.size for bucket in dropped}
+            named = ", ".join(f"{name} ({size} samples)" for name, size in buckets.items())
+            say(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {named}")
+            self.folder.log("dropped", buckets=buckets)
+
+
+def open_scene(
+    loaded: LoadedConfig, launch: Launch, folder: RunFolder, resume: Resume | None, by_deepspeed: bool
+) -> Scene:
+    """Open the cache, meet the other processes, and settle where the run starts."""
+    train, device = loaded.train, launch.device()
+    data = open_cache(loaded.dataset, train, launch, in_memory=not train.sd3_streaming_dataset)
+    all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
+    groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
+    saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+    config = settings_in_force(train, saved, resume)
+    share = launch.of_data(config.pipeline_stages)
+    order = make_order(data, loaded, share)
+    if saved is None:
+        MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
+    return Scene(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)
