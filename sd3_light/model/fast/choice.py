@@ -5,8 +5,10 @@ import importlib.util
 from sd3_light.config import ModelSize, TrainConfig
 
 
-def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
-    """Why a run on GPUs computes with the stock blocks, in words; None where it takes the fast ones."""
+def config_obstacle(
+    config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False, device: str = "cuda"
+) -> str | None:
+    """Why a run computes with the stock blocks, in words; None where it takes the fast ones."""
     if config.fast is False:
         return "fast = false"
     if config.compile:
@@ -21,7 +23,7 @@ def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_dee
         return 'parallel = "fsdp2" cuts the weights'
     if size.dual_attention_layers:
         return "the denoiser has SD3.5's second attention"
-    if config.fast == "auto" and config.model.transformer_dtype != "bfloat16":
+    if config.fast == "auto" and device == "cuda" and config.model.transformer_dtype != "bfloat16":
         return f'transformer_dtype = "{config.model.transformer_dtype}"'
     return None
 

@@ -44,6 +44,7 @@ def test_on_gpus_they_are_taken_unless_something_is_in_the_way() -> None:
 
 def test_a_cpu_takes_them_where_they_are_quicker() -> None:
     assert device_obstacle(table(), "cpu") is None
+    assert config_obstacle(table(model={"transformer_dtype": "float32"}), SIZE, device="cpu") is None
     assert "differ in length" in str(device_obstacle(table(model={"text_tokens": "real"}), "cpu"))
     assert "again" in str(device_obstacle(table(activation_checkpointing="selective"), "cpu"))
     assert device_obstacle(table(fast=True, model={"text_tokens": "real"}), "cpu") is None
