@@ -5,8 +5,8 @@
 Makes random batches of the demo's shapes, so it needs no cache. Both kinds of block take each batch in turn, so that
 whoever shares the machine disturbs both alike; the figures are CPU time (user and system, all threads) and wall time
 of a step, lower quartiles, and their ratio. With several threads a wait is CPU time too: compare wall time then, on a
-calm machine. The last line is the roofline: the step's products alone, at their shapes. `--profile` adds torch's table of
-operations for the fast step.
+calm machine. The last line is the roofline: the step's products alone, at their shapes. `--profile` adds torch's table
+of operations for the fast step.
 """
 
 import argparse

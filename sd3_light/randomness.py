@@ -27,7 +27,7 @@ def stream(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int) -> 
     key = _Key(seed & ((1 << 64) - 1), _purpose_key(purpose))
     # the lowest word counts the draws; the others name the sample
     counter = np.array([0, 0, (epoch << 32) | repeat, sample_id], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key, counter))
+    return np.random.Generator(np.random.Philox(key, counter))  # type: ignore[arg-type]  # numpy's stubs know fewer
 
 
 class _Key(ISeedSequence):

@@ -83,7 +83,12 @@ def _normed(stream: Stream, values: Any) -> ops.Normed:
 
 
 def _product(linear: Linear, rows: Tensor) -> Tensor:
-    return torch.addmm(linear.bias, rows, linear.weight.t())
+    return torch.addmm(linear.bias, rows, _weight(linear).t())
+
+
+def _weight(linear: Linear) -> Tensor:
+    assert linear.weight is not None, "there is none in 8 bits on a CPU"
+    return linear.weight
 
 
 def _add(stream: Stream, values: Any, attended: Tensor, kept: _Kept) -> tuple[Tensor, Tensor]:
@@ -91,13 +96,13 @@ def _add(stream: Stream, values: Any, attended: Tensor, kept: _Kept) -> tuple[Te
     assert stream.out is not None and stream.up is not None and stream.down is not None
     gate, shift, scale = values[4].chunk(5, dim=1)[2:]
     kept.attended = ops.merge_heads(attended)
-    a = torch.mm(kept.attended, stream.out.weight.t())
+    a = torch.mm(kept.attended, _weight(stream.out).t())
     kept.second = ops.residual_norm(kept.first.x, (a, values[5], gate), scale, shift)
     kept.u = _product(stream.up, kept.second.h)
     kept.g, kept.share = ops.gelu(kept.u)
     x = kept.second.x
     kept.second.x = x.detach()  # an output that its own node held would be a circle
-    return x, torch.mm(kept.g, stream.down.weight.t())
+    return x, torch.mm(kept.g, _weight(stream.down).t())
 
 
 @dataclass
@@ -115,17 +120,17 @@ def _add_backward(stream: Stream, kept: _Kept, gx: Tensor, df: Tensor) -> _Late:
     assert stream.out is not None and stream.up is not None and stream.down is not None
     assert kept.second is not None and kept.g is not None and kept.u is not None and kept.share is not None
     down = torch.mm(df.t(), kept.g)
-    du = ops.gelu_backward(torch.mm(df, stream.down.weight), kept.u, kept.share)
-    found = ops.residual_norm_backward(kept.second, torch.mm(du, stream.up.weight), gx)
+    du = ops.gelu_backward(torch.mm(df, _weight(stream.down)), kept.u, kept.share)
+    found = ops.residual_norm_backward(kept.second, torch.mm(du, _weight(stream.up)), gx)
     assert found.y is not None and found.gate is not None and found.bias is not None and kept.attended is not None
     weights = [torch.mm(found.y.t(), kept.attended), torch.mm(du.t(), kept.second.h), du.sum(0), down]
-    attended = torch.mm(found.y, stream.out.weight)
+    attended = torch.mm(found.y, _weight(stream.out))
     return _Late(found.x, attended, [found.gate, found.shift, found.scale], weights, found.bias)
 
 
 def _read_backward(stream: Stream, kept: _Kept, late: _Late | None, dqkv: Tensor) -> tuple[list[Any], list[Any]]:
     """(gradients of the stream's six inputs, gradients of its weights and biases)"""
-    found = ops.residual_norm_backward(kept.first, torch.mm(dqkv, stream.qkv.weight), late.x if late else None)
+    found = ops.residual_norm_backward(kept.first, torch.mm(dqkv, _weight(stream.qkv)), late.x if late else None)
     weight, bias = torch.mm(dqkv.t(), kept.first.h), dqkv.sum(0)
     parts = [found.shift, found.scale, *late.modulation] if late else [found.scale, found.shift]
     inputs = [found.x, found.y, found.bias, found.gate, torch.cat(parts, dim=1), late.out_bias if late else None]

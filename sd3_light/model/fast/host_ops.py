@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sd3_light.model.fast.reference import EPS, HeadNorms, Pending
 
@@ -114,11 +115,12 @@ def join(qkv: Sequence[Tensor], norms: Sequence[HeadNorms], num_heads: int, leng
     joined = qkv[0].new_empty(3, samples, num_heads, sum(lengths), width)
     for rows, place in zip(qkv, joined.split(list(lengths), dim=3), strict=True):
         place.copy_(rows.view(samples, -1, 3, num_heads, width).permute(2, 0, 3, 1, 4))
-    if norms[0] is None or norms[1] is None:
+    given = [pair for pair in norms if pair is not None]
+    if not given:
         return Heads(joined)
     pair = joined[:2]
     rstd = torch.mul(pair, pair).mean(-1, keepdim=True).add_(EPS).rsqrt_()
-    weights = [torch.stack(mine)[:, None].expand(-1, rows, -1) for mine, rows in zip(norms, lengths, strict=True)]
+    weights = [torch.stack(mine)[:, None].expand(-1, rows, -1) for mine, rows in zip(given, lengths, strict=True)]
     weight = torch.cat(weights, dim=1)[:, None, None]
     normed = pair * rstd
     torch.mul(normed, weight, out=pair)
@@ -155,8 +157,9 @@ def attend(qkv: Tensor, queries: int) -> Attended:
     _, samples, heads, rows, width = qkv.shape
     if rows > FEW:
         with torch.enable_grad():
-            leaves = tuple(part.detach().requires_grad_() for part in (qkv[0, :, :, :queries], qkv[1], qkv[2]))
-            return Attended(torch.nn.functional.scaled_dot_product_attention(*leaves), qkv, leaves=leaves)
+            parts = (qkv[0, :, :, :queries], qkv[1], qkv[2])
+            query, key, value = leaves = tuple(part.detach().requires_grad_() for part in parts)
+            return Attended(F.scaled_dot_product_attention(query, key, value), qkv, leaves=leaves)
     query, key, value = qkv.view(3, samples * heads, rows, width)
     scores = torch.bmm(query[:, :queries], key.transpose(1, 2)).mul_(width**-0.5)
     shares = torch.softmax(scores, -1)

@@ -66,7 +66,7 @@ class Weights:
         self._rounded: list[Linear] = []
         weight: Tensor = transformer.proj_out.weight
         self._is_own_type = weight.device.type == "cpu" and weight.dtype == dtype
-        self._same: list[tuple[Tensor, nn.Parameter]] = []
+        self._same: list[tuple[Tensor, Tensor]] = []
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
         self.modulation = self._joined([*norms, transformer.norm_out.linear], in_block=False)
