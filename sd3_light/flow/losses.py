@@ -66,7 +66,7 @@ class FlowMatchSFTLoss:
         """The velocity's error of each sample on the way from ``clean`` to the batch's noise."""
         clean, noise = clean.float(), inputs["noise"].float()
         t = self.times(inputs["quantile"], clean)
-        predicted = denoise(interpolate(clean, noise, t), t, inputs)
+        predicted: Any = denoise(interpolate(clean, noise, t), t, inputs)
         if not isinstance(predicted, Tensor) or predicted.shape != clean.shape:
             found = tuple(predicted.shape) if isinstance(predicted, Tensor) else f"a {type(predicted).__name__}"
             raise UserError(

@@ -71,6 +71,15 @@ def narrow_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def narrow_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Keep frozen weights of linear layers in ``dtype``: where autocast would narrow them anyway, nothing changes."""
+    for layer in transformer.modules():
+        if isinstance(layer, nn.Linear):
+            for parameter in layer.parameters(recurse=False):
+                if not parameter.requires_grad and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+
+
 class _Float32Linear(nn.Linear):
     """A linear layer that autocast does not narrow."""
 

@@ -31,7 +31,8 @@ class ModelLogger:
     ) -> None:
         if not isinstance(output_path, str | Path):
             raise UserError(f"ModelLogger: output_path is {output_path!r}; give a folder")
-        if not isinstance(save_dtype, torch.dtype) or not save_dtype.is_floating_point:
+        given: Any = save_dtype
+        if not isinstance(given, torch.dtype) or not save_dtype.is_floating_point:
             raise UserError(f"ModelLogger: save_dtype is {save_dtype!r}; give torch.float32, bfloat16 or float16")
         if state_dict_converter is not None and not callable(state_dict_converter):
             raise UserError("ModelLogger: state_dict_converter is no function; give one from a state dict to another")
@@ -75,7 +76,7 @@ class ModelLogger:
         if self.state_dict_converter is None:
             return plain
         with blame("state_dict_converter"):
-            found = dict(self.state_dict_converter(plain))
+            found: dict[str, Any] = dict(self.state_dict_converter(plain))
         wrong = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)]
         if wrong or not found:
             raise UserError(f"state_dict_converter gave no tensor for {wrong[:1] or 'any name'}; return a state dict")

@@ -74,7 +74,8 @@ class WithPrior(Dataset[Any]):
     """A data set and class pictures behind it: the losses of the latter count ``weight`` times (`FlowMatchSFTLoss`)."""
 
     def __init__(self, dataset: Dataset[Any], prior: Dataset[Any], weight: float = 1.0) -> None:
-        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        given: Any = weight
+        if not isinstance(given, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"the weight of prior pictures is {weight!r}; give a number from 0 on")
         self.dataset, self.prior, self.weight = dataset, prior, weight
         self._own = length_of(dataset)

@@ -23,7 +23,7 @@ from sd3_light.engines.accelerate import TaskEngine, launch_of
 from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
-from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.runlog import RunLog, say, set_main_process
@@ -126,6 +126,8 @@ class _Task:
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
+        if model.adapter is not None and getattr(accelerator, "mixed_precision", "no") == "bf16":
+            narrow_linears(model.transformer, torch.bfloat16)
         engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch

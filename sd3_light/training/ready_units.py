@@ -61,7 +61,7 @@ class EncodeImage(PipelineUnit):
 
     reads, writes, uses = ("image",), ("moments",), ("vae",)
 
-    def run(self, module: Any, image: Any) -> Values:
+    def run(self, module: Any, image: Any) -> Values:  # type: ignore[override]
         """Mean and log-variance of the latent."""
         pixels = torch.from_numpy(np.array(image))
         if pixels.ndim != 3 or pixels.shape[-1] != 3:
@@ -75,7 +75,7 @@ class DrawLatent(PipelineUnit):
 
     reads, writes, draws = ("moments",), ("latents",), True
 
-    def run(self, module: Any, moments: Tensor, draw: Draw) -> Values:
+    def run(self, module: Any, moments: Tensor, draw: Draw) -> Values:  # type: ignore[override]
         """The normalised latent [C, h, w]."""
         mean, log_variance = moments.chunk(2)
         latent = mean + torch.exp(0.5 * log_variance) * draw("posterior", tuple(mean.shape))

@@ -122,12 +122,13 @@ class DiffusionTrainingModule(nn.Module):
         return self._judged(self._values(batch, quantile))
 
     def _judged(self, values: Values) -> Tensor:
-        each = self.loss(self.denoise, values, self._reference)
+        each: Any = self.loss(self.denoise, values, self._reference)
         count = len(values["quantile"])
         if not isinstance(each, Tensor) or each.shape != (count,):
             found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise UserError(f"the loss gave {found} for {count} samples; it must give one number for each: shape [B]")
-        return each
+        found_B: Tensor = each
+        return found_B
 
     def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:
         """What the loss is given: all that the units make of the batch, and each sample's noise and quantile."""
