@@ -8,6 +8,7 @@ whose predicted memory fits, on the stage that takes most.
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from sd3_light.config import SIZES, TrainConfig
@@ -79,6 +80,7 @@ def choice(batches: dict[str, int]) -> str:
     return next((name for name in LAYOUTS if batches[name] >= max(1, enough)), "more GPUs, or LoRA")
 
 
+@cache
 def rows() -> list[str]:
     """The rows of the table, in Markdown, without its head."""
     found = []

@@ -1,6 +1,7 @@
 """How a denoiser trains, in all that memory depends on: model, batch, engine and layout."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sd3_light.config import ModelSize
 from sd3_light.model.cost import Checkpointing, Tokens, block_weights
@@ -75,13 +76,13 @@ class Case:
 
     # --- the layers of this stage --------------------------------------------------------------
 
-    @property
+    @cached_property
     def cut(self) -> tuple[int, ...]:
         """Bounds of the stages in the list of layers."""
         weights = self.size.layer_parameters() if self.adapter is None else self.adapter
         return self.bounds or stage_bounds(weights, self.stages, "parameters")
 
-    @property
+    @cached_property
     def layers(self) -> range:
         """Of all layers (embed, blocks, output) those of this stage."""
         return range(self.cut[self.stage], self.cut[self.stage + 1])
@@ -102,12 +103,12 @@ class Case:
         """Whether this stage computes the loss."""
         return self.size.num_layers + 1 in self.layers
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """P, all of them."""
         return sum(self.size.layer_parameters()[self.layers.start : self.layers.stop])
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Parameters that train: P, or those of the adapter."""
         return self.parameters if self.adapter is None else sum(self.adapter[self.layers.start : self.layers.stop])

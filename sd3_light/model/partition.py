@@ -4,6 +4,7 @@ Pure arithmetic, for those who must know it without DeepSpeed; tests hold it aga
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ def stage_bounds(weights: Sequence[int], stages: int, method: str, split: Sequen
     """
     if method == "manual":
         return (0, *split, len(weights))
-    return uniform(len(weights), stages) if method == "uniform" else balanced(weights, stages)
+    return uniform(len(weights), stages) if method == "uniform" else balanced(tuple(weights), stages)
 
 
 def uniform(count: int, parts: int) -> tuple[int, ...]:
@@ -34,7 +35,8 @@ class _Best(NamedTuple):
     start: int
 
 
-def balanced(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+@cache
+def balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """Parts between the largest and smallest of which there is little difference, as DeepSpeed looks for them.
 
     It builds on its best cut into one part fewer, and of equal ones takes the cut with the latest start.

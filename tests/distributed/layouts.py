@@ -69,7 +69,7 @@ ZERO3   = Layout("zero3",   2, deepspeed=True, zero=3, accumulation=2)
 PIPES   = Layout("pipes",   4, deepspeed=True, stages=2, accumulation=4)
 PIPE4   = Layout("pipe4",   4, deepspeed=True, stages=4, accumulation=4)
 # fmt: on
-ALL_LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES, PIPE4)
+ALL_LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
 
 WITHOUT = "SD3_LIGHT_TEST_WITHOUT_DEEPSPEED"
 """A variable that lets the tests of layouts run as if DeepSpeed were not installed."""

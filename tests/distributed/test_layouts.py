@@ -249,6 +249,15 @@ def test_the_reference_is_worth_comparing_with(trained: Project) -> None:
 
 
 @pytest.mark.slow
+@needs_deepspeed
+def test_stages_between_the_ends_make_the_same_steps(trained: Project, tmp_path: Path) -> None:
+    """They read no micro-batch, neither in training nor in evaluation."""
+    launch([job(trained, PIPE4), job(trained, PIPE4, source=ZERO3)], tmp_path)
+    require_same_curve(trained, PIPE4.name, PIPE4)
+    require_same_curve(trained, f"{PIPE4.name}-from-{ZERO3.name}", PIPE4)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_layout_goes_on_from_every_other(rich: Project, tmp_path: Path) -> None:
     """Each layout is launched once to write and once to read what all have written."""

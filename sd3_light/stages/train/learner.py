@@ -61,7 +61,7 @@ def choose_blocks(
     """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
     size = where_weights_start(config.model).size
     reason = (
-        config_obstacle(config, size, launch.world, by_deepspeed)
+        config_obstacle(config, size, launch.world, by_deepspeed, device.type)
         or device_obstacle(config, device.type)
         or obstacle(transformer)
     )
