@@ -12,9 +12,9 @@ from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.model import quantized
 from sd3_light.model.adapter import add_adapter, is_adapter_name, narrow_frozen
+from sd3_light.model.case import Case
 from sd3_light.model.cost import Tokens
 from sd3_light.model.lora import merge_lora
-from sd3_light.model.memory import Case
 from sd3_light.model.quantized import quantize_base
 from sd3_light.tasks import ModelLogger, launch_training_task
 from tests.unit.model.test_adapter import adapter, output, stock
@@ -41,9 +41,12 @@ def held_bytes(model: nn.Module) -> int:
 def test_the_base_shrinks_to_the_bytes_that_check_foretells(bits: int) -> None:
     model = stock()
     assert quantize_base(model, bits) == 25
-    case = Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=1, base_bits=bits)
+    case = Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0), base_bits=bits)
     assert held_bytes(model) == pytest.approx(case.frozen_bytes, rel=1e-3)
-    assert case.frozen_bytes < 0.6 * Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=1).frozen_bytes
+    assert (
+        case.frozen_bytes
+        < 0.6 * Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0)).frozen_bytes
+    )
 
 
 @pytest.mark.usefixtures("library")
