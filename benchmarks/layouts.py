@@ -1,16 +1,21 @@
 """Which layout trains which model on which GPU: the table of docs/multi-node.md, from the formulas of `check`.
 
+    python benchmarks/layouts.py             # print it
+    python benchmarks/layouts.py --write     # and put it into both pages
+
 For eight GPUs, bf16, activation checkpointing and one average: the largest micro-batch (a power of two, at most 256)
-whose predicted memory fits. DDP and FSDP2 are `model.memory` as it is. ZeRO and pipeline stages are derived from it:
-what one GPU alone would hold, less what the others hold for it. ZeRO-2 lies between ZeRO-1 and ZeRO-3.
+whose predicted memory fits, on the stage that takes most.
 """
 
-from dataclasses import replace
+import sys
+from functools import cache
+from pathlib import Path
 
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
 from sd3_light.model.cost import Tokens, image_tokens
-from sd3_light.model.memory import GIB, NCCL_BYTES, Case, activation_bytes, gpu_memory
+from sd3_light.model.fast.choice import config_obstacle
+from sd3_light.model.memory import GIB, Case, gpu_memory
 
 GPUS = 8
 TEXT_TOKENS = 77 + 256
@@ -28,39 +33,42 @@ MODELS = (
     (SIZES["sd3.5_medium"], 1024),
     (LARGE, 1024),
 )
-LAYOUTS = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-3", "2 stages, ZeRO-1", "4 stages, ZeRO-1")
+LAYOUTS = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "2 stages, ZeRO-1", "4 stages, ZeRO-1")
+HEADS = {
+    "en": ("model", *LAYOUTS, "choose"),
+    "zh": ("模型", *LAYOUTS[:-2], "2 级流水，ZeRO-1", "4 级流水，ZeRO-1", "选择"),
+}
+_NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 
 
-def pipeline_bytes(case: Case, stages: int = 1) -> int:
-    """What DeepSpeed's engine with ZeRO-1 holds on the fullest GPU (estimate).
-
-    Weights and gradients are float32 and the arithmetic is autocast's, as in torch's engine; moments and averages are
-    cut, and so is a copy of the weights that ZeRO makes for itself.
-    """
-    data = case.world // stages
-    blocks = -(-case.size.num_layers // stages)
-    stage = replace(case, world=1, size=case.size.with_overrides(num_layers=blocks))
-    cut = stage.parameters * (8 + 4 * case.ema_tracks)
-    waiting = (stages - 1) * activation_bytes(stage)  # micro-batches on their way through the later stages
-    return gpu_memory(stage).total + NCCL_BYTES + waiting + (cut + 4 * stage.parameters) // data - cut
-
-
-def bytes_of(layout: str, case: Case) -> int:
-    """Bytes on each GPU, by the name of the column."""
-    if layout == "DDP":
-        return gpu_memory(case).total
-    if layout in ("FSDP2", "ZeRO-3"):
-        cut = gpu_memory(replace(case, parallel="fsdp2")).total
-        return cut + (4 * case.parameters // case.world if layout == "ZeRO-3" else 0)
-    return pipeline_bytes(case, 1 if layout == "ZeRO-1" else int(layout.split()[0]))
+def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Case:
+    """How a layout trains, by the name of its column. Stages have the micro-batches that keep them busy."""
+    stages = int(layout.split()[0]) if "stages" in layout else 1
+    zero = int(layout[-1]) if "ZeRO" in layout else None
+    parallel = "fsdp2" if layout == "FSDP2" else "ddp"
+    keys = {"parallel": parallel, "pipeline_stages": stages, "activation_checkpointing": True, **_NAMES}
+    config = TrainConfig.model_validate(keys, context={"base": Path()})
+    return Case(
+        size,
+        tokens,
+        batch,
+        ema_tracks=1,
+        checkpointing=True,
+        fast=config_obstacle(config, size, GPUS, zero is not None) is None,
+        accumulation=4 * stages if stages > 1 else 1,
+        world=GPUS,
+        parallel=parallel,
+        deepspeed=zero is not None,
+        zero=zero or 0,
+        stages=stages,
+    )
 
 
 def largest_batch(layout: str, size: ModelSize, pixels: int, memory: float) -> int:
     """The largest micro-batch that fits; 0 where one sample does not."""
     tokens, found, batch = Tokens(image_tokens(pixels, pixels), TEXT_TOKENS), 0, 1
     while batch <= LARGEST:
-        case = Case(size, tokens, batch, ema_tracks=1, checkpointing=True, world=GPUS)
-        if bytes_of(layout, case) > FULL * memory * GIB:
+        if gpu_memory(case_of(layout, size, tokens, batch)).total > FULL * memory * GIB:
             break
         found, batch = batch, 2 * batch
     return found
@@ -72,6 +80,7 @@ def choice(batches: dict[str, int]) -> str:
     return next((name for name in LAYOUTS if batches[name] >= max(1, enough)), "more GPUs, or LoRA")
 
 
+@cache
 def rows() -> list[str]:
     """The rows of the table, in Markdown, without its head."""
     found = []
@@ -84,7 +93,24 @@ def rows() -> list[str]:
     return found
 
 
+def table(language: str = "en") -> list[str]:
+    """The whole table, in Markdown; its rows are the same in both languages."""
+    model, *layouts, choose = HEADS[language]
+    head = [f"| {model} | GPU | {' | '.join(layouts)} | {choose} |", f"|---|---|{'---:|' * len(layouts)}---|"]
+    return [*head, *rows()]
+
+
+def write(page: Path, language: str = "en") -> None:
+    """Put the table of today in the place of a page's."""
+    lines, model = page.read_text(encoding="utf-8").splitlines(), HEADS[language][0]
+    first = next(at for at, line in enumerate(lines) if line.startswith(f"| {model} | GPU |"))
+    last = next(at for at in range(first, len(lines)) if not lines[at].startswith("|"))
+    page.write_text("\n".join([*lines[:first], *table(language), *lines[last:]]) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(f"| model | GPU | {' | '.join(LAYOUTS)} | choose |")
-    print(f"|---|---|{'---:|' * len(LAYOUTS)}---|")
-    print("\n".join(rows()))
+    if sys.argv[1:] == ["--write"]:
+        write(Path(__file__).parents[1] / "docs" / "multi-node.md")
+        write(Path(__file__).parents[1] / "docs" / "zh" / "multi-node.md", "zh")
+    else:
+        print("\n".join(table()))

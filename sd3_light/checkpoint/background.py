@@ -61,6 +61,11 @@ class Background:
             found.append(self._done.get())
         return found
 
+    def is_idle(self, seconds: float = 0.0) -> bool:
+        """Whether no job is left, now or within some seconds."""
+        with self._jobs.all_tasks_done:
+            return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
+
     def wait(self) -> list[Done]:
         """Wait until no job is left; those that ended since the last time."""
         self._jobs.join()
@@ -154,6 +159,10 @@ class CheckpointKeeper:
         stall = time.perf_counter() - started
         self._background.submit(f"step {step}", lambda: self._write(step, copies, kept, stall))
         return stall
+
+    def is_idle(self, seconds: float = 0.0) -> bool:
+        """Whether nothing is being written, now or within some seconds."""
+        return self._background.is_idle(seconds)
 
     def has_news(self) -> bool:
         """Whether `poll` has something to tell."""

@@ -28,6 +28,7 @@ from sd3_light.engines.protocol import Piece
 __all__ = [
     "INDEX",
     "Checkpoint",
+    "abandoned",
     "checkpoint_name",
     "commit",
     "half_written",
@@ -192,10 +193,13 @@ def half_written(folder: Path) -> list[Path]:
 def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[Path]:
     """Delete all but the newest ``count`` whole checkpoints and the one just ``written``; 0 keeps all.
 
-    The deleted ones. A kill in between leaves no half checkpoint under a name that counts.
+    The deleted ones. A kill in between leaves no half checkpoint under a name that counts. What a run left behind when
+    it went back goes too, when ``count`` of its own are not older.
     """
     whole = [path for path in _steps(folder) if incomplete(path) is None]
     old = [path for path in whole[:-count] if path != written] if count else []
+    if count and len(whole) >= count:
+        old += [path for path in abandoned(folder) if step_of(path) <= step_of(whole[-count])]
     for path in old:
         remove(path)
     return old
@@ -205,7 +209,8 @@ def set_aside_after(step: int, folder: Path, chosen: Path | None = None) -> list
     """Rename the folders `step-N` of ``folder`` that are later than ``step``, but not ``chosen``; their new names.
 
     A run that goes on from an earlier step leaves that future behind: nothing of it may pass for the newest. Nothing is
-    deleted. Where ``chosen`` itself is such an abandoned one, the other of its own step gives way as well.
+    deleted here; see `keep_newest`. Where ``chosen`` itself is such an abandoned one, the other of its own step gives
+    way as well.
     """
     found: list[str] = []
     for path in _steps(folder):
@@ -217,6 +222,11 @@ def set_aside_after(step: int, folder: Path, chosen: Path | None = None) -> list
             os.replace(path, aside)
             found.append(aside.name)
     return found
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """What `set_aside_after` has renamed, under its new names."""
+    return sorted(folder.glob(f"{_ABANDONED}step-*"))
 
 
 def step_of(path: Path) -> int:
@@ -234,7 +244,7 @@ def sweep(folder: Path) -> list[str]:
     the replacement is not there.
     """
     found = []
-    for path in sorted(folder.glob(".step-*.*")):  # .old before .tmp
+    for path in sorted([*folder.glob(".step-*.*"), *folder.glob(f".{_ABANDONED}step-*.gone")]):  # .old before .tmp
         final = path.with_name(path.name.split(".")[1])
         if path.suffix == ".old" and not final.exists():
             os.replace(path, final)

@@ -43,13 +43,21 @@ def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folde
 @app.command()
 def check(
     config: ConfigFile,
-    world: Annotated[int, typer.Option(help="Processes that will train.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes", "--world", min=1, help="GPUs that will train (default: one, or one a pipeline stage)."
+        ),
+    ] = None,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="By the DeepSpeed engine; pipeline stages need it anyway.")
+    ] = False,
     set_: Overrides = None,
 ) -> None:
     """Report every fault of a config at once, or what it will do: parameters, tokens, FLOPs, cache, memory, steps."""
     from sd3_light.stages import check as stage
 
-    Console().print(stage.render(stage.run(load(config, set_), world)))
+    Console().print(stage.render(stage.run(load(config, set_), processes, deepspeed)))
 
 
 @app.command()

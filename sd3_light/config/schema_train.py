@@ -177,6 +177,12 @@ class TrainConfig(Table):
         "GPU in bfloat16 and on a CPU with padded text, where nothing stands in the way (`compile`, an adapter, "
         "sharded weights, pipeline stages, SD3.5's second attention); true: such an obstacle is a fault.",
     )
+    fp8: Flag = Field(
+        default=False,
+        description="Experimental: the fast blocks multiply rows with weights in 8 bits (e4m3, a scale a row), forward "
+        "and for gradients of rows: faster, rounded more coarsely. Gradients of weights, master weights and what is "
+        "saved stay as they are. Needs bfloat16 and a GPU that knows fp8 (Ada, Hopper, or newer).",
+    )
     compile: Flag = Field(default=False, description="Compile the stock blocks with torch.compile.")
     dist_timeout_sec: Positive = Field(
         default=600.0, description="Seconds a rank waits for the others in a collective."

@@ -57,13 +57,16 @@ class ModelSize:
 
     def num_parameters(self, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
         """The exact number of parameters (the position table is a buffer and does not count)."""
-        size = self.with_overrides(num_layers, qk_norm)
-        width, patch = size.width, size.patch_size**2 * size.latent_channels
+        return sum(self.with_overrides(num_layers, qk_norm).layer_parameters())
+
+    def layer_parameters(self) -> tuple[int, ...]:
+        """The parameters of each layer of the list that pipelines cut: embed, the joint blocks, output."""
+        width, patch = self.width, self.patch_size**2 * self.latent_channels
         timestep = _linear(256, width) + _linear(width, width)
-        pooled = _linear(size.pooled_width, width) + _linear(width, width)
-        start = _linear(patch, width) + _linear(size.text_width, width)
+        pooled = _linear(self.pooled_width, width) + _linear(width, width)
+        start = _linear(patch, width) + _linear(self.text_width, width)
         end = _linear(width, 2 * width) + _linear(width, patch)
-        return timestep + pooled + start + end + sum(size._block(layer) for layer in range(size.num_layers))
+        return (timestep + pooled + start, *map(self._block, range(self.num_layers)), end)
 
     def _block(self, layer: int) -> int:
         width, square = self.width, _linear(self.width, self.width)

@@ -2,7 +2,8 @@
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,7 +98,8 @@ class PipelineDataLoader:
 
     Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
     making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
-    With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go.
+    With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go. Workers
+    live as long as the iteration: whoever leaves it early closes it, or the program may wait for them at its end.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class PipelineDataLoader:
             worker_init_fn=_outlive_signals,
         )
 
-    def __iter__(self) -> Iterator[Prepared]:
+    def __iter__(self) -> Generator[Prepared, None, None]:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin)
         batches = iter(self.dataloader)  # workers start here, with this pool
         while True:
@@ -146,21 +148,21 @@ class PipelineDataLoader:
             yield prepared
             del prepared  # before the next is waited for
 
-    def steps(self) -> Iterator[list[Prepared]]:
+    def steps(self) -> Generator[list[Prepared], None, None]:
         """The micro-batches of one optimizer step after another.
 
         A step's list is emptied when the next step is asked for, so that no two are alive.
         """
         batches: list[Prepared] = []
-        source = iter(self)
-        while True:
-            try:
-                batches.append(next(source))
-            except StopIteration:
-                break
-            if len(batches) == self.gradient_accumulation_steps:
-                yield batches
-                batches.clear()
+        with closing(iter(self)) as source:
+            while True:
+                try:
+                    batches.append(next(source))
+                except StopIteration:
+                    break
+                if len(batches) == self.gradient_accumulation_steps:
+                    yield batches
+                    batches.clear()
         assert not batches, "the last optimizer step lacks micro-batches"
 
 

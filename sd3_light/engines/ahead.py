@@ -5,8 +5,8 @@ the computation waits until the copy is there; the host waits for neither. So th
 micro-batches (law 10), however far the host runs ahead.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Any, overload
 
 import torch
@@ -164,15 +164,21 @@ def _shown(prepared: Prepared) -> Prepared:
     return features, label
 
 
-def steps_ahead(source: Iterator[Prepared], count: int, device: torch.device) -> Iterator[Step]:
-    """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out."""
+def steps_ahead(
+    source: Generator[Prepared, None, None], count: int, device: torch.device
+) -> Generator[Step, None, None]:
+    """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out.
+
+    Closing it closes the source, whoever still holds a step.
+    """
     sender = Sender(device)
-    while True:
-        try:
-            step = Step(source, count, sender)
-        except StopIteration:
-            return
-        yield step
+    with closing(source):
+        while True:
+            try:
+                step = Step(source, count, sender)
+            except StopIteration:
+                return
+            yield step
 
 
 def pin(address: int, nbytes: int) -> Callable[[], Any] | None:

@@ -34,6 +34,12 @@ class Launch:
         replicas = self.world // stages
         return replace(self, rank=self.rank % replicas, world=replicas)
 
+    def is_fed(self, stages: int = 1) -> bool:
+        """Whether this process takes anything of its micro-batches: in a pipeline the first stage takes features and
+        the last one labels; all that the ones between need comes from their neighbours."""
+        stage = self.rank // (self.world // stages)
+        return stage in (0, stages - 1)
+
     @staticmethod
     def detect(local_rank: int | None = None) -> "Launch":
         """From what torchrun (its run id) or the DeepSpeed launcher (``--local_rank``) says.

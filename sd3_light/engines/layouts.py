@@ -30,8 +30,8 @@ class Layout(Protocol):
     def start(self, weight: Tensor) -> int:
         """The first element of a weight that this process holds."""
 
-    def writes(self, number: int) -> bool:
-        """Whether this process writes its part of weight ``number``."""
+    def writes(self, writer: int) -> bool:
+        """Whether this process writes its part of a weight that is ``writer``'s where all have it alike."""
 
     def add_parts(self, value: Tensor) -> Tensor:
         """The sum over processes of what each computed from its own parts."""
@@ -64,9 +64,9 @@ class Replicas:
         """See `Layout`."""
         return 0
 
-    def writes(self, number: int) -> bool:
+    def writes(self, writer: int) -> bool:
         """See `Layout`."""
-        return number % self.writers == self.rank
+        return writer == self.rank
 
     def add_parts(self, value: Tensor) -> Tensor:
         """See `Layout`."""
@@ -111,7 +111,7 @@ class Shards:
         rows = -(-weight.shape[0] // self.writers)
         return min(self.rank * rows, weight.shape[0]) * (weight.numel() // weight.shape[0])
 
-    def writes(self, number: int) -> bool:
+    def writes(self, writer: int) -> bool:
         """See `Layout`."""
         return True
 

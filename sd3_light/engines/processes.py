@@ -21,9 +21,12 @@ from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines.launch import Launch
 
 _SAVING_TIMEOUT = timedelta(hours=2)
-"""A save waits for the slowest disk; training goes on meanwhile."""
+"""A save waits, in a thread, for the slowest disk. Whoever waits for a save hears from the others meanwhile."""
 
-_MOST_GROUPS = 5  # with gloo: the default one, control, ending, saving, snapshots
+_PULSE = 1.0
+"""Seconds between two signs of life of a rank that is not done yet."""
+
+_MOST_GROUPS = 4  # with gloo: the default one, control, saving, snapshots
 _FILES_A_GROUP = 3  # measured with 2, 4 and 8 processes
 _OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 
@@ -31,19 +34,25 @@ _OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 @dataclass(frozen=True)
 class Groups:
     """Groups that talk through host memory (gloo): ``control`` of all ranks for the main thread, ``saving`` and
-    ``snapshots`` of the first ``writers`` ranks, which write, each for a thread of its own, and ``ending`` of all ranks
-    with the patience of a save. None where there is nobody to talk to."""
+    ``snapshots`` of the first ``writers`` ranks, which write, each for a thread of its own. None where there is nobody
+    to talk to."""
 
     control: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
     snapshots: dist.ProcessGroup | None = None
-    ending: dist.ProcessGroup | None = None
     writers: int = 1
 
-    def meet(self) -> None:
-        """Wait for all ranks, as long as a save may take."""
-        if self.ending is not None:
-            dist.barrier(self.ending)
+    def wait_together(self, is_done: Callable[[float], bool]) -> None:
+        """Wait until all ranks are done, however long one of them works; ``is_done(seconds)`` waits no longer.
+
+        A rank that is not done says so every second, so that one that is gone is missed within `dist_timeout_sec`.
+        """
+        while True:
+            busy = torch.tensor(0 if is_done(_PULSE) else 1)
+            if self.control is not None:
+                dist.all_reduce(busy, group=self.control)
+            if not busy:
+                return
 
     def by_first(self, is_first: bool, decide: Callable[[], str | None]) -> str | None:
         """What rank 0 decides, on all ranks; a fault of the user that it meets is raised on all of them."""
@@ -75,15 +84,15 @@ def start_process_group(launch: Launch, device: torch.device, timeout_sec: float
 def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> Groups:
     _allow_sockets(launch.world)
     open_default_group(device, timeout=timeout, device_id=device if device.type == "cuda" else None)
-    control, ending = (dist.new_group(backend="gloo", timeout=patience) for patience in (timeout, _SAVING_TIMEOUT))
+    control = dist.new_group(backend="gloo", timeout=timeout)
     first_machine = torch.tensor(launch.local_world)  # others may have more processes, or fewer
     dist.broadcast(first_machine, 0, control)
     writers = launch.world if all_write else int(first_machine)
     if writers == 1:
-        return Groups(control, ending=ending)
+        return Groups(control)
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
-    return Groups(control, saving, snapshots, ending, writers)
+    return Groups(control, saving, snapshots, writers)
 
 
 def open_default_group(device: torch.device, **options: Any) -> None:
@@ -115,7 +124,7 @@ def share_patience(groups: Groups, timeout_sec: float) -> None:
 
     DeepSpeed gives its own no time, so they would have torch's: half an hour with gloo.
     """
-    patient = (groups.ending, groups.saving, groups.snapshots)
+    patient = (groups.saving, groups.snapshots)
     if groups.control is not None:
         for group in tuple(c10d._world.pg_map):
             if group not in patient:

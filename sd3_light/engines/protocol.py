@@ -1,6 +1,6 @@
 """What the loop and the checkpoint ask of an engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from sd3_light.flow.bands import NUM_BANDS
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
+Steps = Generator[Sequence[Prepared], None, None]
+"""The micro-batches of one optimizer step after another; closing it lets go of who makes them."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """torch's own engine: one process, or several under torchrun with whole (DDP) or cut (FSDP2) weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sd3_light.engines.ahead import moved
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.protocol import Piece, Prepared, StepResult
+from sd3_light.engines.shares import share_out
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
@@ -137,22 +139,27 @@ class TorchEngine:
         """Weights, then what the optimizer remembers of each."""
         yield from self.like_weights(WEIGHTS, self._weights)
         self.optimizer.prepare_state()
-        for number, (name, weight) in enumerate(self._parameters.items()):
+        for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
                 if value.shape == weight.shape:
-                    yield self._piece(f"{kind}/{name}", self.layout.held(value), number, weight)
+                    yield self._piece(f"{kind}/{name}", self.layout.held(value), writer, weight)
                 else:  # a count or a table of its own: every process has it whole
                     shape = tuple(value.shape)
-                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, number % self.writers == self.rank)
+                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
         """Pieces of tensors that lie as the weights do."""
-        for number, (name, weight) in enumerate(self._parameters.items()):
-            yield self._piece(f"{kind}/{name}", held[name], number, weight)
+        for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
+            yield self._piece(f"{kind}/{name}", held[name], writer, weight)
 
-    def _piece(self, name: str, held: Tensor, number: int, weight: Tensor) -> Piece:
+    @cached_property
+    def _writer_of(self) -> list[int]:
+        """Of each weight who writes what all processes have alike."""
+        return share_out([weight.numel() for weight in self._parameters.values()], self.writers)
+
+    def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> Piece:
         start = self.layout.start(weight)
-        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(number) and held.numel() > 0)
+        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0)
 
     def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, in rank 0's host memory; a copy."""

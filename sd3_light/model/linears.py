@@ -73,8 +73,17 @@ def matched(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
 
 def adapter_parameters(size: ModelSize, adapter: AdapterConfig) -> int:
     """How many weights the adapter adds and trains."""
-    layers = linear_layers(size)
-    return sum(_weights(layers[name], adapter) for name in matched(layers, adapter.target_modules))
+    return sum(adapter_layers(size, adapter))
+
+
+def adapter_layers(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
+    """The adapter's weights on each layer of the list that pipelines cut: embed, the joint blocks, output."""
+    layers, found = linear_layers(size), [0] * (size.num_layers + 2)
+    for name in matched(layers, adapter.target_modules):
+        first, _, rest = name.partition(".")
+        block = int(rest.partition(".")[0]) + 1 if first == "transformer_blocks" else 0
+        found[-1 if first in ("norm_out", "proj_out") else block] += _weights(layers[name], adapter)
+    return tuple(found)
 
 
 def _weights(shape: Shape, adapter: AdapterConfig) -> int:

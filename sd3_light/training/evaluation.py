@@ -1,14 +1,15 @@
 """The validation loss of a run's evaluation sets, on all processes, by any engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
-from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
+from sd3_light.data.loader import PreparesInputs
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
-from sd3_light.metrics.validation import AtQuantiles, EvalPreparer, validate
-from sd3_light.training.feed import make_loader, open_cache
+from sd3_light.engines.protocol import Prepared
+from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
+from sd3_light.training.feed import make_loader, open_cache, unread
 
 
 @dataclass
@@ -30,14 +31,17 @@ class Evaluator:
         for name in self.loaded.eval_datasets:
             yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
 
-    def _loader(self, name: str) -> PipelineDataLoader:
-        """Each sample once, whatever its directory's repeats."""
+    def _loader(self, name: str) -> Iterable[Prepared]:
+        """Each sample once, whatever its directory's repeats; a process that is not fed reads none."""
         if name not in self._open:
             self._open[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
         data, config = self._open[name], self.loaded.train
         once = {shard.directory: 1.0 for shard in data.manifest.shards}
         order = data.order(0, once, self._batch, config.shuffle_window)
         share = self.launch.of_data(self.stages)
+        if not self.launch.is_fed(self.stages):
+            sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
+            return [unread(size) for size in sizes for _ in QUANTILES]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
         items = AtQuantiles(batches, order.steps_per_epoch)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))

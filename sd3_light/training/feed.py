@@ -1,7 +1,8 @@
 """What a run is fed with: a cache, the order of its samples, and the loader that follows it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.ahead import pin, steps_ahead
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import Prepared, Steps
 from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.start import WeightsStart
 
@@ -87,15 +88,19 @@ def training_steps(
     engine: object,
     preparer: PreparesInputs,
     ahead: torch.device | None = None,
-) -> Callable[[int], Iterator[Sequence[Prepared]]]:
+    fed: bool = True,
+) -> Callable[[int], Steps]:
     """From a position in the order on, the micro-batches of step after step, for ever.
 
-    With a device to send them ``ahead`` to they come to it while it computes the ones before.
+    With a device to send them ``ahead`` to they come to it while it computes the ones before. A process that is not
+    ``fed`` reads and prepares nothing: see `unread`.
     """
     micro = config.gradient_accumulation_steps
+    if not fed:
+        return lambda first: _unread_steps(order, first, launch.world, micro)
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 
-    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+    def steps(first: int) -> Steps:
         items = range(first * micro, 2**62)
         if ahead is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()
@@ -104,16 +109,29 @@ def training_steps(
     return steps
 
 
-def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[Prepared]], int]:
-    """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have."""
+def unread(samples: int) -> Prepared:
+    """A micro-batch of which only its size is known, for stages of a pipeline that look at no other thing of it."""
+    return (torch.empty(samples, device="meta"),), (None,)
 
-    def count(batches: Sequence[Prepared]) -> int:
+
+def _unread_steps(order: Order, first: int, world: int, micro: int) -> Steps:
+    for step in count(first):
+        yield [unread(order.batch_size(step) // world // micro)] * micro
+
+
+def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[Prepared]], int]:
+    """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have; 0 where this
+    process has not read them."""
+
+    def flops(batches: Sequence[Prepared]) -> int:
         total = 0
         for features, _ in batches:
+            if len(features) == 1:
+                return 0
             height, width = (8 * side for side in features[0].shape[-2:])
             prompt = features[2]
             lengths = features[4].tolist() if len(features) > 4 else [prompt.shape[1]] * len(prompt)
             total += step_flops(start.size, image_tokens(width, height), lengths, adapter)
         return total * world
 
-    return count
+    return flops

@@ -1,13 +1,14 @@
 """The one loop: take a batch, step, average, log, and do what is due."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
-from sd3_light.engines.protocol import Engine, Prepared, StepNumbers
+from sd3_light.engines.protocol import Engine, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar
 from sd3_light.runlog import progress as progress_bar
@@ -35,7 +36,7 @@ class Run:
     ``begin_step`` is told how many steps are done before each."""
 
     engine: Engine
-    steps: Callable[[int], Iterator[Sequence[Prepared]]]
+    steps: Callable[[int], Steps]
     samples_in: Callable[[int], int]
     learning_rate: Callable[[int], float]
     total_steps: int
@@ -56,9 +57,11 @@ class Run:
 
 def train(run: Run) -> Progress:
     """Train from ``run.progress`` to ``run.total_steps``, or until somebody asks to stop; returns where it ended."""
-    batches = run.steps(run.progress.position)
     coming: Sequence[Prepared] | None = None
-    with progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar:
+    with (
+        closing(run.steps(run.progress.position)) as batches,
+        progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
+    ):
         while run.progress.step < run.total_steps and not run.watch.quit:
             before = run.progress
             micro_batches, coming = coming or _next_step(run, batches), None
@@ -89,7 +92,7 @@ def train(run: Run) -> Progress:
     return run.progress
 
 
-def _next_step(run: Run, batches: Iterator[Sequence[Prepared]]) -> Sequence[Prepared]:
+def _next_step(run: Run, batches: Steps) -> Sequence[Prepared]:
     """What the next step learns from."""
     with run.meter.waiting():
         return next(batches)

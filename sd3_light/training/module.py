@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.block import How, Keep, Products
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle
 from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
@@ -54,6 +54,7 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
+        self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
         self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
@@ -97,7 +98,7 @@ class SD3TrainingModule(nn.Module):
 
     def pipeline_layers(self) -> list[nn.Module]:
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
-        return [PipelineLayer(self, layer) for layer in self._layers]
+        return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
     def run(self, features: tuple[Tensor, ...]) -> State:
         """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
@@ -134,7 +135,8 @@ class SD3TrainingModule(nn.Module):
         """Made when it is first needed: its copies of weights lie where they do."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            self._fast = FastDenoiser(self.transformer, dtype, How(keep=_KEEPS[self.checkpointing]))
+            how = How(keep=_KEEPS[self.checkpointing], products=self.products)
+            self._fast = FastDenoiser(self.transformer, dtype, how)
         return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: State) -> State:
@@ -148,12 +150,14 @@ class SD3TrainingModule(nn.Module):
 class PipelineLayer(nn.Module):
     """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
 
-    def __init__(self, module: SD3TrainingModule, layer: nn.Module) -> None:
+    def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.number = layer, number
         self._module = (module,)  # in a tuple: not a part of this one
 
     def forward(self, state: State) -> State:
         """The layer alone."""
         (module,) = self._module
+        if module.dropout is not None:
+            module.dropout.forward(state[0].device, self.number)
         return module.run_some([self.layer], module.inputs(state) if isinstance(self.layer, Embed) else state)

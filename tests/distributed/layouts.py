@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,15 @@ PIPE    = Layout("pipe",    2, deepspeed=True, stages=2, accumulation=4)
 ZERO2   = Layout("zero2",   2, deepspeed=True, zero=2, accumulation=2)
 ZERO3   = Layout("zero3",   2, deepspeed=True, zero=3, accumulation=2)
 PIPES   = Layout("pipes",   4, deepspeed=True, stages=2, accumulation=4)
+PIPE4   = Layout("pipe4",   4, deepspeed=True, stages=4, accumulation=4)
 # fmt: on
-LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
+ALL_LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
+
+WITHOUT = "SD3_LIGHT_TEST_WITHOUT_DEEPSPEED"
+"""A variable that lets the tests of layouts run as if DeepSpeed were not installed."""
+
+HAS_DEEPSPEED = find_spec("deepspeed") is not None and not os.environ.get(WITHOUT)
+LAYOUTS = tuple(layout for layout in ALL_LAYOUTS if HAS_DEEPSPEED or not layout.deepspeed)
 
 
 @dataclass(frozen=True)
@@ -127,15 +135,16 @@ def poison(batches: Sequence[Any]) -> Sequence[Any]:
 
 
 def patch() -> None:
-    """No proof of exports, bad batches where a job asks for them, and what a run has loaded is compared with its
-    checkpoint, bit by bit."""
+    """No proof of exports, bad batches where a job asks for them, what a run has loaded is compared with its
+    checkpoint, bit by bit, and what it holds at its end is noted."""
     from sd3_light.checkpoint.state import track_kind
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import folder
+    from sd3_light.stages import train
     from sd3_light.stages.train import restore
 
     steps = PipelineDataLoader.steps
-    PipelineDataLoader.steps = lambda self: map(poison, steps(self))  # type: ignore[method-assign, assignment]
+    PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = restore.Saved.load
 
@@ -148,6 +157,31 @@ def patch() -> None:
         return found
 
     restore.Saved.load = checked  # type: ignore[method-assign]
+    finish = train.Duties.finish
+
+    def noting(duties: Any, progress: Any) -> None:
+        note_held(duties.folder.path, duties.engine, duties.averages)
+        finish(duties, progress)
+
+    train.Duties.finish = noting  # type: ignore[method-assign]
+
+
+def note_held(run: Path, engine: Any, averages: Any) -> None:
+    """Bytes of what this process holds of weights, optimizer state and averages, in a file of the run's folder."""
+    state = [value for kept in engine.optimizer.only.state.values() for value in kept.values()]
+    found = {
+        "weights": held(engine.weights.values()),
+        "moments": held(value for value in state if torch.is_tensor(value) and value.dim()),
+        "averages": held(tensor for track in averages.tracks.values() for tensor in track.shadow.values()),
+    }
+    (run / f"held-{engine.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def held(tensors: Iterable[Any]) -> int:
+    """Bytes of the memory in which tensors lie, each counted once."""
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    storages = [tensor.untyped_storage() for tensor in local]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def main(listed: Path) -> None:

@@ -1,6 +1,13 @@
-"""The same training and one checkpoint for all: torch's engine and DeepSpeed's, in every layout."""
+"""The same training and one checkpoint for all: torch's engine and DeepSpeed's, in every layout.
 
+Without DeepSpeed the layouts of torch's engine are left, and read each other's checkpoints.
+"""
+
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +16,23 @@ import pytest
 from PIL import Image
 
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.config import SIZES
+from sd3_light.model.cost import Tokens
+from sd3_light.model.memory import Case, copies_bytes, state_bytes
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
     DDP,
     DS_ONE,
     FSDP2,
+    HAS_DEEPSPEED,
     LAYOUTS,
     ONE,
     PIPE,
+    PIPE4,
     PIPES,
+    ROOT,
+    WITHOUT,
     ZERO0,
     ZERO1,
     ZERO2,
@@ -28,7 +42,7 @@ from tests.distributed.layouts import (
     launch,
 )
 
-pytest.importorskip("deepspeed")
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 Project = Any  # the class is in tests/conftest.py
 STEPS, SAVED = 14, 4
 BIAS = "proj_out.bias"
@@ -130,8 +144,12 @@ def require_same_export(project: Project, layout: Layout) -> None:
 FAST = {DDP: 'activation_checkpointing="selective"', ZERO1: "compile=false", ZERO2: "activation_checkpointing=true"}
 # two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
 READS = {DS_ONE: ONE, DDP: PIPE, FSDP2: ZERO3, ZERO0: DDP, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
-POISONED = (ZERO0, PIPE, ZERO3)
-EXPORTS = (DDP, FSDP2, ZERO1, PIPE, ZERO3)
+POISONED: tuple[Layout, ...] = (ZERO0, PIPE, ZERO3)
+EXPORTS: tuple[Layout, ...] = (DDP, FSDP2, ZERO1, PIPE, ZERO3)
+TAKEN_UP: tuple[Layout, ...] = (ZERO3, PIPE)
+if not HAS_DEEPSPEED:
+    FAST = {layout: key for layout, key in FAST.items() if not layout.deepspeed}
+    READS, POISONED, EXPORTS, TAKEN_UP = {DDP: FSDP2, FSDP2: DDP}, (DDP, FSDP2), (DDP, FSDP2), (FSDP2,)
 
 
 def poisoned(project: Project, layout: Layout) -> Job:
@@ -143,7 +161,8 @@ def poisoned(project: Project, layout: Layout) -> Job:
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
-    for world, fresh in ((1, [ONE, DS_ONE]), (2, [DDP, FSDP2, ZERO0, ZERO1, PIPE, ZERO2, ZERO3])):
+    for world in (1, 2):
+        fresh = [layout for layout in LAYOUTS if layout.world == world]
         jobs = [job(rich, layout) for layout in fresh]
         jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
         jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
@@ -190,12 +209,31 @@ def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout
     assert [int(count) for count in counts] == [3, 3]
 
 
-@pytest.mark.parametrize("source", [ZERO3, PIPE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("source", TAKEN_UP, ids=lambda layout: layout.name)
 def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
     resumed = job(trained, ONE, source=source)
     trained.train(*resumed.overrides, resume=Resume(saved(trained, source)))
     require_same_curve(trained, resumed.run, ONE)
+
+
+@pytest.mark.parametrize("layout", [ONE, *READS], ids=lambda layout: layout.name)
+def test_every_process_holds_what_the_formula_says(trained: Project, layout: Layout) -> None:
+    """Weights, moments and averages of the process of each rank, and what it writes of them into a checkpoint."""
+    whole = Case(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
+    whole = replace(whole, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
+    for rank in range(layout.world):
+        case = replace(whole, stage=rank // whole.replicas)
+        noted = json.loads((trained.folder / layout.name / f"held-{rank}.json").read_text())
+        # the formula counts what is frozen too, a hundredth here; ZeRO pads its parts
+        count = case.trained
+        assert noted["weights"] == pytest.approx(4 * count / case.shards, rel=0.03)
+        assert noted["averages"] == pytest.approx(4 * count / case.shards, rel=0.03)
+        assert noted["moments"] == pytest.approx(8 * count / case.moment_shards, rel=0.03)
+        beside = 4 * count * case.by_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
+        assert sum(noted.values()) == pytest.approx(state_bytes(case).value - beside, rel=0.03)
+    written = [file.stat().st_size for file in saved(trained, layout).glob("rank-*.safetensors")]
+    assert copies_bytes(whole).value == pytest.approx(max(written), rel=0.15)
 
 
 def test_the_reference_is_worth_comparing_with(trained: Project) -> None:
@@ -208,6 +246,15 @@ def test_the_reference_is_worth_comparing_with(trained: Project) -> None:
 
 
 # --- all of them -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_stages_between_the_ends_make_the_same_steps(trained: Project, tmp_path: Path) -> None:
+    """They read no micro-batch, neither in training nor in evaluation."""
+    launch([job(trained, PIPE4), job(trained, PIPE4, source=ZERO3)], tmp_path)
+    require_same_curve(trained, PIPE4.name, PIPE4)
+    require_same_curve(trained, f"{PIPE4.name}-from-{ZERO3.name}", PIPE4)
 
 
 @pytest.mark.slow
@@ -241,7 +288,33 @@ FEATURES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_deepspeed
+def test_without_deepspeed_torchs_layouts_are_compared() -> None:
+    """This file again, as if it were not installed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(Path(__file__)),
+        "-q",
+        "-rA",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, WITHOUT: "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for name in ("test_every_layout_makes_the_same_steps", "test_every_layout_exports_the_same_bytes"):
+        assert {f"{name}[ddp]", f"{name}[fsdp2]"} <= {line.rpartition("::")[2] for line in done.stdout.splitlines()}
+    assert "zero" not in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
+@needs_deepspeed
 @pytest.mark.parametrize("masks", [True, False])
 def test_each_feature_in_each_layout(rich: Project, tmp_path: Path, masks: bool) -> None:
     """Stages 1 and 2, data parallel 1 and 2, accumulation 1 and 4, each feature by itself: with masks, real tokens and
@@ -252,7 +325,7 @@ def test_each_feature_in_each_layout(rich: Project, tmp_path: Path, masks: bool)
         text = project.train_toml.read_text().replace('text_tokens = "real"\n', "")
         project.train_toml.write_text(text.replace("pseudo_huber_c = 0.1\n", ""))
         project.build_cache()
-    layouts = [one.accumulating(micro) for one in (DS_ONE, ZERO1, PIPE, PIPES) for micro in (1, 4)]
+    layouts = [one.accumulating(micro) for one in (DS_ONE, ZERO1, PIPE, PIPES, PIPE4) for micro in (1, 4)]
     for world in (1, 2, 4):
         jobs = [job(project, ONE, *keys, run=f"one-{name}") for name, keys in FEATURES.items() if world == 1]
         jobs += [

@@ -178,6 +178,44 @@ def test_a_cut_cable_stops_both_within_the_patience(hosts: Hosts, project: Proje
     assert resumed_here(project, newest + 2) == newest
 
 
+HELD_SAVE = """
+import os, sys, threading
+from pathlib import Path
+from sd3_light.checkpoint import background
+
+def never(temporary, rank, pieces):
+    Path(os.environ["BEGUN"]).touch()
+    threading.Event().wait()
+
+if os.environ["RANK"] == "1":
+    background.write_part = never
+from sd3_light.cli import launch
+sys.exit(launch(sys.argv[1:]))
+"""
+"""A training whose second process does not come to an end with its part of a checkpoint."""
+
+
+@pytest.mark.slow
+def test_a_cable_cut_in_the_last_save_is_noticed(hosts: Hosts, project: Project) -> None:
+    """Both processes have made all steps and wait for the save: for as long as it takes while both are there, and no
+    longer than `dist_timeout_sec` for one that is gone."""
+    patience, begun = 6, hosts.folder / "begun"
+    hosts.folder.mkdir(parents=True, exist_ok=True)
+    (program := hosts.folder / "held_save.py").write_text(HELD_SAVE, encoding="utf-8")
+    keys = {"max_steps": 2, "checkpoint_every_n_steps": 100, "parallel": '"fsdp2"', "dist_timeout_sec": patience}
+    command = [sys.executable, str(program), *plain(project, micro_batch_size_per_gpu=2, **keys)[2:]]
+    there = {"PYTHONPATH": str(ROOT), "BEGUN": str(begun)}
+    jobs = [hosts.start(node, command, **variables(node, ADDRESSES[0]), **there) for node in (0, 1)]
+    jobs[1].until(begun.exists)
+    deadline = time.monotonic() + 2 * patience
+    jobs[0].until(lambda: time.monotonic() > deadline)
+    assert jobs[1].process.poll() is None, "a slow save is no lost process"
+    hosts.cut()
+    for job in jobs:
+        assert job.end(patience + 30) == 75, job.words
+        assert f"Timed out waiting {patience * 1000}ms" in said_lost(job)
+
+
 @pytest.mark.slow
 def test_torchrun_waits_no_longer_than_it_is_told(hosts: Hosts, project: Project) -> None:
     """An address that nobody has; its launcher's own error names address and port."""

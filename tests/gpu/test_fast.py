@@ -1,7 +1,7 @@
 """The fast blocks on a GPU: kernels against their reference, training beside the stock blocks, batches sent ahead."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.attention import attend
+from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, multiply
 from sd3_light.model.fast.rows import Plan, make_plan
 from sd3_light.model.layers import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -38,6 +39,10 @@ def near(found: Any, wanted: Any, limit: float) -> None:
     if isinstance(wanted, Tensor):
         distance = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
         assert distance < limit, distance
+    elif isinstance(wanted, Eight):
+        near(found.plain, wanted.plain, limit)
+        torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-2, atol=0.0)
+        near(found.values.float(), wanted.values.float(), 6e-3)  # a number between two may go to either
     elif wanted is not None:
         for one, other in zip(found, wanted, strict=True):
             near(one, other, limit)
@@ -70,6 +75,82 @@ def test_kernels_compute_what_their_references_do(plan: Plan, dtype: torch.dtype
             ("take", (joined[1][0], rows)),
         ):
             near(getattr(kernels, name)(*given), getattr(reference, name)(*given), limit)
+
+
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU knows no fp8"
+)
+
+
+@needs_fp8
+def test_kernels_round_as_their_references_do(plan: Plan) -> None:
+    dtype, norms = torch.bfloat16, (normal(UNITS), normal(UNITS, seed=1))
+    grads = tuple(normal(plan.room, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    for rows in (plan.image, plan.text):
+        shift, scale, gate = normal(plan.samples, 5 * WIDTH, dtype=dtype).chunk(5, dim=1)[:3]
+        x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
+        odd = y * torch.logspace(-30, 30, rows.count, device=CUDA).bfloat16()[:, None]
+        odd[0] = 0.0
+        pending = (y, normal(WIDTH), gate)
+        u, dg = normal(rows.count, 4 * WIDTH, dtype=dtype), normal(rows.count, 4 * WIDTH, dtype=dtype, seed=1)
+        for name, given in (
+            ("residual_norm", (x, pending, scale, shift, rows, "both")),
+            ("residual_norm", (x, None, scale, shift, rows, "eight")),
+            ("residual_norm_backward", (dh, x, x, (dh, *pending[1:]), scale, rows, shift, "both")),
+            ("gelu", (u, "both")),
+            ("gelu", (u, "eight")),
+            ("gelu_backward", (dg, u, True, "both")),
+            ("join_backward", (grads, normal(rows.count, 3 * WIDTH, dtype=dtype), norms, HEADS, rows, "both")),
+            ("take", (grads[0], rows, "both")),
+            ("round_rows", (odd,)),
+        ):
+            near(getattr(kernels, name)(*given), getattr(reference, name)(*given), 6e-3)
+
+
+def room(outputs: int, inputs: int) -> EightWeight:
+    shapes = ((outputs, inputs), (inputs, outputs))
+    made = [Eight(torch.zeros(n, k, device=CUDA).to(E4M3), torch.zeros(n, 1, device=CUDA)) for n, k in shapes]
+    return EightWeight(made[0], made[1])
+
+
+@needs_fp8
+def test_products_in_8_bits_are_those_of_the_rounded_numbers() -> None:
+    weights = [normal(WIDTH, 4 * WIDTH, seed=s) * (1 + s) for s in range(3)]
+    made = [room(3 * WIDTH, 4 * WIDTH) for _ in range(2)]
+    kernels.round_weight(weights, made[0])
+    reference.round_weight(weights, made[1])
+    near((made[0].forward, made[0].backward), (made[1].forward, made[1].backward), 1e-5)
+    x = (normal(333, 4 * WIDTH) * torch.logspace(-9, 3, 333, device=CUDA)[:, None]).bfloat16()
+    rows, bias = kernels.round_rows(x), normal(3 * WIDTH, dtype=torch.bfloat16)
+    for fast_sums, limit in ((False, 4e-3), (True, 1e-2)):
+        for added in (None, bias):
+            found = multiply(rows, made[0].forward, added, torch.bfloat16, fast_sums).double()
+            wanted = rows.wide().double() @ made[0].forward.wide().double().t() + (
+                0 if added is None else added.double()
+            )
+            assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < limit
+    x[5, 7] = float("nan")
+    found = multiply(kernels.round_rows(x), made[0].forward, None, torch.bfloat16, True)
+    is_lost = ~torch.isfinite(found).all(1)
+    assert is_lost.nonzero().flatten().tolist() == [5], "what is not finite is seen, and in its row alone"
+
+
+@needs_fp8
+@pytest.mark.parametrize("checkpointing", [False, "selective", True])
+def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
+    curves = []
+    for fp8 in (False, True):
+        config = table(model={"text_tokens": "real"}, activation_checkpointing=checkpointing, fp8=fp8)
+        transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
+        engine = TorchEngine(SD3TrainingModule(transformer, config, True), config, Launch(), CUDA)
+        given = (prepared(True, seed % 4) for seed in range(60))
+        numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
+        assert all(one.taken for one in numbers)
+        curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(True, 0))[0])])
+    assert curves[1] == pytest.approx(curves[0], rel=0.15)
+    assert float(np.mean(curves[1])) == pytest.approx(float(np.mean(curves[0])), rel=0.03)
+    assert curves[1] != curves[0]
+    assert curves[1][-2] < 0.9 * curves[1][0], "something was learned"
 
 
 def test_attention_sees_its_own_sample_only(plan: Plan) -> None:
@@ -117,7 +198,7 @@ def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) ->
     for fast in (False, True):
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
-        given: Iterator[Prepared] = iter([prepared(real, seed % 4) for seed in range(40)])
+        given = (prepared(real, seed % 4) for seed in range(40))
         numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(real, 0))[0])])
@@ -139,7 +220,7 @@ def test_pinned_memory_is_known_as_such_and_let_go() -> None:
 def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
     big = torch.randn(4096, 4096, device=CUDA)
 
-    def source() -> Iterator[Prepared]:
+    def source() -> Generator[Prepared, None, None]:
         for number in range(30):
             yield (torch.full((3, 1 << 18), float(number)).pin_memory(), torch.tensor([number])), (None,)
 

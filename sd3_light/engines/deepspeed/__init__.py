@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.config.engine import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
 
@@ -27,19 +28,8 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
             raise UserError(f"pipeline_stages = {stages} is for the DeepSpeed engine; add --deepspeed, or write 1")
         return
     _require_installed("--deepspeed")
-    if config.optimizer.type != "adamw":
-        raise UserError(
-            f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
-        )
-    if config.adapter is not None and config.adapter.dropout > 0 and stages > 1:
-        raise UserError("adapter.dropout is not offered in pipelines; write pipeline_stages = 1, or dropout = 0")
-    if config.parallel != "ddp":
-        hint = "start without --deepspeed, or write zero_stage = 3 in its place"
-        raise UserError(f"parallel = {config.parallel!r} is for torch's own engine; {hint}")
-    if launch.world % stages:
-        raise UserError(
-            f"{launch.world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
-        )
+    if problem := deepspeed_problem(config, launch.world):
+        raise UserError(problem)
 
 
 def _require_installed(who: str) -> None:

@@ -15,7 +15,11 @@ from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.processes import open_default_group
 
-_BUCKET = 50_000_000  # elements that are reduced or gathered at once: 200 MB
+BUCKET = 50_000_000
+"""Elements that are reduced or gathered at once: 200 MB."""
+
+LIVE = 4 * BUCKET
+"""Elements that ZeRO-3 may have gathered at once; its own default is a billion, 4 GB on every GPU."""
 
 
 def prepare(launch: Launch, device: torch.device) -> None:
@@ -66,11 +70,13 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "stage": zero,
             "contiguous_gradients": zero > 1,
             "overlap_comm": False,
-            "reduce_bucket_size": _BUCKET,
-            "allgather_bucket_size": _BUCKET,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
             # a weight lies in its parts only, whose owners may write them between steps, and is let go after each use
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_prefetch_bucket_size": BUCKET,
         },
         "pipeline": {"use_reentrant": False},
         "timers": {"throughput": {"enabled": False}},

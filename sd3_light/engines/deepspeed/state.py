@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.engines.protocol import Piece
+from sd3_light.engines.shares import share_out
 from sd3_light.optim.build import create_adamw_state
 
 WEIGHTS = "param"
@@ -59,12 +60,13 @@ class StageState:
         if zero is not None:
             own_masters(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
+        alone = grid.stages == 1 and zero is None  # then the first ``writers`` processes write, else all of them
+        who = share_out([weight.numel() for weight in self.parameters.values()], writers if alone else grid.replicas)
+        self._mine = {name for name, one in zip(self.parameters, who, strict=True) if one == grid.replica}
 
-    def writes(self, number: int) -> bool:
-        """Whether this process writes weight ``number`` of its stage, of which its replicas have the same."""
-        if self.grid.stages == 1 and self.zero is None:
-            return number % self.writers == self.grid.rank
-        return number % self.grid.replicas == self.grid.replica
+    def writes(self, name: str) -> bool:
+        """Whether this process writes this weight of its stage, of which its replicas have the same."""
+        return name in self._mine
 
     def pieces(self) -> Iterator[Piece]:
         """Weights, then what the optimizer remembers of each."""
@@ -73,17 +75,17 @@ class StageState:
             for held in group["params"]:
                 if not self.optimizer.state.get(held):
                     create_adamw_state(self.optimizer, held)
-        for number, (name, weight) in enumerate(self.parameters.items()):
-            yield from self._whole(number, name, weight) if self.zero is None else self._fragment(name, weight)
+        for name, weight in self.parameters.items():
+            yield from self._whole(name, weight) if self.zero is None else self._fragment(name, weight)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
         """Pieces of tensors that lie as the weights do."""
-        for number, (name, weight) in enumerate(self.parameters.items()):
-            yield Piece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(number))
+        for name, weight in self.parameters.items():
+            yield Piece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(name))
 
-    def _whole(self, number: int, name: str, weight: nn.Parameter) -> Iterator[Piece]:
+    def _whole(self, name: str, weight: nn.Parameter) -> Iterator[Piece]:
         for kind, value in self.optimizer.state[weight].items():
-            yield Piece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(number))
+            yield Piece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(name))
 
     def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[Piece]:
         """The part of a weight's state in this process's share of its group, which is one flat tensor."""

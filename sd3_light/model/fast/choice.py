@@ -3,6 +3,10 @@
 import importlib.util
 
 from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.model.fast.fp8 import MULTIPLE
+
+FIRST_FP8 = (8, 9)
+"""Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 
 
 def config_obstacle(
@@ -37,3 +41,12 @@ def device_obstacle(config: TrainConfig, device: str) -> str | None:
     if config.model.text_tokens == "real":
         return "there is no GPU, and texts differ in length"
     return "there is no GPU, and activations are computed again" if config.activation_checkpointing else None
+
+
+def fp8_obstacle(size: ModelSize, capability: tuple[int, int] | None) -> str | None:
+    """Why the fast blocks cannot multiply in 8 bits; ``capability`` is the GPU's, None without one (for tests)."""
+    if size.width % MULTIPLE:
+        return f"the width {size.width} is no multiple of {MULTIPLE}"
+    if capability is not None and capability < FIRST_FP8:
+        return f"this GPU (sm_{capability[0]}{capability[1]}) is older than sm_89 and knows no fp8"
+    return None

@@ -6,7 +6,8 @@ Every stage calls `require` first; `sd3-light check` calls `run` and shows what 
 from collections.abc import Iterable
 from pathlib import Path
 
-from sd3_light.config import ConfigFaults, Fault, LoadedConfig, load_config
+from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
+from sd3_light.config.engine import deepspeed_problem
 from sd3_light.stages.check.disk import disk_faults
 from sd3_light.stages.check.not_yet import NOT_YET
 from sd3_light.stages.check.render import render
@@ -49,10 +50,17 @@ def require(loaded: LoadedConfig, caching: bool = False) -> None:
         raise ConfigFaults(faults)
 
 
-def run(loaded: LoadedConfig, world: int = 1) -> Survey:
-    """What a run on ``world`` GPUs will do; raises `ConfigFaults` where it could not start or has nothing to see."""
+def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = False) -> Survey:
+    """What a run on ``world`` GPUs will do (None: as few as it takes), by DeepSpeed where that is asked for or needed.
+
+    Raises `ConfigFaults` where it could not start or has nothing to see.
+    """
     require(loaded)
-    found = survey(loaded, world)
+    stages = loaded.train.pipeline_stages
+    world, by_deepspeed = world or stages, by_deepspeed or stages > 1
+    if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
+        raise UserError(problem)
+    found = survey(loaded, world, by_deepspeed)
     faults = empty_faults(found)
     if faults:
         raise ConfigFaults(faults)

@@ -1,12 +1,14 @@
 """A survey as one screen for people: every number with its formula beside it."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sd3_light.data.preprocess import REASONS
+from sd3_light.model.case import Case
 from sd3_light.model.folder import TextShape
 from sd3_light.stages.check.survey import DatasetSurvey, Survey
 
@@ -57,7 +59,9 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
     size, text, gpu, data = survey.start.size, survey.text, survey.gpu, survey.data
     images = sorted({row.tokens.image for row in data.rows})
     shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
-    batch = f"micro-batch·{survey.accumulation} accumulation·{survey.world} GPU{'s' if survey.world > 1 else ''}"
+    case, replicas = survey.case, survey.case.replicas
+    who = "pipeline" if case.stages > 1 else "GPU"
+    batch = f"micro-batch·{survey.accumulation} accumulation·{replicas} {who}{'s' if replicas > 1 else ''}"
     batches = sorted({row.global_batch for row in data.rows})
     flops = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [
@@ -65,6 +69,8 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
         ("parameters", f"{survey.parameters:,}", shape),
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
+        ("processes", f"{case.world:,}", layout_text(case)),
+        ("blocks on GPUs", *_blocks(survey.stock)),
         ("samples a step", _span(batches), batch),
         ("steps an epoch", f"{survey.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
         ("steps", f"{survey.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
@@ -79,14 +85,38 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
     lines.append(("FLOPs, all steps", flops_text(survey.run_flops.value), survey.run_flops.formula))
     for one in (data, *survey.evals):
         lines.append((f"cache {one.name}", size_text(one.cache.value), f"{one.cache.formula}; in {one.cache_dir}"))
+    stage = f" on stage {gpu.stage}, which takes most" if case.stages > 1 else ""
     return [
         *lines,
         ("host memory a GPU", size_text(survey.host.value), f"{survey.host.formula}; interpreters not counted"),
-        ("GPU memory (estimate)", size_text(gpu.total), "state + step + context, of the costliest bucket"),
+        ("GPU memory (estimate)", size_text(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
         ("  state", size_text(gpu.state.value), gpu.state.formula),
         ("  step", size_text(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
         ("  context", size_text(gpu.context.value), gpu.context.formula),
     ]
+
+
+def layout_text(case: Case) -> str:
+    """Engine and layout in words, with the command's own."""
+    if not case.deepspeed:
+        if case.world == 1:
+            return "torch's engine; --processes N and --deepspeed show other launches"
+        cut = "weights and all state cut over all" if case.shards > 1 else "all weights on each"
+        return f'torch\'s engine, parallel = "{case.parallel}": {cut}'
+    words = f"DeepSpeed (--deepspeed), ZeRO-{case.zero_stage}"
+    if case.zero_stage != case.zero:
+        words += f" (zero_stage = {case.zero} has nobody to share with)"
+    if case.stages == 1:
+        return words
+    parts = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(case.cut))
+    pipelines = f"{case.replicas} pipelines" if case.replicas > 1 else "one pipeline"
+    return f"{words}, {pipelines} of {case.stages} stages: layers {parts}"
+
+
+def _blocks(stock: str | None) -> tuple[str, str]:
+    if stock is None:
+        return "fast kernels", "where Triton is installed, else stock"
+    return "stock", f"because {stock}"
 
 
 def _text_tokens(text: TextShape) -> str:

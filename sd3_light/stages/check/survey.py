@@ -21,8 +21,9 @@ from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
 from sd3_light.model.fast.choice import config_obstacle
 from sd3_light.model.folder import TextShape, stored_weights, text_shape
-from sd3_light.model.linears import adapter_parameters
+from sd3_light.model.linears import adapter_layers
 from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
+from sd3_light.model.partition import stage_bounds
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.stages.check.count import Cell, Counts, count
 
@@ -68,10 +69,14 @@ class DatasetSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a run will do. Memory is that of the costliest bucket."""
+    """What a run will do. Memory is that of the costliest bucket.
+
+    ``case`` is how it trains; ``stock`` says why the stock blocks would run on GPUs, None where the fast ones would.
+    """
 
     path: Path
-    world: int
+    case: Case
+    stock: str | None
     accumulation: int
     start: WeightsStart
     parameters: int
@@ -91,12 +96,15 @@ class Survey:
         return self.data.steps
 
 
-def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
+def survey(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = False) -> Survey:
     """Scan the data and add up what a run on ``world`` GPUs costs; the config has no disk faults."""
     train = loaded.train
+    assert world % train.pipeline_stages == 0, "only whole pipelines train"
     start = where_weights_start(train.model)
     text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
-    ruler = _Ruler(train, start, text, world, train.gradient_accumulation_steps)
+    by_deepspeed = by_deepspeed or train.pipeline_stages > 1
+    ruler = _Ruler(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
+    case = ruler.case(Tokens(0, 0), 0)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = ruler.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     evals = tuple(ruler.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
@@ -104,19 +112,20 @@ def survey(loaded: LoadedConfig, world: int = 1) -> Survey:
     epoch = sum(row.steps * row.step_flops.value for row in data.rows)
     return Survey(
         path=loaded.path,
-        world=world,
+        case=case,
+        stock=ruler.stock,
         accumulation=train.gradient_accumulation_steps,
         start=start,
         parameters=start.size.num_parameters(),
-        adapter=None if train.adapter is None else adapter_parameters(start.size, train.adapter),
+        adapter=None if case.adapter is None else sum(case.adapter),
         text=text,
         data=data,
         evals=evals,
         total_steps=steps,
         epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
-        host=_host(train, data, evals, copies_bytes(ruler.case(Tokens(0, 0), 0))),
-        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=ruler.gpu(Tokens(0, 0), 0)),
+        host=_host(train, data, evals, copies_bytes(case)),
+        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(case)),
     )
 
 
@@ -148,7 +157,18 @@ class _Ruler:
     start: WeightsStart
     text: TextShape
     world: int
+    by_deepspeed: bool
     accumulation: int
+
+    @property
+    def replicas(self) -> int:
+        """Processes that learn from samples of their own; those of one pipeline count as one."""
+        return self.world // self.train.pipeline_stages
+
+    @property
+    def stock(self) -> str | None:
+        """Why the stock blocks would run on GPUs."""
+        return config_obstacle(self.train, self.start.size, self.world, self.by_deepspeed)
 
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetSurvey:
         """Evaluation sees each sample once, without accumulation."""
@@ -176,7 +196,7 @@ class _Ruler:
     ) -> BucketRow:
         segments = tuple(Segment(cell.samples, repeats[at]) for at, cell in sorted(cells.items()))
         drop = self.train.small_buckets == "drop"
-        order = BucketOrder(segments, micro * self.accumulation * self.world, self.train.shuffle_window, drop)
+        order = BucketOrder(segments, micro * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
         lean = self.train.adapter is not None
         flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, lean)
@@ -203,15 +223,17 @@ class _Ruler:
         return gpu_memory(self.case(tokens, micro))
 
     def case(self, tokens: Tokens, micro: int) -> Case:
-        train, draws = self.train, bool(self.train.sampling.prompts)
+        train, draws, size = self.train, bool(self.train.sampling.prompts), self.start.size
+        adapter = None if train.adapter is None else adapter_layers(size, train.adapter)
+        weights = size.layer_parameters() if adapter is None else adapter
         return Case(
-            self.start.size,
+            size,
             tokens,
             micro,
             ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
             checkpointing=train.activation_checkpointing,
             compiled=train.compile,
-            fast=config_obstacle(train, self.start.size, self.world) is None,
+            fast=self.stock is None,
             compute=train.model.transformer_dtype,
             accumulation=self.accumulation,
             optimizer=train.optimizer.type,
@@ -219,7 +241,12 @@ class _Ruler:
             parallel=train.parallel,
             evaluates=bool(train.eval_datasets) or draws,
             beside=_vae_bytes(train) if draws else 0,
-            adapter=None if train.adapter is None else adapter_parameters(self.start.size, train.adapter),
+            adapter=adapter,
+            deepspeed=self.by_deepspeed,
+            zero=train.zero_stage,
+            stages=train.pipeline_stages,
+            bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
+            base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
 
 

@@ -71,7 +71,9 @@ def _plan(scene: Scene, learner: Learner, restored: Restored) -> Run:
     dropout = learner.module.dropout
     return Run(
         engine=engine,
-        steps=training_steps(config, scene.data, order, share, engine, learner.pipeline.preparer, ahead),
+        steps=training_steps(
+            config, scene.data, order, share, engine, learner.pipeline.preparer, ahead, launch.is_fed(scene.stages)
+        ),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,

@@ -145,6 +145,7 @@ class Duties:
     def checkpoint(self, progress: Progress) -> None:
         """Copy all that the run needs to go on, and write it while the run goes on."""
         self.training.watch.tell()
+        self.groups.wait_together(self.keeper.is_idle)
         self.keeper.save(progress.step, self.pieces(), self.facts(progress))
         self.training.watch.saved()
 
@@ -157,6 +158,7 @@ class Duties:
             for piece in self.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
         )
         facts = {**snapshot_facts(self.config.ema, progress.step), "progress": progress.as_dict()}
+        self.groups.wait_together(self.snapshots.is_idle)
         self.snapshots.save(progress.step, pieces, facts)
 
     def export(self, progress: Progress) -> None:
@@ -164,7 +166,7 @@ class Duties:
         if progress.skipped == progress.step:
             return  # nothing was learned; the run will end by saying so
         weights = self.best
-        self._news += self.exports.wait()  # it holds a whole copy of the weights: one at a time
+        self.groups.wait_together(self.exports.is_idle)  # it holds a whole copy of the weights: one at a time
         trained = self.engine.whole(self.held(weights))
         if trained is not None:
             # named by its step: a failure may be told when the next one is under way
@@ -231,8 +233,9 @@ class Duties:
 
     def finish(self, progress: Progress) -> None:
         """Wait until all is written. The last of each kind must have been: a run does not end well without it."""
+        # together: a launcher may end all processes when the first one leaves
+        self.groups.wait_together(lambda seconds: self.keeper.is_idle(seconds) and self.snapshots.is_idle(seconds))
         self._news += [*self.keeper.wait(), *self.snapshots.wait()]
-        self.groups.meet()  # a launcher may end all processes when the first one leaves
         self._news += self.exports.wait()
         self.tell()
         for failure in self._failed.values():

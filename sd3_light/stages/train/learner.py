@@ -11,6 +11,7 @@ from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import share_patience
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.fast.choice import fp8_obstacle
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
@@ -60,8 +61,13 @@ def choose_blocks(
     reason = fast_obstacle(config, transformer, device.type, launch.world, by_deepspeed)
     if reason is not None and config.fast is True:
         raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
+    if config.fp8:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if in_the_way := reason or fp8_obstacle(where_weights_start(config.model).size, capability):
+            raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
     if device.type == "cuda" and launch.is_main:
-        say("blocks: fast kernels" if reason is None else f"blocks: stock ({reason})")
+        kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
+        say(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
     return reason is None
 
 

@@ -1,5 +1,6 @@
 """Going on from a checkpoint: which one, with which settings, and what of it is taken."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any
 from sd3_light.checkpoint.state import WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import (
     Checkpoint,
+    abandoned,
     half_written,
     newest_checkpoint,
     open_checkpoint,
@@ -88,7 +90,19 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
         chosen = own if kind == "checkpoints" else None
         for name in set_aside_after(step, output_dir / kind, chosen):
             say(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
+    _tell_abandoned(output_dir)
     return None if found is None else str(found)
+
+
+def _tell_abandoned(output_dir: Path) -> None:
+    """One line about all that lies there for nothing, with its size and how to be rid of it."""
+    left = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned(output_dir / kind)]
+    if left:
+        size = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
+        say(
+            f"{len(left)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB; if you need none of "
+            f"them: rm -r {shlex.quote(str(output_dir))}/*/abandoned-step-*"
+        )
 
 
 def _is_own(checkpoint: Path, output_dir: Path) -> bool:

@@ -81,13 +81,14 @@ def open_scene(
 ) -> Scene:
     """Open the cache, meet the other processes, and settle where the run starts."""
     train, device = loaded.train, launch.device()
-    data = open_cache(loaded.dataset, train, launch, in_memory=not train.sd3_streaming_dataset)
+    fed = launch.is_fed(train.pipeline_stages)
+    data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
     config = settings_in_force(train, saved, resume)
     share = launch.of_data(config.pipeline_stages)
     order = make_order(data, loaded, share)
-    if saved is None:
+    if saved is None and fed:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
     return Scene(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)

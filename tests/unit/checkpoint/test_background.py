@@ -90,6 +90,16 @@ def test_a_fault_belongs_to_its_job_and_the_next_is_done() -> None:
     assert (good.result, good.error) == (7, None)
 
 
+def test_idle_means_that_the_last_job_has_ended() -> None:
+    gate, work = threading.Event(), Background()
+    assert work.is_idle()
+    work.submit("held", gate.wait)
+    assert not work.is_idle(0.01)
+    gate.set()
+    assert work.is_idle(60)
+    assert [done.name for done in work.poll()] == ["held"]
+
+
 def test_closing_waits_and_what_ended_is_still_told() -> None:
     work = Background("closing")
     gate = threading.Event()

@@ -4,7 +4,8 @@ On a CPU there are no streams; order and lifetimes are the same. tests/gpu/test_
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
+from itertools import count
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_there_are_two_buffers() -> None:
 def test_host_memory_is_given_back_before_the_next_is_waited_for() -> None:
     alive: list[weakref.ref[Tensor]] = []
 
-    def source() -> Iterator[Prepared]:
+    def source() -> Generator[Prepared, None, None]:
         for number in range(4):
             assert sum(ref() is not None for ref in alive) == 0
             prepared = batch(number)
@@ -67,7 +68,7 @@ def test_steps_are_walked_once_and_then_show_what_they_were() -> None:
     steps = list[list[tuple[int, ...]]]()
     fetched: list[int] = []
 
-    def source() -> Iterator[Prepared]:
+    def source() -> Generator[Prepared, None, None]:
         for number in range(6):
             fetched.append(number)
             yield batch(number)
@@ -84,6 +85,22 @@ def test_steps_are_walked_once_and_then_show_what_they_were() -> None:
 
 
 def test_unequal_micro_batches_are_a_fault_of_ours() -> None:
-    step = next(steps_ahead(iter([batch(0), batch(1, side=6)]), 2, CPU))
+    steps = steps_ahead((part for part in (batch(0), batch(1, side=6))), 2, CPU)
+    step = next(steps)
     with pytest.raises(AssertionError, match="must be equal"):
         list(step)
+
+
+def test_the_source_is_closed_with_it_though_a_step_is_held() -> None:
+    given = source()
+    steps = steps_ahead(given, 2, CPU)
+    held = next(steps)
+    steps.close()
+    assert next(given, None) is None
+    assert len(held) == 2
+
+
+def source() -> Generator[Prepared, None, None]:
+    """Micro-batches without an end."""
+    for number in count():
+        yield batch(number)

@@ -93,3 +93,16 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launch(5, 1, 8).device() == torch.device("cuda", 1)
     assert Launch(5, 3, 8).device("cuda") == torch.device("cuda", 1)  # more processes than GPUs share them
     assert Launch(5, 1, 8).device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "fed"),
+    [
+        (2, 1, [True] * 2),
+        (2, 2, [True] * 2),
+        (4, 4, [True, False, False, True]),
+        (6, 3, [True, True, False, False, True, True]),
+    ],
+)
+def test_only_the_ends_of_a_pipeline_are_fed(world: int, stages: int, fed: list[bool]) -> None:
+    assert [Launch(rank, rank, world).is_fed(stages) for rank in range(world)] == fed

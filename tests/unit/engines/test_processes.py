@@ -100,9 +100,9 @@ def test_too_little_memory_is_no_lost_process(monkeypatch: pytest.MonkeyPatch) -
     ("soft", "hard", "given"),
     [
         (4096, 4096, None),  # 2 processes need no more
-        (1024, 1 << 20, 5 * 1027 + 1024),
+        (1024, 1 << 20, 4 * 1027 + 1024),
         (1024, 4096, 4096),
-        (1024, resource.RLIM_INFINITY, 5 * 1027 + 1024),
+        (1024, resource.RLIM_INFINITY, 4 * 1027 + 1024),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
@@ -125,12 +125,24 @@ def test_groups_of_a_library_wait_as_long_as_ours_and_a_save_longer() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         control, theirs = dist.new_group(), dist.new_group()
-        ending = dist.new_group(timeout=timedelta(hours=2))
+        saving = dist.new_group(timeout=timedelta(hours=2))
         assert patience(theirs) == 1800
-        share_patience(Groups(control, ending=ending), 7.0)
-        assert [patience(group) for group in (control, theirs, ending)] == [7, 7, 7200]
+        share_patience(Groups(control, saving), 7.0)
+        assert [patience(group) for group in (control, theirs, saving)] == [7, 7, 7200]
     finally:
         dist.destroy_process_group()
+
+
+def test_waiting_asks_until_the_work_is_done() -> None:
+    answers = iter([False, False, True])
+    asked: list[float] = []
+
+    def is_done(seconds: float) -> bool:
+        asked.append(seconds)
+        return next(answers)
+
+    Groups().wait_together(is_done)
+    assert asked == [1.0] * 3
 
 
 _ENDING = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sd3_light.config import SIZES, ConfigFaults
+from sd3_light.config import SIZES, ConfigFaults, UserError
 from sd3_light.data.footprint import caption_bytes, picture_bytes
 from sd3_light.model.cost import Tokens, training_flops
 from sd3_light.stages import check
@@ -161,3 +161,53 @@ def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Any) -> None:
     assert {key: cells[0].samples for key, cells in there.cells.items()} == {
         key: cells[0].samples for key, cells in here.cells.items()
     }
+
+
+# --- launches ----------------------------------------------------------------------------------
+
+
+def test_a_launch_is_foretold_as_it_will_be(place: Any) -> None:
+    """Samples a step go by pipelines, memory by the fullest stage, and words name the layout and the blocks."""
+    for number in range(16):
+        place.picture(f"{number}.png", 64, 64)
+    top = "micro_batch_size_per_gpu = 2\npipeline_stages = 2\ngradient_accumulation_steps = 4"
+    loaded = place.load(top=top, model=PRETRAIN)
+    least = check.run(loaded)
+    assert (least.case.world, least.case.replicas, least.case.deepspeed) == (2, 1, True)
+    pipes = check.run(loaded, 4)
+    assert {row.global_batch for row in pipes.data.rows} == {2 * 4 * 2}
+    assert pipes.gpu.state.value < check.run(place.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value
+    words = shown(pipes)
+    assert "DeepSpeed (--deepspeed), ZeRO-1, 2 pipelines of 2 stages: layers 0 to 2, 3 to 5" in words
+    assert f"on stage {pipes.gpu.stage}, which takes most" in words
+    assert "micro-batch·4 accumulation·2 pipelines" in words
+    assert f"because {pipes.stock}" in words
+
+
+def test_every_layout_says_what_it_is(place: Any) -> None:
+    place.picture("one.png", 64, 64)
+
+    def words(world: int | None = None, by_deepspeed: bool = False, top: str = "") -> str:
+        return shown(check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed))
+
+    assert "torch's engine; --processes N and --deepspeed show other launches" in words()
+    assert "blocks on GPUs" in words()
+    assert "fast kernels" in words()
+    assert 'torch\'s engine, parallel = "ddp": all weights on each' in words(4)
+    assert 'parallel = "fsdp2": weights and all state cut over all' in words(4, top='parallel = "fsdp2"')
+    assert "because parallel = " in words(4, top='parallel = "fsdp2"')
+    assert "DeepSpeed (--deepspeed), ZeRO-3" in words(4, True, "zero_stage = 3")
+    assert "zero_stage = 1 has nobody to share with" in words(1, True)
+
+
+@pytest.mark.parametrize(
+    ("top", "world", "said"),
+    [
+        ("pipeline_stages = 2", 3, "3 processes cannot form pipelines of 2 stages"),
+        ('parallel = "fsdp2"', 4, "is for torch's own engine"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(place: Any, top: str, world: int, said: str) -> None:
+    place.picture("one.png", 64, 64)
+    with pytest.raises(UserError, match=said):
+        check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, write_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, keep_newest, write_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.stages.train.restore import Resume, _difference, choose_checkpoint
 
@@ -43,13 +43,35 @@ def test_an_earlier_one_leaves_the_later_behind_in_every_folder(tmp_path: Path) 
     assert choose_checkpoint(run, Resume()) == str(at(run, 1))
 
 
-def test_nothing_that_was_set_aside_is_ever_deleted(tmp_path: Path) -> None:
+def test_what_was_set_aside_is_told_and_not_deleted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = lay_out(tmp_path, 1, 2)
     choose_checkpoint(run, Resume(at(run, 1)))
     lay_out(tmp_path / "again", 2)
     (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
     choose_checkpoint(run, Resume(at(run, 1)))
     assert names(run) == ["abandoned-step-00000002", "abandoned-step-00000002.again", "step-00000001"]
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("4 abandoned checkpoints, snapshots and exports take 0.00 GB")
+    assert line.endswith(f"rm -r {run}/*/abandoned-step-*")
+    assert choose_checkpoint(run, Resume()) == str(at(run, 1))
+    assert "4 abandoned" in capfd.readouterr().err, "at every start"
+
+
+def test_a_run_that_has_passed_them_is_rid_of_them(tmp_path: Path) -> None:
+    """They go as its own would: when as many of these as are kept are not older."""
+    run = lay_out(tmp_path, 1, 2, 3, 4)
+    choose_checkpoint(run, Resume(at(run, 1)))
+    folder = run / "checkpoints"
+    write_checkpoint(folder, 3, {"param/w": torch.zeros(2)}, {})
+    keep_newest(folder, 2, at(run, 3))
+    assert names(run) == [*(f"abandoned-{checkpoint_name(step)}" for step in (2, 3, 4)), *map(checkpoint_name, (1, 3))]
+    write_checkpoint(folder, 5, {"param/w": torch.zeros(2)}, {})
+    assert keep_newest(folder, 0) == []
+    keep_newest(folder, 2, at(run, 5))
+    assert names(run) == ["abandoned-step-00000004", checkpoint_name(3), checkpoint_name(5)]
+    at(run, 4, "abandoned-").rename(folder / ".abandoned-step-00000004.gone")
+    assert choose_checkpoint(run, Resume()) == str(at(run, 5))
+    assert names(run) == [checkpoint_name(3), checkpoint_name(5)], "a deletion that was cut short is finished"
 
 
 def test_an_abandoned_one_can_be_taken_up_again(tmp_path: Path) -> None:

@@ -123,3 +123,11 @@ def test_no_parameter_is_added(config: Config) -> None:
     module = SD3TrainingModule(transformer(), config(), fast=True)
     module(*prepared(False))
     assert list(module.state_dict()) == [f"transformer.{name}" for name in module.transformer.state_dict()]
+
+
+def test_products_in_fp8_are_a_key_of_the_config(config: Config) -> None:
+    given = prepared(False)
+    (plain, gradients), (rounded, others) = (outcome(config(fp8=fp8), given, True) for fp8 in (False, True))
+    assert float(rounded["flow"]) == pytest.approx(float(plain["flow"]), rel=0.02)
+    assert float(rounded["flow"]) != float(plain["flow"])
+    assert others.keys() == gradients.keys()

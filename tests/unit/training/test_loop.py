@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from sd3_light.checkpoint.state import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
-from sd3_light.engines.protocol import Piece, Prepared, StepNumbers
+from sd3_light.engines.protocol import Piece, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import Duty, Run, every, train
 from sd3_light.training.meter import Meter
@@ -77,7 +78,7 @@ class Counting:
         raise NotImplementedError
 
 
-def numbered(first: int) -> Iterator[Sequence[Prepared]]:
+def numbered(first: int) -> Steps:
     """Step n's batch holds n."""
     while True:
         yield [((first,), (None,))]
@@ -139,7 +140,7 @@ def test_samples_are_counted_by_the_steps_own_batch() -> None:
 def test_no_batch_is_taken_beyond_the_end() -> None:
     taken: list[int] = []
 
-    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+    def steps(first: int) -> Steps:
         for batch in numbered(first):
             taken.append(batch[0][0][0])
             yield batch
@@ -148,10 +149,28 @@ def test_no_batch_is_taken_beyond_the_end() -> None:
     assert taken == [0, 1, 2]
 
 
+@pytest.mark.parametrize("fault", [None, UserError("no room")])
+def test_who_makes_batches_is_let_go_at_the_end_whoever_holds_them(fault: UserError | None) -> None:
+    """Its worker processes would keep the program from ending."""
+    made: list[Steps] = []
+
+    def steps(first: int) -> Steps:
+        made.append(numbered(first))
+        return made[0]
+
+    def act(progress: Progress) -> None:
+        if fault is not None:
+            raise fault
+
+    with pytest.raises(UserError) if fault is not None else nullcontext():
+        train(replace(run(3), steps=steps, duties=[Duty("fail", every(steps=2), act)]))
+    assert next(made[0], None) is None
+
+
 def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> None:
     logged, done = list[int](), list[int]()
 
-    def steps(first: int) -> Iterator[Sequence[Prepared]]:
+    def steps(first: int) -> Steps:
         for batch in numbered(first):
             if batch[0][0][0] == 3:
                 raise UserError("a shard is gone")

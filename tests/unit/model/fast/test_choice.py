@@ -1,5 +1,6 @@
 """Which blocks a run takes: the fast ones where nothing stands in the way, and a word where something does."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.cross import cross_findings
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
 from sd3_light.model.layers import new_transformer
 from sd3_light.stages.train.learner import choose_blocks
 
@@ -67,3 +68,32 @@ def test_two_ways_at_once_are_findings() -> None:
     assert keys(fast=True, compile=True) == ["fast"]
     assert keys(activation_checkpointing="selective", compile=True) == ["activation_checkpointing"]
     assert keys(activation_checkpointing="selective", fast=True) == []
+
+
+def test_fp8_needs_the_fast_blocks_and_a_gpu_that_knows_it() -> None:
+    transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
+    assert choose_blocks(table(fp8=True, fast=True), transformer, Launch(), cpu, by_deepspeed=False)
+    with pytest.raises(UserError, match=r"fp8 = true cannot be had: there is no GPU; write fp8 = false"):
+        choose_blocks(table(fp8=True), transformer, Launch(), cpu, by_deepspeed=False)
+    assert fp8_obstacle(SIZE, (9, 0)) is None
+    assert fp8_obstacle(SIZE, (8, 9)) is None
+    assert "sm_80" in str(fp8_obstacle(SIZE, (8, 0)))
+    assert "multiple of 16" in str(fp8_obstacle(replace(SIZE, num_heads=3, head_dim=8), (9, 0)))
+
+
+def test_fp8_beside_what_it_cannot_join_is_a_finding() -> None:
+    def problems(**given: Any) -> list[str]:
+        found = list(cross_findings(table(fp8=True, save_every_n_steps=1, **given), frozenset()))
+        assert all(finding.key == "fp8" for finding in found)
+        return [finding.problem for finding in found]
+
+    assert problems() == problems(fast=True) == []
+    adapter = {"type": "lora", "rank": 4}
+    for given, word in (
+        ({"fast": False}, "fast = false"),
+        ({"compile": True}, "compile = true"),
+        ({"adapter": adapter}, "an adapter"),
+        ({"model": {"transformer_dtype": "float32"}}, "float32"),
+    ):
+        (problem,) = problems(**given)
+        assert word in problem

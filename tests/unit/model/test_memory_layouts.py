@@ -1,0 +1,154 @@
+"""The formula of GPU memory for pipeline stages, ZeRO and FSDP2: what is cut, what waits, and which stage counts.
+
+What processes really hold is compared in tests/distributed/test_layouts.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.engines.deepspeed.setup import BUCKET, LIVE
+from sd3_light.model.case import Case
+from sd3_light.model.cost import Tokens
+from sd3_light.model.layers import build_layers, run_layers
+from sd3_light.model.memory import (
+    ZERO3_LIVE_BYTES,
+    ZERO_BUCKET_BYTES,
+    activation_bytes,
+    copies_bytes,
+    gpu_memory,
+    next_bytes,
+    state_bytes,
+)
+
+SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, True)
+LIGHT = Case(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
+
+
+def kept(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """Bytes of the tensors that some layers keep for their backward pass, weights left out; and their outputs."""
+    weights = {weight.untyped_storage().data_ptr() for layer in layers for weight in layer.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = run_layers(layers, inputs)
+    found |= {tensor.untyped_storage().data_ptr(): tensor for tensor in outputs}  # they wait for their gradients
+    return sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in weights), outputs
+
+
+def test_a_stage_keeps_what_its_layers_keep() -> None:
+    """Of first, middle and last stage, in float32; the last one's target and error are the loss's, not the layers'."""
+    torch.manual_seed(0)
+    batch, case = 2, Case(SMALL, Tokens(256, 100), 2, compute="float32", world=3, deepspeed=True, stages=3)
+    case = replace(case, bounds=(0, 2, 4, 6))
+    layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
+    pooled = torch.randn(batch, SMALL.pooled_width)
+    state: tuple[Tensor, ...] = (
+        torch.randn(batch, 16, 32, 32),
+        torch.rand(batch),
+        torch.randn(batch, 100, 128),
+        pooled,
+    )
+    for stage in range(3):
+        one = replace(case, stage=stage)
+        found, state = kept(layers[one.layers.start : one.layers.stop], state)
+        state = tuple(tensor.detach().requires_grad_() for tensor in state)
+        assert found == pytest.approx(activation_bytes(one), rel=0.04), stage
+
+
+def test_micro_batches_wait_on_the_first_stages() -> None:
+    """One forward, one backward in turns: as many as there are stages after it, and no more than there are."""
+    case = replace(LIGHT, stages=4, accumulation=16)
+    assert [replace(case, stage=stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
+    assert [replace(case, stage=stage, accumulation=2).in_flight for stage in range(4)] == [2, 2, 2, 1]
+    equal = replace(case, bounds=(0, 4, 8, 12, 17), batch=64)
+    assert gpu_memory(equal).stage == 0
+    assert "of 4 micro-batches" in gpu_memory(equal).step.formula
+    few, many = (gpu_memory(replace(equal, accumulation=count)).step.value for count in (4, 64))
+    assert few == many
+
+
+def test_the_stage_that_takes_most_counts() -> None:
+    case = replace(LIGHT, stages=2, accumulation=8, batch=1)
+    first, last = (gpu_memory(replace(case, bounds=(0, at, 17))) for at in (13, 4))
+    assert (first.stage, last.stage) == (0, 1)
+    assert "stage 0 (layers 0 to 12)" in first.state.formula
+    even = gpu_memory(case).total
+    assert even < min(first.total, last.total)
+
+
+def test_parameters_of_stages_are_all_parameters() -> None:
+    case = replace(LIGHT, stages=4)
+    parts = [replace(case, stage=stage) for stage in range(4)]
+    assert sum(part.parameters for part in parts) == SIZES["sd3_light"].num_parameters()
+    assert [block for part in parts for block in part.blocks] == list(range(15))
+    assert [(part.is_first, part.is_last) for part in parts] == [
+        (True, False),
+        (False,) * 2,
+        (False,) * 2,
+        (False, True),
+    ]
+    assert [next_bytes(part) > 0 for part in parts] == [True, False, False, True]
+
+
+def test_what_zero_cuts() -> None:
+    """Moments from ZeRO-1 on, gradients from ZeRO-2 on, weights and averages by ZeRO-3 alone; none of it alone."""
+    count = LIGHT.parameters
+    by_zero = [state_bytes(replace(LIGHT, zero=zero)).value for zero in range(4)]
+    whole = (4 + 8 + 4) * count
+    assert by_zero[0] == whole
+    assert by_zero[1] == by_zero[2] == round((4 + 8 / 8 + 4) * count)
+    assert by_zero[3] == round((4 + 8 + 4 + 4) * count / 8) + ZERO_BUCKET_BYTES
+    assert state_bytes(replace(LIGHT, world=1)).value == whole
+    assert state_bytes(LIGHT).formula == "P·((weights 4 + EMA 4) + (AdamW 8) / 8 GPUs)"
+    pipes = replace(LIGHT, stages=2)
+    assert state_bytes(pipes).value == round((4 + 8 / 4 + 4) * pipes.parameters)
+
+
+def test_gradients_are_where_the_engine_has_them() -> None:
+    """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part, twice; of ZeRO-3 they are state."""
+    few = replace(LIGHT, batch=1, tokens=Tokens(16, 16), checkpointing=True)
+    count, bucket = 4 * LIGHT.parameters, ZERO_BUCKET_BYTES
+
+    def in_optimizer(**keys: Any) -> float:
+        found = gpu_memory(replace(few, **keys))
+        assert found.moment == "optimizer", keys
+        return (found.step.value - next_bytes(few)) / 1.03
+
+    assert in_optimizer(zero=0) == pytest.approx(count + 2e9, rel=0.01)
+    assert in_optimizer(zero=1) == pytest.approx(count + bucket, rel=0.01)
+    assert in_optimizer(zero=1, world=2, stages=2, bounds=(0, 16, 17)) == pytest.approx(
+        2 * 4 * sum(SIZES["sd3_light"].layer_parameters()[:16]), rel=0.01
+    )
+    assert gpu_memory(replace(few, zero=2)).step.value < count
+    assert "gradients 4" in state_bytes(replace(few, zero=3)).formula
+
+
+def test_checkpoints_are_copied_by_all_that_hold_a_part() -> None:
+    count = SIZES["sd3_light"].num_parameters()
+    assert copies_bytes(LIGHT).value == round(16 * count / 8)
+    assert copies_bytes(replace(LIGHT, world=16, zero=0)).value == round(16 * count / 8), "the first machine writes"
+    assert copies_bytes(replace(LIGHT, world=16)).value == round(16 * count / 16)
+    pipes = replace(LIGHT, stages=2, world=2, bounds=(0, 16, 17))
+    assert copies_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
+
+
+def test_an_adapter_is_cut_by_its_own_weights() -> None:
+    adapter = (0, *[100] * 15, 0)
+    case = replace(LIGHT, adapter=adapter, stages=2)
+    assert case.cut in ((0, 8, 17), (0, 9, 17))
+    assert sum(replace(case, stage=stage).trained for stage in range(2)) == 1500
+    assert case.frozen_bytes == 2 * case.parameters
+
+
+def test_buckets_are_those_that_the_engine_asks_for() -> None:
+    assert (4 * BUCKET, 4 * LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)
