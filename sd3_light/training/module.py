@@ -10,8 +10,10 @@ from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.fast.block import How, Keep, Products
-from sd3_light.model.fast.forward import FastDenoiser
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
+from sd3_light.model.start import where_weights_start
 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
@@ -19,6 +21,18 @@ Label = tuple[Tensor | None, ...]
 
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
+
+
+def fast_obstacle(
+    config: TrainConfig, transformer: SD3Transformer2DModel, device: str, world: int = 1, by_deepspeed: bool = False
+) -> str | None:
+    """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""
+    size = where_weights_start(config.model).size
+    return (
+        config_obstacle(config, size, world, by_deepspeed, device)
+        or device_obstacle(config, device)
+        or obstacle(transformer)
+    )
 
 
 class SD3TrainingModule(nn.Module):

@@ -292,7 +292,8 @@ def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> 
 
 def test_activation_checkpointing_changes_nothing(whole: Project, project: Project) -> None:
     project.train(*settings("run", max_steps=3), "activation_checkpointing=true")
-    assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:3]
+    for found, wanted in zip(numbers(project, "run", 0), numbers(whole, "run", 0)[:3], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6), "the stock blocks and those for CPUs round differently"
 
 
 def test_the_running_average_is_in_every_checkpoint(whole: Project) -> None:

@@ -38,6 +38,8 @@ def device_obstacle(config: TrainConfig, device: str) -> str | None:
         return None if importlib.util.find_spec("triton") else "Triton is not installed"
     if config.fast is True:
         return None
+    if config.fp8:
+        return "there is no GPU"
     if config.model.text_tokens == "real":
         return "there is no GPU, and texts differ in length"
     return "there is no GPU, and activations are computed again" if config.activation_checkpointing else None
