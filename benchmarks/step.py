@@ -79,6 +79,7 @@ def _rows() -> dict[str, Row]:
         "fast-128-buckets": replace(ours, sides=BUCKETS),
         "fast-128-real-buckets": replace(ours, sides=BUCKETS, text="real"),
         "fast-32-512px": replace(ours, batch=32, sides=LARGE),
+        "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 pictures of 256 px
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
         "written-128": replace(ours, step="written"),
