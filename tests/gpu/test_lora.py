@@ -57,7 +57,7 @@ def test_an_adapter_learns_over_few_bits(tmp_path: Path, bits: int, keys: dict[s
     assert few
     assert all(name.startswith("transformer_blocks.") for name in few)
     assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in few)
-    features = engine._to_device(batch(0))[0]
+    features = batch(0)[0]
     near, exact = engine.denoise(features), whole.denoise(features)
     assert ((near - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
