@@ -73,16 +73,14 @@ def _rows() -> dict[str, Row]:
         "fast-192": replace(ours, batch=192),
         "fast-128-flash": replace(ours, how=How("flash")),
         "fast-128-real": replace(ours, text="real"),
-        "fast-128-real-cudnn": replace(ours, text="real", how=How("cudnn")),
         "fast-256-real": replace(ours, batch=256, text="real"),
-        "fast-256-real-cudnn": replace(ours, batch=256, text="real", how=How("cudnn")),
         "fast-128-bf16-gradients": replace(ours, how=How(float32_gradients=False)),
         "fast-128-clip-apart": replace(ours, optimizer="fused"),
         "fast-128-buckets": replace(ours, sides=BUCKETS),
         "fast-128-real-buckets": replace(ours, sides=BUCKETS, text="real"),
         "fast-32-512px": replace(ours, batch=32, sides=LARGE),
+        "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 pictures of 256 px
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
-        "fast-64-512px-real-cudnn": replace(ours, batch=64, sides=LARGE, text="real", how=How("cudnn")),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
         "written-128": replace(ours, step="written"),
         # less is kept for the backward pass

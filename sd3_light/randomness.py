@@ -6,8 +6,10 @@ be saved.
 """
 
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 
 _MASK_32 = (1 << 32) - 1
 _MASK_63 = (1 << 63) - 1
@@ -22,10 +24,23 @@ def stream(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int) -> 
     """The generator of one purpose for one occurrence of one sample in one epoch."""
     assert 0 <= epoch <= _MASK_32, epoch
     assert 0 <= repeat <= _MASK_32, repeat
-    key = np.array([seed & ((1 << 64) - 1), _purpose_key(purpose)], dtype=np.uint64)
+    key = _Key(seed & ((1 << 64) - 1), _purpose_key(purpose))
     # the lowest word counts the draws; the others name the sample
     counter = np.array([0, 0, (epoch << 32) | repeat, sample_id], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+    return np.random.Generator(np.random.Philox(key, counter))  # type: ignore[arg-type]  # numpy's stubs know fewer
+
+
+class _Key(ISeedSequence):
+    """A generator's key as it stands. Given as ``key`` it would be the same, but numpy would first gather entropy from
+    the system to forget it, which costs more than all the draws for a small sample."""
+
+    def __init__(self, *words: int) -> None:
+        self.words = words
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        """The key."""
+        assert n_words == len(self.words) and dtype == np.uint64, (n_words, dtype)
+        return np.array(self.words, dtype=np.uint64)
 
 
 _PURPOSES: dict[str, int] = {}

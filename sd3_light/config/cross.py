@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import SIZES, size_name
 
@@ -204,13 +205,36 @@ def adapter(train: TrainConfig) -> Iterator[Finding]:
         yield Finding(
             "freeze", "with [adapter] nothing but the adapter trains", given=str(list(train.freeze)), hint=hint
         )
-    for key in ("use_rslora", "use_dora"):
-        if table.type != "lora" and getattr(table, key):
-            hint = 'remove it, or write type = "lora"'
-            yield Finding(f"adapter.{key}", f'has no meaning with type = "{table.type}"', given="true", hint=hint)
+    yield from adapter_findings(table)
     if train.model.init == "random":
         hint = "give the folder or file of a trained model, or remove it"
         yield Finding("model.init", "an adapter belongs on trained weights", given='"random"', hint=hint)
+
+
+def adapter_findings(table: AdapterConfig) -> Iterator[Finding]:
+    """What keys of an adapter say against each other, in a config or in a call."""
+    if table.type == "lora":
+        return
+    for key in ("use_rslora", "use_dora"):
+        if getattr(table, key):
+            hint = 'remove it, or write type = "lora"'
+            yield Finding(f"adapter.{key}", f'has no meaning with type = "{table.type}"', given="true", hint=hint)
+    if table.base_bits < 16:
+        problem, hint = f'type = "{table.type}" cannot be put on such weights', 'write 16, or type = "lora"'
+        yield Finding("adapter.base_bits", problem, str(table.base_bits), hint=hint)
+
+
+def base_bits(train: TrainConfig) -> Iterator[Finding]:
+    """Weights in few bits stay whole and are not compiled."""
+    if train.adapter is None or train.adapter.base_bits == 16:
+        return
+    key, given, hint = "adapter.base_bits", str(train.adapter.base_bits), "write 16, or "
+    if train.parallel == "fsdp2":
+        yield Finding(key, 'parallel = "fsdp2" cannot cut such weights', given, hint=f'{hint}parallel = "ddp"')
+    if train.pipeline_stages > 1:
+        yield Finding(key, "pipelines do not carry such weights", given, hint=f"{hint}pipeline_stages = 1")
+    if train.compile:
+        yield Finding(key, "compile = true does not know such layers", given, hint=f"{hint}compile = false")
 
 
 @dataclass(frozen=True)
@@ -223,6 +247,7 @@ class Check:
 
 _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
 _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
+_ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.train_type")
 CHECKS = (
     Check(length, ("epochs", "max_steps")),
@@ -238,7 +263,8 @@ CHECKS = (
     Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
     Check(eval_names, ("eval_datasets",)),
-    Check(adapter, ("adapter", "adapter.type", "adapter.use_rslora", "adapter.use_dora", "freeze", "model.init")),
+    Check(base_bits, ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile")),
+    Check(adapter, ("adapter", *_ADAPTER_KEYS, "freeze", "model.init")),
 )
 
 

@@ -8,8 +8,8 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
     stages = config.pipeline_stages
     if config.optimizer.type != "adamw":
         return f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
-    if config.adapter is not None and config.adapter.dropout > 0 and stages > 1:
-        return "adapter.dropout is not offered in pipelines; write pipeline_stages = 1, or dropout = 0"
+    if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
+        return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 in its place"
         return f"parallel = {config.parallel!r} is for torch's own engine; {hint}"

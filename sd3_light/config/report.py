@@ -145,6 +145,8 @@ def _value_hint(given: Any, annotation: Any) -> str | None:
     if not isinstance(given, str):
         return None
     if known := choices(annotation):
+        if given in known:
+            return "write it without quotes"
         close = get_close_matches(given.lower(), known, 1)
         return f'did you mean "{close[0]}"?' if close else None
     allowed = words(annotation)

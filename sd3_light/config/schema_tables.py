@@ -6,6 +6,7 @@ from annotated_types import Gt, Le, MinLen
 from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
+    Allowed,
     Choices,
     Count,
     CountOrZero,
@@ -199,6 +200,12 @@ class AdapterConfig(Table):
     )
     use_rslora: Flag = Field(default=False, description="Scale by alpha / sqrt(rank).")
     use_dora: Flag = Field(default=False, description="Learn the magnitude apart from the direction (DoRA).")
+    base_bits: Annotated[Literal[16, 8, 4], Allowed("16, 8 or 4")] = Field(
+        default=16,
+        description="Bits of a frozen weight under a LoRA. 8 and 4 keep the linear layers of the blocks so, by "
+        "bitsandbytes (`pip install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The file that is "
+        "saved goes on the unquantized model as any other.",
+    )
 
 
 class SamplingConfig(Table):

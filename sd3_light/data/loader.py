@@ -1,6 +1,7 @@
 """The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them alive."""
 
-import multiprocessing
+import atexit
+import multiprocessing.util
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -99,7 +100,7 @@ class PipelineDataLoader:
     Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
     making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
     With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go. Workers
-    live as long as the iteration: whoever leaves it early closes it, or the program may wait for them at its end.
+    live as long as the iteration: whoever leaves it early closes it, or they live until the program ends.
     """
 
     def __init__(
@@ -170,6 +171,16 @@ def _outlive_signals(worker: int) -> None:
     """A scheduler's SIGTERM or a Ctrl-C reaches workers too; the trainer needs them until it has saved and ends."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register  # behind the import of multiprocessing's own way to end, so before it: that one would wait for ever
+def _end_workers() -> None:
+    """Kill workers of iterations that nobody has closed when the program ends: they do not hear a SIGTERM."""
+    left = [child for child in multiprocessing.active_children() if child.daemon]
+    if left:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
+    for child in left:
+        child.kill()
 
 
 def worker_fault(error: RuntimeError) -> UserError | None:

@@ -100,9 +100,13 @@ class ProcessedWriter:
         """data_id -> fingerprint of what an earlier start of this process has written."""
         found = {}
         for path in (self.folder / str(self.process)).glob("*.json"):
-            view = json.loads(path.read_text(encoding="utf-8"))
-            if (self.folder / view["shard"]).is_file():
-                found[int(path.stem)] = view["fingerprint"]
+            try:
+                view = json.loads(path.read_text(encoding="utf-8"))
+                shard, made_of = self.folder / view["shard"], view["fingerprint"]
+            except (ValueError, LookupError, TypeError):  # damaged: computed again
+                continue
+            if shard.is_file():
+                found[int(path.stem)] = made_of
         return found
 
     def add(self, sample: Processed) -> None:
@@ -185,8 +189,11 @@ class ProcessedDataset(Dataset[Any]):
         path = self.folder / MANIFEST
         if not path.is_file():
             raise UserError(f"{self.folder} holds no processed data; run launch_data_process_task first")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if (found.get("kind"), found.get("format")) != ("processed", FORMAT):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
+        if not isinstance(found, dict) or (found.get("kind"), found.get("format")) != ("processed", FORMAT):
             raise UserError(f"{path} is no manifest of processed data of format {FORMAT}; make it anew")
         self.recipe: dict[str, Any] = found["recipe"]
         self._entries = {entry["file"]: entry for entry in found["shards"]}

@@ -43,6 +43,13 @@ def launch_of(accelerator: Accelerator) -> Launch:
     return Launch(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
 
 
+def bands_of(module: Any) -> Tensor:
+    """Losses of a module's last batch by bands of time; none where it has a forward pass of its own."""
+    bands: Tensor | None = getattr(module, "bands", None)
+    device = next(module.transformer.parameters()).device
+    return torch.zeros(2, NUM_BANDS, device=device) if bands is None else bands
+
+
 class _PreparedReplicas(Replicas):
     """Whole weights on every process; accelerate wrapped the module."""
 
@@ -105,15 +112,19 @@ class TaskEngine(TorchEngine):
         self.optimizer.set_rate(lr)
         for weight in self._parameters.values():
             weight.grad = None
-        total = torch.zeros((), device=self.device)
+        numbers = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             with self.layout.accumulating(last=number == len(batches) - 1), self._autocast():
                 loss = self.layout.run(batch)
             with self.layout.accumulating(last=number == len(batches) - 1):
                 (loss / len(batches)).backward()
-            total = total + loss.detach().float() / len(batches)
-        bands = torch.zeros(2, NUM_BANDS, device=self.device)
-        numbers = StepResult.pack({"loss": total}, bands)
+            numbers = numbers + StepResult.pack({"loss": loss.detach().float()}, bands_of(self.module)) / len(batches)
+        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
+        if missing:
+            raise UserError(
+                f"no gradient reached {missing[0]} of the denoiser; let denoise use it, or take it out of training by "
+                "requires_grad_(False)"
+            )
         return self._finish_step(("loss",), self.sum_over_ranks(numbers) / self.world)
 
     @torch.no_grad()

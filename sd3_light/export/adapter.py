@@ -100,10 +100,14 @@ def _write_file(path: Path, modules: Modules, spec: AdapterSpec) -> None:
         write_lycoris(path, other, spec.adapter.rank, spec.save_dtype, facts)
 
 
+def adapter_facts(adapter: AdapterConfig) -> dict[str, Any]:
+    """What a file's metadata says of its adapter: JSON, without places of the machine that trained it."""
+    kept = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules", "base_bits")
+    return {key: adapter.model_dump(mode="json")[key] for key in kept}
+
+
 def _facts(spec: AdapterSpec) -> dict[str, Any]:
-    kept = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules")
-    about = {"base": base_name(spec.base)}
-    return {**spec.facts, **about, "adapter": {key: spec.adapter.model_dump(mode="json")[key] for key in kept}}
+    return {**spec.facts, "base": base_name(spec.base), "adapter": adapter_facts(spec.adapter)}
 
 
 def _write_texts(folder: Path, spec: AdapterSpec, proof: Mapping[str, Any]) -> None:

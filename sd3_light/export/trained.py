@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import replacing
+from sd3_light.export.adapter import Modules, adapter_facts, read_adapter
 from sd3_light.export.lora import METADATA, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
 from sd3_light.export.lycoris import write_lycoris
@@ -34,7 +36,7 @@ def write_trained(
     A LoRA has diffusers' names, ``transformer.<layer>.lora_A.weight``, with its scale multiplied in: right in stock
     diffusers (``load_lora_weights``) and, of an SD3, in ComfyUI. An earlier file of the name is replaced.
     """
-    facts = {**(facts or {}), **({"adapter": adapter.model_dump(mode="json")} if adapter else {})}
+    facts = {**(facts or {}), **({"adapter": adapter_facts(adapter)} if adapter else {})}
     if adapter is None:
         return _write(path, state, save_dtype, facts)
     if adapter.type != "lora":
@@ -46,6 +48,26 @@ def write_trained(
         lora = from_peft(state, adapter.alpha, adapter.use_rslora)
         return write_lora(path, lora, layout=layout, save_dtype=save_dtype, facts=facts)
     return _write(path, _lora_tensors(state, adapter), save_dtype, facts)
+
+
+def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> Modules:
+    """The adapter of a file to start from: any SD3 LoRA that people have, and for other models what is written here."""
+    if isinstance(transformer, SD3Transformer2DModel) or adapter.type != "lora":
+        return read_adapter(path, adapter.type)
+    if not path.is_file():
+        raise UserError(f"{path} is no file; name the .safetensors that a task saved")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is no whole safetensors file: {error}") from error
+    found = {}
+    for name, down in tensors.items():
+        layer, mark, _ = name.removeprefix("transformer.").partition(".lora_A.")
+        if mark and (up := tensors.get(f"transformer.{layer}.lora_B.weight")) is not None:
+            found[layer] = LoraModule(down, up, 1.0, tensors.get(f"transformer.{layer}.lora_magnitude_vector"))
+    if not found:
+        raise UserError(f"{path} holds no LoRA (transformer.<layer>.lora_A.weight and lora_B.weight)")
+    return found
 
 
 def _lora_tensors(state: Mapping[str, Tensor], adapter: AdapterConfig) -> dict[str, Tensor]:

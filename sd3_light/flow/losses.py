@@ -6,6 +6,7 @@ for each sample: ``quantile`` [B] in (0, 1) and ``noise``, shaped as the value t
 ``reads`` which values it needs.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.flow.timesteps import times
 
+METHODS = ("logit_normal", "uniform")
 Inputs = Mapping[str, Any]
 Denoise = Callable[[Tensor, Tensor, Inputs], Tensor]
 
@@ -36,6 +39,18 @@ class FlowMatchSFTLoss:
     flux_shift: bool = False
     pseudo_huber_c: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.timestep_sample_method not in METHODS:
+            raise UserError(
+                f"timestep_sample_method is {self.timestep_sample_method!r}; give one of {', '.join(METHODS)}"
+            )
+        for name in ("sigmoid_scale", "shift", "pseudo_huber_c", "beta"):
+            value = getattr(self, name, None)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise UserError(f"{name} is {value!r}; give a number above 0")
+        if self.shift is not None and self.flux_shift:
+            raise UserError("shift and flux_shift are both given; keep one")
+
     @property
     def reads(self) -> tuple[str, ...]:
         """The values that the loss needs; those that a batch may lack end with ``?``."""
@@ -51,7 +66,12 @@ class FlowMatchSFTLoss:
         """The velocity's error of each sample on the way from ``clean`` to the batch's noise."""
         clean, noise = clean.float(), inputs["noise"].float()
         t = self.times(inputs["quantile"], clean)
-        predicted = denoise(interpolate(clean, noise, t), t, inputs)
+        predicted: Any = denoise(interpolate(clean, noise, t), t, inputs)
+        if not isinstance(predicted, Tensor) or predicted.shape != clean.shape:
+            found = tuple(predicted.shape) if isinstance(predicted, Tensor) else f"a {type(predicted).__name__}"
+            raise UserError(
+                f"denoise gave {found} for latents of {tuple(clean.shape)}; return a velocity of their shape"
+            )
         return flow_loss(predicted, velocity(clean, noise), inputs.get("mask"), self.pseudo_huber_c)
 
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ A LoRA is `model/lora.py`'s. LoKr (a Kronecker product) and LoHa (a Hadamard pro
 written by their tensors: their names in the model end with peft's name of the adapter, which no file has.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,19 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
 
 
 def narrow_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the parameters that do not train in ``dtype``; those that do, and all buffers, stay as they are."""
+    """Keep the parameters that do not train in ``dtype``; those that do, all in few bits, and all buffers, stay."""
     for parameter in transformer.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def narrow_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Keep frozen weights of linear layers in ``dtype``: where autocast would narrow them anyway, nothing changes."""
+    for layer in transformer.modules():
+        if isinstance(layer, nn.Linear):
+            for parameter in layer.parameters(recurse=False):
+                if not parameter.requires_grad and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
 
 
 class _Float32Linear(nn.Linear):
@@ -92,30 +102,35 @@ class AdapterDropout:
     """Dropout inside an adapter, a function of seed, rank, step and micro-batch alone, so that a resumed run drops what
     the unbroken one does. Evaluation and sampling drop nothing.
 
-    ``begin(step)`` once a step; ``forward(device)`` before the forward pass of each micro-batch.
+    ``begin(step)`` once a step; ``forward(device)`` before the forward pass of each micro-batch, or in a pipeline,
+    where micro-batches take turns, before each ``layer`` of it.
     """
 
     def __init__(self, transformer: nn.Module, seed: int, rank: int) -> None:
         self._layers = [layer for _, layer in _adapter_layers(transformer)]
-        self._seed, self._rank, self._step, self._micro = seed, rank, 0, 0
+        self._seed, self._rank, self._step = seed, rank, 0
+        self._micro: Counter[int | None] = Counter()
 
     def begin(self, step: int) -> None:
         """The micro-batches from here on are those of ``step``."""
-        self._step, self._micro = step, 0
+        self._step = step
+        self._micro.clear()
 
-    def forward(self, device: torch.device) -> None:
+    def forward(self, device: torch.device, layer: int | None = None) -> None:
         """Seed this micro-batch's dropout where gradients are wanted, turn it off where they are not.
 
         It stays on until the next call: activation checkpointing computes the forward pass again, and restores the
         generator for it.
         """
         training = torch.is_grad_enabled()
-        for layer in self._layers:
-            layer.train(training)
+        for module in self._layers:
+            if module.training != training:
+                module.train(training)
         if not training:
             return
-        number = int(stream(self._seed, "adapter dropout", self._step, self._micro, self._rank).integers(1 << 63))
-        self._micro += 1
+        purpose = "adapter dropout" if layer is None else f"adapter dropout, layer {layer}"
+        number = int(stream(self._seed, purpose, self._step, self._micro[layer], self._rank).integers(1 << 63))
+        self._micro[layer] += 1
         torch.default_generator.manual_seed(number)
         if device.type == "cuda":
             torch.cuda.manual_seed(number)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sd3_light.config import ModelSize
-from sd3_light.model.cost import Checkpointing, Tokens
+from sd3_light.model.cost import Checkpointing, Tokens, block_weights
 from sd3_light.model.partition import stage_bounds
 from sd3_light.model.saved import BFLOAT16, COMPILED, FAST, FAST_SELECTIVE, FLOAT32, SELECTIVE, Saved
 
@@ -32,6 +32,7 @@ class Case:
     evaluates: bool = False
     beside: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
     adapter: tuple[int, ...] | None = None  # its weights by layer, which train; the denoiser's own are frozen then
+    base_bits: int = 16  # of a frozen weight in the matrices of the blocks, which are then all on one GPU
     deepspeed: bool = False
     zero: int = 1
     stages: int = 1
@@ -114,8 +115,13 @@ class Case:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the weights under an adapter: in the type that they compute in."""
-        return 0 if self.adapter is None else self.parameters * (4 if self.compute == "float32" else 2)
+        """Bytes of the weights under an adapter: in the type that they compute in, or in few bits and their scales."""
+        if self.adapter is None:
+            return 0
+        few = sum(vars(block_weights(self.size)).values()) if self.base_bits < 16 else 0
+        scales = few / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # rows' scales in 8 bits weigh nothing
+        wide = 4 if self.compute == "float32" else 2
+        return round((self.parameters - few) * wide + few * self.base_bits / 8 + scales)
 
     @property
     def block_parameters(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.linears import matched, matches
+from sd3_light.model.quantized import is_quantized
 
 ADAPTER = "default"
 """The name that our adapter has in peft; it never gets into a file."""
@@ -161,6 +162,8 @@ def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None
 
 def merge_lora(transformer: SD3Transformer2DModel) -> None:
     """Put the LoRA's update into the weights and take the adapters off."""
+    if any(is_quantized(layer.get_base_layer()) for _, layer in _lora_layers(transformer)):
+        raise UserError("a LoRA is not merged into weights of few bits; load the model unquantized and merge it there")
     with torch.no_grad():
         for name, update in lora_modules(transformer).items():
             weight = transformer.get_submodule(name).get_base_layer().weight

@@ -7,12 +7,15 @@ from sd3_light.tasks.prior import ClassPictures, WithPrior
 from sd3_light.tasks.process import launch_data_process_task
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.tasks.train import launch_training_task
+from sd3_light.training.ready_units import DrawLatent, EncodeImage, unit
 from sd3_light.training.task_module import DiffusionTrainingModule
 from sd3_light.training.units import PipelineUnit
 
 __all__ = [
     "ClassPictures",
     "DiffusionTrainingModule",
+    "DrawLatent",
+    "EncodeImage",
     "FlowMatchDPOLoss",
     "FlowMatchSFTLoss",
     "ModelLogger",
@@ -22,4 +25,5 @@ __all__ = [
     "WithPrior",
     "launch_data_process_task",
     "launch_training_task",
+    "unit",
 ]

@@ -1,6 +1,6 @@
 """A user's own data set as the loop's batches: the order is the pretraining's (law 2), a sample's id is its index."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -9,6 +9,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
 from sd3_light.engines.protocol import Steps
+from sd3_light.training.blame import blame
 
 Batch = list[dict[str, Any]]
 
@@ -19,13 +20,11 @@ class Samples:
     def __init__(
         self, dataset: Dataset[Any], seed: int, global_batch: int, bucket_of: Callable[[int], Hashable] | None = None
     ) -> None:
-        count = len(dataset)  # type: ignore[arg-type]
-        if not count:
-            raise UserError("the data set is empty")
         bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
         found: dict[Hashable, list[int]] = {}
-        for index in range(count):
-            found.setdefault(None if bucket_of is None else bucket_of(index), []).append(index)
+        for index in range(length_of(dataset)):
+            with blame(f"bucket_of({index})", "let it give a name or number for every index"):
+                found.setdefault(None if bucket_of is None else bucket_of(index), []).append(index)
         self.buckets = [found[key] for key in sorted(found, key=repr)]
         self.order: Order = make_order(seed, [([Segment(len(one))], global_batch) for one in self.buckets])
 
@@ -35,6 +34,25 @@ class Samples:
         places, repeats = picks.index.tolist(), picks.repeat.tolist()
         bucket = self.buckets[picks.bucket]
         return [(bucket[at], picks.epoch, repeat) for at, repeat in zip(places, repeats, strict=True)]
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples; a fault where there is none, or no way to ask for one by its index."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        kind = type(dataset).__name__
+        raise UserError(f"the data set is a {kind}; give a list, or a class with __len__ and __getitem__")
+    if not len(dataset):
+        raise UserError("the data set is empty; does its path hold what it reads?")
+    return len(dataset)
+
+
+def item_of(dataset: Any, index: int) -> Mapping[str, Any]:
+    """One sample's values by name; what the data set raises names the sample."""
+    with blame(f"sample {index}: the data set", "mend the sample, or leave it out"):
+        item = dataset[index]
+    if not isinstance(item, Mapping):
+        raise UserError(f"sample {index} is a {type(item).__name__}; a data set gives dicts of values by name")
+    return item
 
 
 class TaskBatches(Dataset[Any]):
@@ -49,7 +67,7 @@ class TaskBatches(Dataset[Any]):
         size = self.samples.order.batch_size(step)
         place = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
         return [
-            {"data": self.dataset[index], "data_id": index, "epoch": epoch, "repeat": repeat}
+            {"data": item_of(self.dataset, index), "data_id": index, "epoch": epoch, "repeat": repeat}
             for index, epoch, repeat in self.samples.of_step(step, *place)
         ]
 

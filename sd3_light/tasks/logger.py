@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sd3_light.config.faults import UserError
 from sd3_light.export.trained import write_trained
 from sd3_light.runlog import is_main_process, say
+from sd3_light.training.blame import blame
 
 
 class ModelLogger:
@@ -27,6 +29,13 @@ class ModelLogger:
         state_dict_converter: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         save_dtype: torch.dtype = torch.float32,
     ) -> None:
+        if not isinstance(output_path, str | Path):
+            raise UserError(f"ModelLogger: output_path is {output_path!r}; give a folder")
+        given: Any = save_dtype
+        if not isinstance(given, torch.dtype) or not save_dtype.is_floating_point:
+            raise UserError(f"ModelLogger: save_dtype is {save_dtype!r}; give torch.float32, bfloat16 or float16")
+        if state_dict_converter is not None and not callable(state_dict_converter):
+            raise UserError("ModelLogger: state_dict_converter is no function; give one from a state dict to another")
         self.output_path = Path(output_path)
         self.remove_prefix_in_ckpt = remove_prefix_in_ckpt or ""
         self.state_dict_converter = state_dict_converter
@@ -57,11 +66,21 @@ class ModelLogger:
         if is_main_process() if accelerator is None else accelerator.is_main_process:
             if model.adapter is None:
                 plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
-                state = dict(self.state_dict_converter(plain)) if self.state_dict_converter else plain
+                state = self._converted(plain)
             facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
             write_trained(path, state, model.transformer, model.adapter, self.save_dtype, facts)
             say(f"saved {path}")
         return path
+
+    def _converted(self, plain: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.state_dict_converter is None:
+            return plain
+        with blame("state_dict_converter"):
+            found: dict[str, Any] = dict(self.state_dict_converter(plain))
+        wrong = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)]
+        if wrong or not found:
+            raise UserError(f"state_dict_converter gave no tensor for {wrong[:1] or 'any name'}; return a state dict")
+        return found
 
 
 def _whole(model: Any) -> dict[str, Tensor]:

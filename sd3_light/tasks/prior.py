@@ -3,6 +3,7 @@ new ones, so that it does not forget what the class looks like."""
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import replacing
 from sd3_light.runlog import progress
+from sd3_light.tasks.feed import item_of, length_of
+from sd3_light.training.blame import blame
 
 Make = Callable[[str, int], Image.Image]
 """(prompt, seed) -> a picture, by the model before it is trained."""
@@ -38,7 +41,8 @@ class ClassPictures(Dataset[Any]):
     ) -> None:
         if count < 1:
             raise UserError(f"{count} class pictures: give a number from 1 on")
-        recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
+        with blame("made_by of ClassPictures", "give JSON: texts, numbers and lists by name"):
+            recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
         self.folder = Path(cache) / hashlib.sha256(recipe.encode()).hexdigest()[:16]
         self.prompt, self.count, self.names = prompt, count, (image, text)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +57,7 @@ class ClassPictures(Dataset[Any]):
     def _draw(self, make: Make, missing: list[int]) -> None:
         with progress("class pictures", len(missing), "pictures") as bar:
             for done, index in enumerate(missing, start=1):
-                with replacing(self._path(index)) as temporary:
+                with replacing(self._path(index)) as temporary, blame("make(prompt, seed)", "let it give a picture"):
                     make(self.prompt, index).save(temporary, format="PNG")
                 bar.reach(done, len(missing))
 
@@ -70,13 +74,16 @@ class WithPrior(Dataset[Any]):
     """A data set and class pictures behind it: the losses of the latter count ``weight`` times (`FlowMatchSFTLoss`)."""
 
     def __init__(self, dataset: Dataset[Any], prior: Dataset[Any], weight: float = 1.0) -> None:
+        given: Any = weight
+        if not isinstance(given, int | float) or not 0 <= weight < math.inf:
+            raise UserError(f"the weight of prior pictures is {weight!r}; give a number from 0 on")
         self.dataset, self.prior, self.weight = dataset, prior, weight
-        self._own = len(dataset)  # type: ignore[arg-type]
+        self._own = length_of(dataset)
 
     def __len__(self) -> int:
         return self._own + len(self.prior)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index < self._own:
-            return {**self.dataset[index], "loss_weight": 1.0}
-        return {**self.prior[index - self._own], "loss_weight": float(self.weight)}
+            return {**item_of(self.dataset, index), "loss_weight": 1.0}
+        return {**item_of(self.prior, index - self._own), "loss_weight": float(self.weight)}

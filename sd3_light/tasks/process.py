@@ -1,20 +1,24 @@
 """`launch_data_process_task`: run once what training need not compute again, and keep it on disk for a second stage."""
 
-import hashlib
-from collections.abc import Callable, Hashable
+import json
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.processed import Processed, ProcessedWriter, fingerprint, finish
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_of
 from sd3_light.runlog import progress, say, set_main_process
+from sd3_light.tasks.feed import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.recipe import recipe_of
+from sd3_light.tasks.train import require_parts
+from sd3_light.training.blame import blame
 from sd3_light.training.task_module import DiffusionTrainingModule
 
 
@@ -36,14 +40,19 @@ def launch_data_process_task(
     `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
     """
     num_workers = getattr(args, "dataset_num_workers", None) or getattr(args, "num_workers", None) or num_workers
+    require_parts(model, model_logger)
+    for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is {value!r}; give a whole number from {least} on")
     launch = Launch() if accelerator is None else launch_of(accelerator)
     set_main_process(launch.is_main)
-    folder, count = model_logger.output_path, len(dataset)  # type: ignore[arg-type]
+    folder, count = model_logger.output_path, length_of(dataset)
     if accelerator is not None:
         model.to(accelerator.device)
     model.freeze_the_rest()
-    recipe = _recipe(model)
-    writer = ProcessedWriter(folder, launch.rank, shard_size)
+    recipe = recipe_of(model)
+    with blame(f"output_path {folder}", "choose another"):
+        writer = ProcessedWriter(folder, launch.rank, shard_size)
     mine = list(range(launch.rank, count, launch.world))
     reused = 0
     with progress("process", len(mine), "samples") as bar:
@@ -52,7 +61,8 @@ def launch_data_process_task(
             if writer.known.get(index) == made_of:
                 reused += 1
             else:
-                bucket = "all" if bucket_of is None else str(bucket_of(index))
+                with blame(f"bucket_of({index})", "let it give a name or number for every index"):
+                    bucket = "all" if bucket_of is None else str(bucket_of(index))
                 writer.add(Processed(index, bucket, made_of, _storable(model.process(item), index)))
             bar.reach(done, len(mine))
     writer.close()
@@ -66,47 +76,49 @@ def launch_data_process_task(
     return folder
 
 
-def _items(dataset: Dataset[Any], indices: list[int], num_workers: int) -> Any:
+def _items(dataset: Dataset[Any], indices: list[int], num_workers: int) -> Iterator[Any]:
     """The items in order, read ahead by worker processes."""
-    return DataLoader(Subset(dataset, indices), batch_size=None, num_workers=num_workers, collate_fn=_as_it_is)
+    read = _Items(dataset, indices)
+    for item in DataLoader(read, batch_size=None, num_workers=num_workers, collate_fn=_as_it_is):
+        if isinstance(item, UserError):
+            raise item
+        yield item
+
+
+class _Items(Dataset[Any]):
+    """Items by their place; a fault travels as a value, as torch would wrap what a worker raises in its trace."""
+
+    def __init__(self, dataset: Dataset[Any], indices: list[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, at: int) -> Any:
+        try:
+            return item_of(self.dataset, self.indices[at])
+        except UserError as fault:
+            return fault
 
 
 def _as_it_is(item: Any) -> Any:
     return item
 
 
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _storable(values: dict[str, Any], index: int) -> dict[str, Any]:
     """Tensors, and what JSON knows; anything else is a fault that names it."""
     for name, value in values.items():
-        if not isinstance(value, Tensor | str | int | float | bool | list | dict | type(None)):
+        if not isinstance(value, Tensor) and not _is_json(value):
             raise UserError(
                 f"sample {index}: {name!r} is a {type(value).__name__}, which cannot be stored; let a unit that needs "
                 "no gradient make a tensor of it, or do not read it later"
             )
     return values
-
-
-def _recipe(model: DiffusionTrainingModule) -> dict[str, Any]:
-    """What the cached units are, with a hash of the weights that they use."""
-    split = model.split()
-    units = [
-        {
-            "unit": type(unit).__name__,
-            "reads": list(unit.reads),
-            "writes": list(unit.writes),
-            "settings": dict(unit.settings()),
-            "parts": {name: _weights_hash(getattr(model, name, None)) for name in unit.uses},
-        }
-        for unit in split.cached
-    ]
-    digest = fingerprint({"units": units, "kept": list(split.kept)})
-    return {"units": units, "kept": list(split.kept), "digest": digest}
-
-
-def _weights_hash(part: Any) -> str:
-    if not isinstance(part, nn.Module):
-        return type(part).__name__
-    digest = hashlib.sha256(type(part).__name__.encode())
-    for name, tensor in sorted(part.state_dict().items()):
-        digest.update(f"{name} {fingerprint(tensor)}".encode())
-    return digest.hexdigest()

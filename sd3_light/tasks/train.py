@@ -1,6 +1,7 @@
 """`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -12,21 +13,25 @@ from accelerate import Accelerator
 from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.background import CheckpointKeeper, Failed
+from sd3_light.checkpoint.lock import take_folder
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
-from sd3_light.checkpoint.store import newest_checkpoint, open_checkpoint
+from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
+from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_of
 from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
-from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.runlog import RunLog, say, set_main_process
-from sd3_light.tasks.feed import Samples, TaskBatches, steps_of
+from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
+from sd3_light.training.blame import blame
 from sd3_light.training.feed import order_facts
 from sd3_light.training.loop import Duty, Run, every, train
 from sd3_light.training.meter import Meter
@@ -56,9 +61,31 @@ def launch_training_task(
     given: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay, "num_workers": num_workers}
     given |= {"save_steps": save_steps, "num_epochs": num_epochs}
     wishes = TaskSettings.of({**given, **settings}, args)
-    task = _Task.of(accelerator, dataset, model, model_logger, wishes)
-    with task.log_open(), task.run.watch:
-        return task.train()
+    require_parts(model, model_logger)
+    with _folder(model_logger.output_path) as take:
+        task = _Task.of(accelerator, dataset, model, model_logger, wishes, take)
+        with task.log_open(), task.run.watch:
+            return task.train()
+
+
+def require_parts(model: Any, logger: Any) -> None:
+    """A fault where a task was given something else in place of its module or its logger."""
+    if not isinstance(model, DiffusionTrainingModule):
+        raise UserError(f"the model is a {type(model).__name__}; derive it from DiffusionTrainingModule")
+    if not isinstance(logger, ModelLogger):
+        raise UserError(f"the logger is a {type(logger).__name__}; give ModelLogger(output_path)")
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[Callable[[], None]]:
+    """Gives the function that takes the folder for this task alone; it is let go at the end."""
+    held: list[int | None] = []
+    try:
+        yield lambda: held.append(take_folder(path, "output_path"))
+    finally:
+        for handle in held:
+            if handle is not None:
+                os.close(handle)
 
 
 @dataclass
@@ -77,6 +104,7 @@ class _Task:
     run: Run
     keeper: CheckpointKeeper
     log: RunLog | None = None
+    _kept_at: int = -1
 
     @staticmethod
     def of(
@@ -85,24 +113,26 @@ class _Task:
         model: DiffusionTrainingModule,
         logger: ModelLogger,
         wishes: TaskSettings,
+        take: Callable[[], None],
     ) -> "_Task":
-        """Put the parts together."""
+        """Put the parts together; ``take`` the folder first, on the one process that writes there."""
         launch, device = _place(accelerator, wishes)
         set_main_process(launch.is_main)
         groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
+        groups.by_first(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
         micro = _accumulation(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
+        if model.adapter is not None and getattr(accelerator, "mixed_precision", "no") == "bf16":
+            narrow_linears(model.transformer, torch.bfloat16)
         engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch
         total = total if wishes.max_steps is None else min(total, wishes.max_steps)
         place = logger.output_path if launch.is_main else None
-        if place is not None:
-            place.mkdir(parents=True, exist_ok=True)
         averages = Averages(engine.weights, wishes.ema_table)
         run = Run(
             engine=engine,
@@ -144,9 +174,24 @@ class _Task:
         facts = {"total": total, "steps_per_epoch": self.run.steps_per_epoch, "world": self.launch.world}
         self.run.log("resume" if begun.step else "start", **begun.as_dict(), **facts, engine=self.wishes.engine)
         self.run.duties = self._duties(total)
-        done = train(self.run)
-        self._finish(done, total)
+        try:
+            done = train(self.run)
+        except UserError as fault:
+            raise self._saved_from(fault, begun) from fault
+        self._finish(begun, done, total)
         return done
+
+    def _saved_from(self, fault: UserError, begun: Progress) -> UserError:
+        """The fault that ended the task, after what it has done is saved where one process can do so alone."""
+        now = self.run.progress
+        self.run.log("stop", **now.counts(), reason=str(fault))
+        if self.launch.world > 1 or now.step == begun.step or now.step - begun.step == now.skipped - begun.skipped:
+            return fault
+        if self._kept_at != now.step:
+            self.checkpoint(now)
+        failed = any(isinstance(item, Failed) for item in self.keeper.wait())
+        self.keeper.close()
+        return fault if failed else UserError(f"{fault} (step {now.step} is saved: resume=True goes on from there)")
 
     # --- duties ----------------------------------------------------------------------------------
 
@@ -200,8 +245,10 @@ class _Task:
     def draw(self, progress: Progress) -> None:
         """The picture that the user's function gives, on the main process; with cut weights all call it."""
         assert self.wishes.draw is not None
-        with self.best(), torch.no_grad():
+        with self.best(), torch.no_grad(), blame("draw(model)"):
             picture = self.wishes.draw(self.model)
+        if picture is not None and not hasattr(picture, "save"):
+            raise UserError(f"draw(model) gave a {type(picture).__name__}; return a PIL picture, or None")
         if self.launch.is_main and picture is not None:
             path = self.logger.output_path / "samples" / f"step-{progress.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
@@ -226,11 +273,14 @@ class _Task:
         facts = {"progress": progress.as_dict(), "order": order_facts(self.samples.order)}
         facts["window"] = self.run.meter.window.as_dict()
         self.groups.wait_together(self.keeper.is_idle)
+        self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
         path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
+        for broken in half_written(folder) if self.launch.is_main else ():
+            say(f"ignoring {broken}: it is not whole (a save was cut short)")
         if path is None:
             say(f"no checkpoint under {folder} yet: starting from the beginning")
             return None
@@ -242,7 +292,7 @@ class _Task:
         window: dict[str, Any] = saved.facts["window"]
         return window
 
-    def _finish(self, done: Progress, total: int) -> None:
+    def _finish(self, begun: Progress, done: Progress, total: int) -> None:
         self.groups.wait_together(self.keeper.is_idle)
         failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
         self.keeper.close()
@@ -253,10 +303,31 @@ class _Task:
         if done.step < total:
             self.run.log("stop", **done.counts(), reason=self.run.watch.reason)
             raise Stopped(f"{self.run.watch.reason} at step {done.step} of {total}; resume=True goes on from there")
+        if (steps := done.step - begun.step) and steps == done.skipped - begun.skipped:
+            raise UserError(
+                f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or look "
+                "at the data"
+            )
         self.logger.num_steps = done.step
         with self.best():
             self.logger.on_training_end(self.accelerator, self.model, self.wishes.save_steps)
         self.run.log("stop", **done.counts(), reason="finished")
+
+
+def _begin(
+    dataset: Any, model: DiffusionTrainingModule, logger: ModelLogger, wishes: TaskSettings, take: Callable[[], None]
+) -> None:
+    """What the main process looks at before anything is done: the folder, and whether processed data fit the units."""
+    take()
+    newest = newest_checkpoint(logger.output_path / "checkpoints")
+    if newest is not None and not wishes.resume:
+        raise UserError(
+            f"{logger.output_path} holds a task ({newest.name}); go on with resume=True, or choose another output_path"
+        )
+    if wishes.eval_dataset is not None:
+        length_of(wishes.eval_dataset)
+    if isinstance(dataset, ProcessedDataset):
+        require_same_recipe(dataset, model)
 
 
 def _text(path: Path | None) -> str | None:
@@ -267,7 +338,7 @@ def _place(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launc
     if wishes.engine != "accelerate":
         launch = Launch.detect()
         return launch, launch.device()
-    if accelerator is None:
+    if not isinstance(accelerator, Accelerator):
         raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
     return launch_of(accelerator), accelerator.device
 

@@ -12,11 +12,13 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.checkpoint.state import Progress
-from sd3_light.config import TrainConfig
+from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter import AdapterSpec, read_adapter, write_adapter
+from sd3_light.export.adapter import AdapterSpec, write_adapter
+from sd3_light.export.trained import read_trained_adapter
 from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris, narrow_frozen
 from sd3_light.model.lora import LoraModule, load_lora
+from sd3_light.model.quantized import quantize_base
 from sd3_light.model.start import where_weights_start
 from sd3_light.training.about import about_run
 from sd3_light.training.saver import RAW, ExportSeries, Saver, config_toml, live_weights, text_policy
@@ -33,17 +35,17 @@ def choose_what_trains(transformer: SD3Transformer2DModel, config: TrainConfig, 
     if config.adapter is None:
         freeze(transformer, config.freeze)
         return
-    put_adapter(transformer, config)
+    quantize_base(transformer, config.adapter.base_bits, device)
+    put_adapter(transformer, config.adapter, config.seed)
     narrow_frozen(transformer, frozen_dtype(config, device))
 
 
-def put_adapter(transformer: nn.Module, config: TrainConfig) -> None:
-    """The config's adapter, as it is where training starts."""
-    assert config.adapter is not None
-    add_adapter(transformer, config.adapter, config.seed)
-    if config.adapter.init_from_existing is None:
-        return
-    found: Any = read_adapter(config.adapter.init_from_existing, config.adapter.type)
+def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tuple[str, ...]:
+    """The adapter, as it is where training starts; the names of the layers that got one."""
+    names = add_adapter(transformer, adapter, seed)
+    if adapter.init_from_existing is None:
+        return names
+    found: Any = read_trained_adapter(adapter.init_from_existing, transformer, adapter)
     try:
         if all(isinstance(module, LoraModule) for module in found.values()):
             load_lora(transformer, found)
@@ -51,8 +53,9 @@ def put_adapter(transformer: nn.Module, config: TrainConfig) -> None:
             assert all(isinstance(module, LycorisModule) for module in found.values())
             load_lycoris(transformer, found)
     except UserError as fault:
-        place = f"adapter.init_from_existing = {config.adapter.init_from_existing}"
+        place = f"adapter.init_from_existing = {adapter.init_from_existing}"
         raise UserError(f"{place}: {fault}; write the rank and target_modules that it has") from fault
+    return names
 
 
 def freeze(transformer: SD3Transformer2DModel, patterns: Sequence[str]) -> None:

@@ -10,8 +10,10 @@ from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.fast.block import How, Keep, Products
-from sd3_light.model.fast.forward import FastDenoiser
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle
+from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
+from sd3_light.model.start import where_weights_start
 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
@@ -19,6 +21,18 @@ Label = tuple[Tensor | None, ...]
 
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
+
+
+def fast_obstacle(
+    config: TrainConfig, transformer: SD3Transformer2DModel, device: str, world: int = 1, by_deepspeed: bool = False
+) -> str | None:
+    """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""
+    size = where_weights_start(config.model).size
+    return (
+        config_obstacle(config, size, world, by_deepspeed, device)
+        or device_obstacle(config, device)
+        or obstacle(transformer)
+    )
 
 
 class SD3TrainingModule(nn.Module):
@@ -84,7 +98,7 @@ class SD3TrainingModule(nn.Module):
 
     def pipeline_layers(self) -> list[nn.Module]:
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
-        return [PipelineLayer(self, layer) for layer in self._layers]
+        return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
     def run(self, features: tuple[Tensor, ...]) -> State:
         """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
@@ -136,12 +150,14 @@ class SD3TrainingModule(nn.Module):
 class PipelineLayer(nn.Module):
     """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
 
-    def __init__(self, module: SD3TrainingModule, layer: nn.Module) -> None:
+    def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.number = layer, number
         self._module = (module,)  # in a tuple: not a part of this one
 
     def forward(self, state: State) -> State:
         """The layer alone."""
         (module,) = self._module
+        if module.dropout is not None:
+            module.dropout.forward(state[0].device, self.number)
         return module.run_some([self.layer], module.inputs(state) if isinstance(self.layer, Embed) else state)

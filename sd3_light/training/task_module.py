@@ -10,10 +10,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
+from sd3_light.config.calls import adapter_of_call
 from sd3_light.config.faults import UserError
+from sd3_light.flow.bands import by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
-from sd3_light.model.adapter import AdapterDropout, add_adapter
+from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.lora import target_layers
+from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
+from sd3_light.training.adapter import put_adapter
 from sd3_light.training.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
 
 Sample = Mapping[str, Any]
@@ -24,9 +29,10 @@ class DiffusionTrainingModule(nn.Module):
     """``module(batch)`` is the loss of a batch, a list of samples (or of one sample): ordered units, then the loss.
 
     A subclass gives ``denoise(noisy, t, inputs)``, which predicts the velocity with ``self.transformer``, and in
-    ``reads`` the names of the inputs that it uses. Other parts (a VAE, encoders) are attributes; whatever lies outside
-    ``transformer`` does not train. Noise and time are each sample's own (law 1), drawn from ``seed``, its index and the
-    epoch, so the loss depends on neither the batch, the process nor the number of them.
+    ``reads`` (as an argument here, or of the class) the names of the inputs that it uses. Other parts (a VAE, encoders)
+    are attributes; whatever lies outside ``transformer`` does not train. Noise and time are each sample's own (law 1),
+    drawn from ``seed``, its index and the epoch, so the loss depends on neither the batch, the process nor the number
+    of them.
     """
 
     reads: tuple[str, ...] = ()
@@ -37,23 +43,37 @@ class DiffusionTrainingModule(nn.Module):
         units: Sequence[PipelineUnit] = (),
         loss: FlowMatchSFTLoss | None = None,
         seed: int = 0,
+        reads: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(transformer, nn.Module):
+            raise UserError(f"the denoiser is a {type(transformer).__name__}; give a torch module, whose weights train")
+        if reads is not None:
+            self.reads = tuple(reads)
         self.transformer = transformer
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None
         self.dropout: AdapterDropout | None = None
+        self.bands: Tensor | None = None  # of the last batch: losses by bands of time, for the log
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         """The velocity at ``noisy`` and time t [B] in (0, 1)."""
-        raise NotImplementedError
+        raise UserError(
+            f"{type(self).__name__} has no denoise(noisy, t, inputs); write one that calls self.transformer"
+        )
 
     # --- what trains -----------------------------------------------------------------------------
 
     def train_adapter(self, **keys: Any) -> tuple[str, ...]:
         """Train an adapter in place of the denoiser's weights; keys are those of `[adapter]`. The layers with one."""
-        self.adapter = AdapterConfig.model_validate(keys)
-        return add_adapter(self.transformer, self.adapter, self.seed)
+        adapter = adapter_of_call(keys, "train_adapter")
+        if self.adapter is not None:
+            raise UserError("train_adapter: the denoiser has an adapter already; make the module anew")
+        target_layers(self.transformer, adapter.target_modules)  # before anything is changed
+        quantize_base(self.transformer, adapter.base_bits)
+        names = put_adapter(self.transformer, adapter, self.seed)
+        self.adapter = adapter
+        return names
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
         """The parameters that train, for an optimizer."""
@@ -72,6 +92,10 @@ class DiffusionTrainingModule(nn.Module):
     def split(self) -> Split:
         """Which units training need not run again; see `split_units`."""
         self.freeze_the_rest()
+        if not all(hasattr(self.loss, name) for name in ("reads", "latents")):
+            raise UserError(
+                "a loss says in `reads` and `latents` which values it needs; derive it from FlowMatchSFTLoss"
+            )
         return split_units(self, self.units, (*self.loss.reads, *self.reads))
 
     # --- a batch ---------------------------------------------------------------------------------
@@ -85,16 +109,35 @@ class DiffusionTrainingModule(nn.Module):
         """The mean loss of the batch, with its gradient."""
         if self.dropout is not None:
             self.dropout.forward(self.device)
-        return self.each(batch).mean()
+        values = self._values(batch, None)
+        each = self._judged(values)
+        if torch.is_grad_enabled() and not each.requires_grad:
+            raise UserError("the loss depends on no weight that trains; does denoise call self.transformer?")
+        if hasattr(self.loss, "times"):
+            self.bands = by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
+        return each.mean()
 
     def each(self, batch: Sample | Sequence[Sample], quantile: float | None = None) -> Tensor:
         """The loss of each sample; with ``quantile`` as validation has it: that time, noise of the sample alone."""
+        return self._judged(self._values(batch, quantile))
+
+    def _judged(self, values: Values) -> Tensor:
+        each: Any = self.loss(self.denoise, values, self._reference)
+        count = len(values["quantile"])
+        if not isinstance(each, Tensor) or each.shape != (count,):
+            found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise UserError(f"the loss gave {found} for {count} samples; it must give one number for each: shape [B]")
+        found_B: Tensor = each
+        return found_B
+
+    def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:
+        """What the loss is given: all that the units make of the batch, and each sample's noise and quantile."""
         samples = [_named(sample) for sample in ([batch] if isinstance(batch, Mapping) else batch)]
         split = self.split()
         values = stacked([self._alone(sample, split, quantile) for sample in samples])
         for unit in split.gradient:
             values = run_unit(unit, self, values)
-        return self.loss(self.denoise, values, self._reference)
+        return values
 
     @torch.no_grad()
     def process(self, data: Values) -> dict[str, Any]:
@@ -117,13 +160,24 @@ class DiffusionTrainingModule(nn.Module):
         values, draw = self._cached(sample["data"], split), self._draw(sample, quantile is not None)
         for unit in split.drawn:
             values = run_unit(unit, self, values, draw)
-        if self.loss.latents not in values:
-            raise UserError(f"no unit and no sample gives {self.loss.latents!r}, which the loss compares with")
-        values["noise"] = draw("noise", tuple(values[self.loss.latents].shape))
+        clean = values.get(self.loss.latents)
+        if not isinstance(clean, Tensor) or not clean.is_floating_point():
+            found = "nothing" if clean is None else getattr(clean, "dtype", type(clean).__name__)
+            raise UserError(
+                f"sample {sample['data_id']}: {self.loss.latents!r}, which the loss compares with, is {found}; let the "
+                "data or a unit give a tensor of floating-point numbers"
+            )
+        values["noise"] = draw("noise", tuple(clean.shape))
         u = self._stream(sample, "timestep", False).random() if quantile is None else quantile
         values["quantile"] = torch.tensor(min(max(u, 1e-12), 1 - 1e-12), dtype=torch.float64)
         wanted = dict.fromkeys((*(unit_name for unit in split.gradient for unit_name in unit.reads), *self.loss.reads))
         wanted |= dict.fromkeys((*self.reads, "noise", "quantile"))
+        later = {name.rstrip("?") for unit in split.gradient for name in unit.writes}
+        for name in wanted:
+            if not name.endswith("?") and name not in values and name not in later:
+                raise UserError(
+                    f"sample {sample['data_id']}: neither the data nor a unit gives {name!r}, which is read"
+                )
         return {name.rstrip("?"): values[name.rstrip("?")] for name in wanted if name.rstrip("?") in values}
 
     def _draw(self, sample: Sample, evaluation: bool) -> Draw:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.training.blame import blame
 
 Values = Mapping[str, Any]
 Draw = Callable[[str, tuple[int, ...]], Tensor]
@@ -32,6 +33,11 @@ class PipelineUnit:
     writes: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     draws: bool = False
+
+    @property
+    def label(self) -> str:
+        """What faults and manifests call it."""
+        return type(self).__name__
 
     def run(self, module: Any, **values: Any) -> Values:
         """Compute; a unit that draws is given ``draw`` too."""
@@ -79,10 +85,12 @@ def _trains(module: nn.Module, unit: PipelineUnit) -> bool:
 
 def _require_sound(units: Sequence[PipelineUnit]) -> None:
     """Every value has one writer, which comes before its readers."""
+    for number, unit in enumerate(units):
+        _require_unit(number, unit)
     writers: dict[str, str] = {}
     all_written = {name for unit in units for name in unit.writes}
     for unit in units:
-        kind = type(unit).__name__
+        kind = unit.label
         for name in unit.reads:
             plain = name.rstrip("?")
             if plain in all_written and plain not in writers:
@@ -93,9 +101,18 @@ def _require_sound(units: Sequence[PipelineUnit]) -> None:
             writers[name] = kind
 
 
+def _require_unit(number: int, unit: Any) -> None:
+    if not isinstance(unit, PipelineUnit):
+        raise UserError(f"unit {number} is a {type(unit).__name__}; derive it from PipelineUnit, or write @unit(...)")
+    for key in ("reads", "writes", "uses"):
+        names = getattr(unit, key)
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"unit {unit.label}: {key} is {names!r}; give a tuple of names, such as ('latents',)")
+
+
 def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None = None) -> dict[str, Any]:
     """``values`` with what the unit writes; a value that is missing, or a promise not kept, is a fault."""
-    kind = type(unit).__name__
+    kind = unit.label
     given = {}
     for name in unit.reads:
         plain = name.rstrip("?")
@@ -103,8 +120,14 @@ def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None 
             given[plain] = values[plain]
         elif not name.endswith("?"):
             raise UserError(f"unit {kind} reads {plain!r}, which neither the data nor an earlier unit gives")
+    for part in unit.uses:
+        if getattr(module, part, None) is None:
+            raise UserError(f"unit {kind} uses {part!r}, which the module lacks; set self.{part}")
     extra = {"draw": draw} if unit.draws else {}
-    written = dict(unit.run(module, **given, **extra))
+    with blame(f"unit {kind}"):
+        written = unit.run(module, **given, **extra)
+    if not isinstance(written, Mapping):
+        raise UserError(f"unit {kind} gave a {type(written).__name__}; return a dict of {list(unit.writes)}")
     if wrong := sorted(written.keys() ^ {name for name in unit.writes if not name.endswith("?")}):
         missing = [name for name in wrong if f"{name}?" not in unit.writes]
         if missing:

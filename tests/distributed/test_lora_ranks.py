@@ -68,5 +68,20 @@ def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
     assert all(torch.allclose(one[name].delta(), two[name].delta(), atol=1e-5) for name in one)
 
 
+@pytest.mark.slow
+def test_dropout_in_a_pipeline_resumes_exactly(cached_project: Project, tmp_path: Path) -> None:
+    """Two stages, whose micro-batches take turns; evaluation between steps drops nothing and changes nothing."""
+    pytest.importorskip("deepspeed")
+    project = use_adapter(cached_project.copy(tmp_path / "project"), "rank = 3\ndropout = 0.4")
+    wishes: dict[str, Any] = {"pipeline_stages": 2, "micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    torchrun(project, "--deepspeed", output_dir='"whole"', **wishes)
+    start = str(project.folder / "whole" / "checkpoints" / checkpoint_name(RESUMED))
+    torchrun(project, "--deepspeed", "--resume_from_checkpoint", start, output_dir='"again"', **wishes)
+    assert numbers(project, "again", RESUMED) == numbers(project, "whole", RESUMED)
+    plain = [*wishes.items(), ("adapter.dropout", 0.0)]
+    torchrun(project, "--deepspeed", output_dir='"plain"', **dict(plain))
+    assert numbers(project, "plain") != numbers(project, "whole"), "it drops"
+
+
 def _file(project: Project, run: str) -> Path:
     return Path(project.folder / run / "exports" / checkpoint_name(STEPS) / "pytorch_lora_weights.safetensors")

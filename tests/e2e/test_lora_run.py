@@ -119,6 +119,18 @@ def test_a_run_starts_from_an_existing_adapter(
         project.train("adapter.rank=3", 'output_dir="other"')
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_run_over_few_bits_gives_a_file_for_the_whole_model(project: Project, bits: int) -> None:
+    """The export is proven on the model as its folder has it, and a resumed run ends as the unbroken one."""
+    pytest.importorskip("bitsandbytes")
+    use_adapter(project, f"rank = 4\nbase_bits = {bits}").train("max_steps=3")
+    proof = json.loads((file_of(project, 3).parent / "proof.json").read_text())
+    assert 0 < proof["change_of_output"] < 1
+    project.train("max_steps=3", 'output_dir="resumed"', resume=Resume(project.run / "checkpoints/step-00000002"))
+    assert file_of(project, 3, "resumed").read_bytes() == file_of(project, 3).read_bytes()
+    assert read_lora(file_of(project, 3)).facts["adapter"]["base_bits"] == bits
+
+
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
 def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})

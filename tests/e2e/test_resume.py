@@ -290,9 +290,11 @@ def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> 
     assert later["one"] == later["two"] == found["run", 2, "ema", "one"]
 
 
-def test_activation_checkpointing_changes_nothing(whole: Project, project: Project) -> None:
-    project.train(*settings("run", max_steps=3), "activation_checkpointing=true")
-    assert numbers(project, "run", 0) == numbers(whole, "run", 0)[:3]
+def test_activation_checkpointing_changes_nothing(project: Project) -> None:
+    """Of the stock blocks; those for CPUs keep everything, and round otherwise."""
+    for run, again in (("kept", "false"), ("again", "true")):
+        project.train(*settings(run, max_steps=3), "fast=false", f"activation_checkpointing={again}")
+    assert numbers(project, "again", 0) == numbers(project, "kept", 0)
 
 
 def test_the_running_average_is_in_every_checkpoint(whole: Project) -> None:

@@ -68,7 +68,7 @@ def output(transformer: Any) -> torch.Tensor:
 def test_a_video_model_of_another_class(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     try:
-        from wan_lora_task import Clips, WanLora
+        from wan_lora_task import WanLora, clip
     finally:
         sys.path.pop(0)
     example("wan_lora_task.py", tmp_path)
@@ -85,15 +85,14 @@ def test_a_video_model_of_another_class(tmp_path: Path) -> None:
         }
     )
     stock.load_lora_adapter(str(tmp_path), weight_name="step-12.safetensors", prefix="transformer")
-    clip = Clips()[1]
+    sample = clip(1)
     with torch.no_grad():
-        given = (clip["latents"][None], torch.tensor([500.0]), clip["text"][None])
+        given = (sample["latents"][None], torch.tensor([500.0]), sample["text"][None])
         tuned, plain = (model(*given, return_dict=False)[0] for model in (stock, trained.transformer))
     assert not torch.allclose(tuned, plain, atol=1e-5), "what was saved acts"
 
 
 @pytest.mark.parametrize("name", ["sd3_lora_task.py", "wan_lora_task.py"])
 def test_a_script_stays_short(name: str) -> None:
-    lines = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
-    code = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", '"""', "from ", "import "))]
-    assert len(code) < 75
+    """All of it: docstring, imports and blank lines too."""
+    assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 40

@@ -44,3 +44,25 @@ def test_an_adapter_learns_over_bf16_weights(tmp_path: Path, keys: dict[str, Any
     assert losses[-1] < losses[0]
     now = dict(engine.module.transformer.named_parameters())
     assert all(torch.equal(now[name], before) for name, before in frozen.items())
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_adapter_learns_over_few_bits(tmp_path: Path, bits: int, keys: dict[str, Any]) -> None:
+    """The frozen matrices of the blocks have few bits, what the model computes is near, and all of it can be moved."""
+    pytest.importorskip("bitsandbytes")
+    engine, whole = (make_engine(tmp_path, base_bits=count, **keys) for count in (bits, 16))
+    frozen = {n: p for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
+    few = {name for name, weight in frozen.items() if not weight.is_floating_point()}
+    assert few
+    assert all(name.startswith("transformer_blocks.") for name in few)
+    assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in few)
+    features = batch(0)[0]
+    near, exact = engine.denoise(features), whole.denoise(features)
+    assert ((near - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
+    losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0]
+    after = engine.denoise(features)
+    engine.module.to("cpu")
+    engine.module.to(DEVICE)
+    assert torch.equal(engine.denoise(features), after)

@@ -25,7 +25,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, backend: str |
 
     Padded text makes a batch; real text goes through `varlen_attn` on CUDA in half precision, whatever its lengths, as
     a backend that makes a plan for each shape would make one for each length; elsewhere through a mask where lengths
-    differ. ``backend`` names one of `BACKENDS` for what runs on CUDA; None takes the fastest that can.
+    differ. ``backend`` names one of `BACKENDS` for padded text on CUDA; None takes the fastest that can.
     """
     is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if plan.text_index is None or (plan.length is not None and not query.is_cuda):
@@ -33,8 +33,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, backend: str |
         shaped = [part.unflatten(0, (plan.samples, plan.length)).transpose(1, 2) for part in (query, key, value)]
         with _backends(backend, query.is_cuda):
             return F.scaled_dot_product_attention(*shaped).transpose(1, 2).flatten(0, 1).contiguous()
-    if is_half and backend == "cudnn":
-        return _cudnn_varlen(query, key, value, plan)
     if is_half:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -49,18 +47,6 @@ def _backends(name: str | None, is_cuda: bool) -> Iterator[None]:
         return
     with sdpa_kernel(_FIRST_TO_LAST if name is None else BACKENDS[name], set_priority=name is None):
         yield
-
-
-def _cudnn_varlen(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-    """cuDNN's attention over samples of different lengths, by the operation behind torch's nested tensors.
-
-    The longest length is rounded up: cuDNN makes a plan for each that it meets.
-    """
-    longest = -(-plan.longest // 64) * 64
-    made = torch.ops.aten._cudnn_attention_forward(
-        query, key, value, None, plan.starts, plan.starts, longest, longest, True, 0.0, False, False
-    )
-    return made[0]  # type: ignore[no-any-return]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:

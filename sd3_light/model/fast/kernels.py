@@ -203,8 +203,6 @@ def gelu(u: Tensor, form: Form = "plain") -> Any:
 
 def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> tuple[Operand, Tensor | None, Tensor]:
     """See `reference.gelu_backward`."""
-    if form != "plain":
-        return kernels_fp8.gelu_backward_rows(dg, u, again)
     assert dg.is_contiguous() and u.is_contiguous()
     count, width = u.shape
     tuning = TUNING["gelu_backward"]
@@ -213,7 +211,8 @@ def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> t
     du, g = torch.empty_like(u), torch.empty_like(u) if again else u
     partial = u.new_empty(grid[0], width, dtype=torch.float32)
     _gelu_backward[grid](dg, u, du, g, partial, count, F=width, CHUNK=chunk, AGAIN=again, **tuning)
-    return du, g if again else None, partial.sum(0)
+    # rows are too wide to be held and summed over at once: a second pass over them takes half the time
+    return du if form == "plain" else round_rows(du), g if again else None, partial.sum(0)
 
 
 # --- queries, keys and values ------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch import Tensor
 from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, Form, Operand
 from sd3_light.model.fast.tuning import TUNING
 
-CHUNK = 64
-"""Rows that one program walks where it sums over them."""
+TILE = 8192
+"""Numbers that a program holds at once where it needs whole rows."""
 
 
 class Room:
@@ -50,6 +50,11 @@ def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.c
         tl.store(scales + rows, scale, mask=is_row)
 
 
+def _rows_in_tile(block: int) -> int:
+    """As many as the registers of a program hold beside each other."""
+    return max(1, TILE // block)
+
+
 # --- rows that exist already -------------------------------------------------------------------
 
 
@@ -67,12 +72,12 @@ def _round_rows(source, eight, scales, count, D: tl.constexpr, BLOCK: tl.constex
 def round_rows(rows: Tensor) -> Operand:
     """See `reference.round_rows`."""
     assert rows.is_contiguous()
-    (count, width), tuning = rows.shape, TUNING["round_rows"]
+    (count, width), block = rows.shape, triton.next_power_of_2(rows.shape[1])
     eight = Eight(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
-    grid = (triton.cdiv(count, tuning["R"]),)
-    _round_rows[grid](
-        rows, eight.values, eight.scale, count, D=width, BLOCK=triton.next_power_of_2(width), **tuning
-    )  # fmt: skip
+    high = _rows_in_tile(block)
+    _round_rows[(triton.cdiv(count, high),)](
+        rows, eight.values, eight.scale, count, D=width, BLOCK=block, R=high, **TUNING["round_rows"]
+    )
     return eight
 
 
@@ -103,65 +108,20 @@ def gelu(u: Tensor, form: Form) -> Any:
     return room.operand()
 
 
-@triton.jit
-def _gelu_backward_rows(dg, u, du, eight, scales, g, partial, count, F: tl.constexpr, BLOCK: tl.constexpr,
-                        CHUNK: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    first = tl.program_id(0) * CHUNK
-    last = tl.minimum(first + CHUNK, count)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < F
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in tl.range(first, last, num_stages=STAGES):
-        at = row.to(tl.int64) * F + cols
-        value = tl.load(u + at, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(dg + at, mask=mask, other=0.0).to(tl.float32)
-        square = value * value
-        share = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
-        inner = value * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * square)
-        result = grad * (share + inner)
-        tl.store(du + at, result.to(du.dtype.element_ty), mask=mask)
-        scaled, scale = by_row(result, tl.max(tl.abs(result), axis=0))
-        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=mask)
-        tl.store(scales + row, scale)
-        if AGAIN:
-            tl.store(g + at, (value * share).to(g.dtype.element_ty), mask=mask)
-        total += result
-    tl.store(partial + tl.program_id(0).to(tl.int64) * F + cols, total, mask=mask)
-
-
-def gelu_backward_rows(dg: Tensor, u: Tensor, again: bool) -> tuple[Operand, Tensor | None, Tensor]:
-    """`reference.gelu_backward` with its gradient in both forms."""
-    assert dg.is_contiguous() and u.is_contiguous()
-    count, width = u.shape
-    room, g = Room(count, width, u, "both"), torch.empty_like(u) if again else u
-    grid = (triton.cdiv(count, CHUNK),)
-    partial = u.new_empty(grid[0], width, dtype=torch.float32)
-    _gelu_backward_rows[grid](
-        dg, u, *room.pointers, g, partial, count, F=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK,
-        AGAIN=again, **TUNING["gelu_backward_fp8"],
-    )  # fmt: skip
-    return room.operand(), g if again else None, partial.sum(0)
-
-
 # --- weights -----------------------------------------------------------------------------------
 
 
 @triton.jit
-def _weight_rows(weight, eight, scales, peaks, count, D: tl.constexpr, BLOCK: tl.constexpr, WALK: tl.constexpr):
-    first = tl.program_id(0) * WALK
-    last = tl.minimum(first + WALK, count)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < D
-    highest = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in tl.range(first, last):
-        at = row.to(tl.int64) * D + cols
-        values = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-        size = tl.abs(values)
-        scaled, scale = by_row(values, tl.max(size, axis=0))
-        tl.store(eight + at, scaled.to(eight.dtype.element_ty), mask=mask)
-        tl.store(scales + row, scale)
-        highest = tl.maximum(highest, size)
-    tl.atomic_max(peaks + cols, highest, mask=mask)
+def _weight_rows(weight, eight, scales, peaks, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    rows = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
+    flat = tl.arange(0, BLOCK)
+    cols = flat[None, :]
+    is_row = rows < count
+    mask = is_row & (cols < D)
+    at = rows.to(tl.int64) * D + cols
+    values = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    store_rows(values, weight, eight, scales, rows, at, is_row, mask, False, True)
+    tl.atomic_max(peaks + flat, tl.max(tl.abs(values), axis=0), mask=flat < D)
 
 
 @triton.jit
@@ -189,9 +149,10 @@ def round_weight(weights: list[Tensor], into: EightWeight) -> None:
     rows, scales = forward.values.split(sizes), forward.scale.split(sizes)
     for weight, values, scale in zip(weights, rows, scales, strict=True):
         assert weight.is_contiguous()
-        tuning, count = TUNING["weight_rows"], len(weight)
-        _weight_rows[(triton.cdiv(count, tuning["WALK"]),)](
-            weight, values, scale, peaks, count, D=width, BLOCK=triton.next_power_of_2(width), **tuning
+        count, block = len(weight), triton.next_power_of_2(width)
+        high = _rows_in_tile(block)
+        _weight_rows[(triton.cdiv(count, high),)](
+            weight, values, scale, peaks, count, D=width, BLOCK=block, R=high, **TUNING["weight_rows"]
         )
     tuning, places = TUNING["weight_columns"], backward.values.split(sizes, dim=1)
     for weight, values in zip(weights, places, strict=True):

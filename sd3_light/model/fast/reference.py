@@ -99,7 +99,8 @@ def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> t
     share = torch.sigmoid(slope * (value + 0.044715 * value**3))
     inner = value * share * (1 - share) * slope * (1 + 3 * 0.044715 * value.square())
     du = dg.float() * (share + inner)
-    return formed(du, form, u.dtype), (value * share).to(u.dtype) if again else None, du.sum(0)
+    # to 8 bits from the type that computes, in a pass of its own: rows are too long to be held whole beside the sums
+    return formed(du.to(u.dtype), form, u.dtype), (value * share).to(u.dtype) if again else None, du.sum(0)
 
 
 def _rms(values_MHE: Tensor, weight_E: Tensor | None) -> Tensor:

@@ -11,11 +11,10 @@ TUNING: dict[str, dict[str, int]] = {
     "norm_fp8": {"R": 4, "num_warps": 8},
     "norm_backward_fp8": {"R": 1, "STAGES": 3, "num_warps": 4},
     "gelu_fp8": {"num_warps": 8},
-    "gelu_backward_fp8": {"STAGES": 2, "num_warps": 16},
     "join_backward_fp8": {"STAGES": 3, "num_warps": 8},
     "copy_fp8": {"R": 4, "num_warps": 8},
-    "round_rows": {"R": 4, "num_warps": 8},
-    "weight_rows": {"WALK": 16, "num_warps": 8},
+    "round_rows": {"num_warps": 8},
+    "weight_rows": {"num_warps": 8},
     "weight_columns": {"N": 128, "K": 64, "num_warps": 8},
 }
 """Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found the first

@@ -14,6 +14,7 @@ from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
 from sd3_light.model.folder import vae_shape as read_vae_shape
 from sd3_light.model.linears import linear_layers, matched
+from sd3_light.model.quantized import INSTALL
 from sd3_light.model.start import (
     WeightsStart,
     denoiser_folder,
@@ -44,10 +45,14 @@ def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
 
 
 def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """8-bit AdamW is another library's, and installed only by those who want it."""
+    """8-bit AdamW and weights in few bits are another library's, installed only by those who want it."""
+    adapter, missing = loaded.train.adapter, "needs bitsandbytes, which is not installed"
+    if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
+        hint, given = f"run `{INSTALL}`, or write base_bits = 16", str(adapter.base_bits)
+        yield Fault(str(loaded.path), "adapter.base_bits", missing, given=given, hint=hint)
     if loaded.train.optimizer.type == "adamw8bit" and find_spec("bitsandbytes") is None:
         hint = 'run `pip install bitsandbytes`, or write type = "adamw"'
-        yield Fault(str(loaded.path), "optimizer.type", "needs bitsandbytes, which is not installed", hint=hint)
+        yield Fault(str(loaded.path), "optimizer.type", missing, hint=hint)
 
 
 # --- the model --------------------------------------------------------------------------------

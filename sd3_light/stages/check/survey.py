@@ -246,6 +246,7 @@ class _Ruler:
             zero=train.zero_stage,
             stages=train.pipeline_stages,
             bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
+            base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
 
 

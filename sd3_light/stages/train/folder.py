@@ -1,7 +1,5 @@
 """The run's folder: resolved config, log, samples, checkpoints, exports. Only the main process writes."""
 
-import errno
-import fcntl
 import os
 import tomllib
 from dataclasses import replace
@@ -11,9 +9,9 @@ from typing import Any, Self
 
 from PIL import Image
 
+from sd3_light.checkpoint.lock import take_folder
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
-from sd3_light.config.faults import UserError
 from sd3_light.data.files import write_atomically
 from sd3_light.runlog import RunLog
 from sd3_light.runlog.trackers import open_trackers
@@ -29,8 +27,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         if self.is_main:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _take(self.path / ".lock")
+            self._lock = take_folder(self.path)
         return self
 
     def __exit__(
@@ -68,16 +65,3 @@ class RunFolder:
         if self._log is not None:
             self._log.picture(f"samples/{weights}", image, **progress.counts())
         self.log("sample", **progress.counts(), weights=weights, file=str(path.relative_to(self.path)))
-
-
-def _take(path: Path) -> int | None:
-    """Lock a file for this process; None where the file system knows no locks."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return None
-        raise UserError(f"another process trains in {path.parent}; wait for it or choose another output_dir") from error
-    return handle

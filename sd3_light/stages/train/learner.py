@@ -11,8 +11,7 @@ from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import share_patience
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
-from sd3_light.model.fast.forward import obstacle
+from sd3_light.model.fast.choice import fp8_obstacle
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
@@ -21,7 +20,7 @@ from sd3_light.runlog import say
 from sd3_light.stages.train.scene import Scene
 from sd3_light.training.adapter import choose_what_trains, saver_of
 from sd3_light.training.light_sd3 import LightSD3Pipeline
-from sd3_light.training.module import SD3TrainingModule
+from sd3_light.training.module import SD3TrainingModule, fast_obstacle
 from sd3_light.training.saver import ExportSeries
 
 
@@ -59,17 +58,12 @@ def choose_blocks(
     config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
 ) -> bool:
     """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
-    size = where_weights_start(config.model).size
-    reason = (
-        config_obstacle(config, size, launch.world, by_deepspeed)
-        or device_obstacle(config, device.type)
-        or obstacle(transformer)
-    )
+    reason = fast_obstacle(config, transformer, device.type, launch.world, by_deepspeed)
     if reason is not None and config.fast is True:
         raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
     if config.fp8:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if in_the_way := reason or fp8_obstacle(size, capability):
+        if in_the_way := reason or fp8_obstacle(where_weights_start(config.model).size, capability):
             raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
     if device.type == "cuda" and launch.is_main:
         kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 
 MakeCache = Callable[..., CachedDataset]
 ONCE = {"toy#0": 1.0}
+
+ROOT = Path(__file__).parents[3]
 
 
 class Plain:
@@ -324,3 +327,36 @@ def test_the_program_of_the_memory_note_runs() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM + TAIL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]
+
+
+_HELD = """
+import torch
+from torch.utils.data import Dataset
+from sd3_light.data.loader import PipelineDataLoader
+
+class Items(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, number):
+        return torch.full((4,), float(number))
+
+class Model:
+    def prepare_inputs(self, batch, timestep_quantile=None):
+        return (batch,), (None,)
+
+class Circle:
+    pass
+
+held = Circle()
+held.itself, held.batches = held, iter(PipelineDataLoader(Items(), None, 1, Model(), 2, 2))
+print(len(next(held.batches)))
+del held  # not gone: only a collection of garbage would find it
+"""
+
+
+def test_a_program_ends_though_an_iteration_was_never_closed() -> None:
+    """Workers ignore the SIGTERM by which Python ends its children, and would be waited for."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+    )
+    assert (done.stdout.strip(), done.stderr.strip(), done.returncode) == ("2", "", 0)

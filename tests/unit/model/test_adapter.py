@@ -163,3 +163,23 @@ def test_dropout_is_a_function_of_step_and_micro_batch(kind: str) -> None:
     with torch.no_grad():
         one, two = draw(3, 0, 7, 2)
     assert torch.equal(one, two), "evaluation drops nothing"
+
+
+def test_a_pipeline_s_layers_drop_apart_whatever_their_turns() -> None:
+    """Layer 1 of micro-batch 0 drops the same whether micro-batch 1 has been at layer 0 before or not."""
+    transformer = stock()
+    add_adapter(transformer, adapter(dropout=0.5), 0)
+    device = torch.device("cpu")
+
+    def draws(*layers: int) -> list[float]:
+        dropout = AdapterDropout(transformer, 3, 0)
+        dropout.begin(7)
+        found = []
+        for layer in layers:
+            dropout.forward(device, layer)
+            found.append(torch.rand(1).item())
+        return found
+
+    a0, a1, b0 = draws(0, 1, 0)
+    assert draws(0, 0, 1) == [a0, b0, a1]
+    assert len({a0, a1, b0}) == 3

@@ -38,7 +38,16 @@ def test_an_adapter_on_random_weights_is_a_fault(place: Any, only_fault: Callabl
 
 @pytest.mark.parametrize(
     ("top", "keys", "fault"),
-    [('freeze = ["pos_embed.*"]', "rank = 4", "freeze"), ("", 'type = "lokr"\nuse_dora = true', "adapter.use_dora")],
+    [
+        ('freeze = ["pos_embed.*"]', "rank = 4", "freeze"),
+        ("", 'type = "lokr"\nuse_dora = true', "adapter.use_dora"),
+        ("", 'type = "loha"\nbase_bits = 8', "adapter.base_bits"),
+        ('parallel = "fsdp2"', "base_bits = 4", "adapter.base_bits"),
+        ("pipeline_stages = 2", "base_bits = 4", "adapter.base_bits"),
+        ("compile = true", "base_bits = 4", "adapter.base_bits"),
+        ("", 'base_bits = "4"', "adapter.base_bits"),
+        ("", "base_bits = 2", "adapter.base_bits"),
+    ],
 )
 def test_keys_that_mean_nothing_together(place: Any, top: str, keys: str, fault: str) -> None:
     place.denoiser("sd3/transformer")

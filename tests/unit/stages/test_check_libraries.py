@@ -28,3 +28,13 @@ def test_8_bit_adamw_without_its_library(
 def test_8_bit_adamw_with_its_library(monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: object())
     assert disk_faults(place.load(tables=EIGHT_BIT)) == []
+
+
+def test_few_bits_without_their_library(
+    monkeypatch: pytest.MonkeyPatch, place: Any, only_fault: Callable[..., Fault]
+) -> None:
+    place.denoiser("sd3/transformer")
+    monkeypatch.setattr(disk, "find_spec", lambda name: None)
+    fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
+    assert (fault.key, fault.given) == ("adapter.base_bits", "4")
+    assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 16"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from PIL import Image
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.store import open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines import accelerate as engine_file
+from sd3_light.flow.bands import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
 from tests.unit.tasks.toy import Pictures, Toy
@@ -190,3 +192,64 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
         engine="torch",
     )
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == one
+
+
+def test_the_log_tells_the_loss_by_bands_of_time(tmp_path: Path) -> None:
+    """Their mean by samples is the loss, with accumulation too."""
+    events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
+    (first,) = [event for event in events if event["event"] == "step"]
+    assert set(first["band"]) <= set(BAND_NAMES)
+    assert len(first["band"]) > 1
+    whole = Toy()
+    samples = [{"data": Pictures()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    with torch.no_grad():
+        whole(samples)
+    assert whole.bands is not None
+    assert whole.bands[1].sum() == 8
+    assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
+
+
+def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of float32 weights, which autocast would narrow for each product."""
+
+    def train(out: str) -> tuple[Toy, list[Any]]:
+        model = Toy(adapter=True)
+        wishes: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2}
+        launch_training_task(
+            Accelerator(cpu=True, mixed_precision="bf16"),
+            Pictures(),
+            model,
+            ModelLogger(tmp_path / out),
+            1e-2,
+            **wishes,
+        )
+        return model, steps(list(read_log(tmp_path / out / "log.jsonl")), "loss", "grad_norm")
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, losses = train("narrow")
+    kinds = {(weight.requires_grad, weight.dtype) for weight in model.transformer.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    monkeypatch.setattr("sd3_light.tasks.train.narrow_linears", lambda *given: None)
+    assert train("wide")[1] == losses
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_task_starts_from_an_adapter_that_another_saved(tmp_path: Path) -> None:
+    """Of a class that is no SD3: what trained goes on, and a rank that does not fit is named."""
+    first = Toy(adapter=True)
+    run(tmp_path / "first", first, save_steps=4, batch_size=2)
+    file, second = tmp_path / "first" / "step-4.safetensors", Toy()
+    second.transformer = Toy(adapter=True).transformer.eval()
+    for name in "12":
+        second.transformer[int(name)] = second.transformer[int(name)].get_base_layer()
+    second.train_adapter(rank=2, alpha=1.0, target_modules=["1", "2"], init_from_existing=str(file))
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(second.transformer(x), first.transformer(x), atol=1e-6)
+    assert str(tmp_path) not in str(run(tmp_path / "second", second, max_steps=1)), "no place gets into the log"
+    third = Toy()
+    third.transformer = torch.nn.Sequential(torch.nn.Flatten(2), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    with pytest.raises(UserError, match=r"has rank 2 .* write the rank and target_modules that it has"):
+        third.train_adapter(rank=3, target_modules=["1", "2"], init_from_existing=str(file))

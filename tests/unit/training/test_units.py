@@ -113,7 +113,7 @@ def test_faults_name_unit_and_value() -> None:
     bare = {**sample(), "data": {"text": 1.0}}
     with pytest.raises(UserError, match="unit Encode reads 'image', which neither the data nor an earlier unit gives"):
         Module().each([bare])
-    with pytest.raises(UserError, match="no unit and no sample gives 'latents'"):
+    with pytest.raises(UserError, match="sample 0: 'latents', which the loss compares with, is nothing"):
         Module(Learned()).each([sample()])
     with pytest.raises(UserError, match=r"'x' of shapes \(2,\) and \(3,\); tell launch_training_task"):
         stacked([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])

@@ -24,7 +24,8 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
         ({"optimizer": {"type": "muon"}}, 1, True, "write 'adamw'"),
         ({"parallel": "fsdp2"}, 2, True, "zero_stage = 3 in its place"),
         ({"pipeline_stages": 2}, 3, True, "a multiple of pipeline_stages"),
-        ({"adapter": {"dropout": 0.1}, "pipeline_stages": 2}, 2, True, "write pipeline_stages = 1, or dropout = 0"),
+        ({"adapter": {"base_bits": 4}}, 1, True, "write zero_stage = 2, or base_bits = 16"),
+        ({"adapter": {"base_bits": 8}, "zero_stage": 3}, 1, True, "write zero_stage = 2, or base_bits = 16"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(

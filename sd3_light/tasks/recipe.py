@@ -1,0 +1,58 @@
+"""What made processed data: the units that were cached, their settings, and the weights that they used."""
+
+import hashlib
+from typing import Any
+
+from torch import nn
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.processed import ProcessedDataset, fingerprint
+from sd3_light.training.task_module import DiffusionTrainingModule
+
+
+def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:
+    """What the cached units are, with a hash of the weights that they use."""
+    split = model.split()
+    units = [
+        {
+            "unit": unit.label,
+            "reads": list(unit.reads),
+            "writes": list(unit.writes),
+            "settings": dict(unit.settings()),
+            "parts": {name: _weights_hash(getattr(model, name, None)) for name in unit.uses},
+        }
+        for unit in split.cached
+    ]
+    digest = fingerprint({"units": units, "kept": list(split.kept)})
+    return {"units": units, "kept": list(split.kept), "digest": digest}
+
+
+def _weights_hash(part: Any) -> str:
+    if not isinstance(part, nn.Module):
+        return type(part).__name__
+    digest = hashlib.sha256(type(part).__name__.encode())
+    for name, tensor in sorted(part.state_dict().items()):
+        digest.update(f"{name} {fingerprint(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def require_same_recipe(dataset: ProcessedDataset, model: DiffusionTrainingModule) -> None:
+    """A fault where a unit of the model would now compute something else than the data that it left.
+
+    Units and parts that a second stage does not load at all are not asked for.
+    """
+    before = {unit["unit"]: unit for unit in dataset.recipe["units"]}
+    for unit in model.split().cached:
+        kept = before.get(unit.label)
+        if kept is None:
+            continue
+        changed = [key for key in ("reads", "writes") if list(getattr(unit, key)) != kept[key]]
+        changed += ["settings"] if dict(unit.settings()) != kept["settings"] else []
+        parts = {name: getattr(model, name, None) for name in unit.uses}
+        loaded = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        changed += [name for name, part in loaded.items() if _weights_hash(part) != kept["parts"].get(name)]
+        if changed:
+            raise UserError(
+                f"{dataset.folder} was made by unit {unit.label} with another {changed[0]!r} than it has now; run "
+                "launch_data_process_task again, or give the module what it had"
+            )

@@ -1,0 +1,149 @@
+"""Frozen weights in 8 and 4 bits under an adapter: what shrinks, what is computed and trains, and no library."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
+from sd3_light.model import quantized
+from sd3_light.model.adapter import add_adapter, is_adapter_name, narrow_frozen
+from sd3_light.model.case import Case
+from sd3_light.model.cost import Tokens
+from sd3_light.model.lora import merge_lora
+from sd3_light.model.quantized import quantize_base
+from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.unit.model.test_adapter import adapter, output, stock
+from tests.unit.tasks.toy import Pictures, Toy
+
+BITS = [8, 4]
+ERROR = {8: 0.03, 4: 0.25}
+
+
+@pytest.fixture
+def library() -> None:
+    pytest.importorskip("bitsandbytes")
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Of the parameters and of the scales of those in 4 bits."""
+    states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
+    scales = [scale for state in states for scale in (state.absmax, state.state2.absmax)]
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *scales))
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("bits", BITS)
+def test_the_base_shrinks_to_the_bytes_that_check_foretells(bits: int) -> None:
+    model = stock()
+    assert quantize_base(model, bits) == 25
+    case = Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0), base_bits=bits)
+    assert held_bytes(model) == pytest.approx(case.frozen_bytes, rel=1e-3)
+    assert (
+        case.frozen_bytes
+        < 0.6 * Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0)).frozen_bytes
+    )
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("bits", BITS)
+def test_an_adapter_trains_on_few_bits(bits: int, use_dora: bool) -> None:
+    """The output is near the unquantized one and does not change by putting a new adapter on, by evaluating, or by
+    moving the model once it has computed; only the adapter gets gradients, in float32."""
+    plain, model = output(stock()).detach(), stock()
+    quantize_base(model, bits)
+    before = output(model).detach()
+    error = ((before - plain).norm() / plain.norm()).item()
+    assert 1e-4 < error < ERROR[bits]
+    add_adapter(model, adapter(use_dora=use_dora), seed=0)
+    narrow_frozen(model, torch.float32)
+    first = output(model)
+    assert torch.allclose(first, before, atol=1e-5)
+    first.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients
+    assert all(is_adapter_name(name) and gradient.dtype == torch.float32 for name, gradient in gradients.items())
+    with torch.no_grad():
+        assert torch.allclose(output(model.eval().to("cpu")), before, atol=1e-5)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("bits", BITS)
+def test_gradients_pass_through_few_bits(bits: int) -> None:
+    """By the chain rule on the weight that the layer stands for."""
+    layer = nn.Linear(64, 96)
+    holder = nn.ModuleList([layer])
+    weight = _weight_of(holder, bits)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    holder[0](x).square().sum().backward()
+    y = x.detach().clone().requires_grad_()
+    nn.functional.linear(y, weight, layer.bias).square().sum().backward()
+    assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+
+def _weight_of(holder: Any, bits: int) -> Tensor:
+    """Quantize; the weight as the layer computes with it."""
+    bias = holder[0].bias.detach()
+    quantize_base(holder, bits)
+    with torch.no_grad():
+        found: Tensor = (holder[0](torch.eye(64)) - bias).T
+    return found
+
+
+@pytest.mark.usefixtures("library")
+def test_under_autocast_it_gives_what_a_stock_layer_gives() -> None:
+    holder = nn.ModuleList([nn.Linear(64, 64)])
+    quantize_base(holder, 4)
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert holder[0](x).dtype == torch.bfloat16
+    assert holder[0](x).dtype == torch.float32
+
+
+@pytest.mark.usefixtures("library")
+def test_few_bits_are_not_merged_and_16_changes_nothing() -> None:
+    model = stock()
+    assert quantize_base(model, 16) == 0
+    assert torch.equal(output(model), output(stock()))
+    quantize_base(model, 4)
+    add_adapter(model, adapter(), seed=0)
+    with pytest.raises(UserError, match="not merged into weights of few bits; load the model unquantized"):
+        merge_lora(model)
+    with pytest.raises(UserError, match="has no block with a linear layer; write 16"):
+        quantize_base(nn.Linear(4, 4), 4)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("bits", BITS)
+def test_a_task_trains_on_few_bits_and_saves_the_adapter_alone(tmp_path: Path, bits: int) -> None:
+    def run(out: str, **wishes: Any) -> Any:
+        model = Toy()
+        model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 64), nn.Linear(64, 16))
+        with torch.no_grad():
+            [p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p)) for p in model.transformer.parameters()]
+        model.train_adapter(rank=2, target_modules=["1", "2"], base_bits=bits)
+        wishes = {"num_workers": 0, "save_steps": 4, "batch_size": 2, "engine": "torch", **wishes}
+        launch_training_task(None, Pictures(), model, ModelLogger(tmp_path / out), 1e-2, **wishes)
+        return load_file(tmp_path / out / "step-4.safetensors")
+
+    whole = run("whole", checkpoint_steps=2)
+    assert set(whole) == {f"transformer.{n}.lora_{part}.weight" for n in "12" for part in "AB"}
+    with pytest.raises(FileNotFoundError):
+        run("broken", max_steps=2)
+    again = run("broken", resume=True)
+    assert all(torch.equal(whole[name], again[name]) for name in whole), "resumed exactly"
+
+
+def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"base_bits = 4 needs bitsandbytes.* run `pip install 'sd3-light\[bnb\]'`"):
+        quantize_base(stock(), 4)
+    model = Toy()
+    model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 16))
+    with pytest.raises(UserError, match="base_bits = 8 needs bitsandbytes"):
+        model.train_adapter(base_bits=8, target_modules=["1"])
