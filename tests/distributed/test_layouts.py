@@ -19,6 +19,7 @@ from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.config import SIZES
 from sd3_light.model.cost import Tokens
 from sd3_light.model.memory import Case, copies_bytes, state_bytes
+from sd3_light.model.partition import stage_bounds
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
@@ -95,7 +96,16 @@ def export_again(project: Project, layout: Layout) -> Job:
     name = f"{layout.name}-export"
     run = Path(project.folder / name)
     shutil.copytree(project.folder / ONE.name, run, ignore=shutil.ignore_patterns("exports"))
-    return Job(str(project.train_toml), name, layout, (), str(run / "checkpoints" / checkpoint_name(STEPS)))
+    return Job(str(project.train_toml), name, layout, cut(layout), str(run / "checkpoints" / checkpoint_name(STEPS)))
+
+
+def cut(layout: Layout, split: int | None = None) -> tuple[str, ...]:
+    """Keys that cut a pipeline otherwise than most of these runs do: by number, or before a layer."""
+    if layout.stages == 1:
+        return ()
+    if split is None:
+        return ('partition_method="uniform"',)
+    return 'partition_method="manual"', f"partition_split=[{split}]"
 
 
 def require_same_curve(
@@ -154,7 +164,7 @@ if not HAS_DEEPSPEED:
 
 def poisoned(project: Project, layout: Layout) -> Job:
     """A short run whose second step cannot be taken."""
-    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9")
+    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9", *cut(layout, split=1))
     return replace(job(project, layout, *keys, run=f"{layout.name}-poisoned"), poisoned=2)
 
 
@@ -234,6 +244,17 @@ def test_every_process_holds_what_the_formula_says(trained: Project, layout: Lay
         assert sum(noted.values()) == pytest.approx(state_bytes(case).value - beside, rel=0.03)
     written = [file.stat().st_size for file in saved(trained, layout).glob("rank-*.safetensors")]
     assert copies_bytes(whole).value == pytest.approx(max(written), rel=0.15)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("run", "method", "split"), [("poisoned", "manual", (1,)), ("export", "uniform", ())])
+def test_stages_are_cut_as_the_config_says(trained: Project, run: str, method: str, split: tuple[int, ...]) -> None:
+    weights = SIZES["tiny2"].layer_parameters()
+    bounds = stage_bounds(weights, 2, method, split)
+    for rank in range(2):
+        noted = json.loads((trained.folder / f"{PIPE.name}-{run}" / f"held-{rank}.json").read_text())
+        # a part of the first layer is frozen
+        assert noted["weights"] == pytest.approx(4 * sum(weights[bounds[rank] : bounds[rank + 1]]), rel=0.1)
 
 
 def test_the_reference_is_worth_comparing_with(trained: Project) -> None:

@@ -1,0 +1,50 @@
+"""DeepSpeed's engines on a GPU in bf16: the steps of torch's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.layers import new_transformer
+from sd3_light.training.module import SD3TrainingModule
+
+CUDA = torch.device("cuda", 0)
+MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
+STEPS = 6
+
+
+def engine(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = CUDA) -> Engine:
+    keys: dict[str, Any] = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL}
+    keys |= {"zero_stage": zero, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+    config = TrainConfig.model_validate(keys, context={"base": folder})
+    module = SD3TrainingModule(new_transformer(SIZES["tiny2"].transformer_config(), 0), config)
+    make = deepspeed.make_engine if by_deepspeed else TorchEngine
+    return make(module, config, Launch(), device)
+
+
+def batch(seed: int) -> Prepared:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
+    noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
+
+
+def curve(learner: Engine) -> list[float]:
+    found = []
+    for step in range(STEPS):
+        numbers = learner.train_step([batch(2 * step), batch(2 * step + 1)], 2e-3).read()
+        assert numbers.taken
+        found += [numbers.losses["loss"], numbers.grad_norm]
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deepspeed_makes_the_steps_of_torch(tmp_path: Path, zero: int) -> None:
+    pytest.importorskip("deepspeed")
+    ours, theirs = (curve(engine(tmp_path, by_deepspeed, zero)) for by_deepspeed in (False, True))
+    assert theirs == pytest.approx(ours, rel=2e-3)
