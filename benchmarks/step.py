@@ -325,27 +325,25 @@ def profile(step: Step, data: Sequence[Batch], device: torch.device) -> dict[str
     return {"by_kind": by_kind, "kernels": [(name[:160], round(ms, 3), count) for name, ms, count in kernels[:60]]}
 
 
-def prepare_kernels(tuning: Path | None, device: torch.device) -> None:
-    """Tiles as they were found best, and references in place of kernels that are wrong on this device."""
+def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
+    """Tiles as they were found best; names the kernels that are wrong on this device."""
     import step_parts
 
-    from sd3_light.model.fast import kernels, reference
+    from sd3_light.model.fast import kernels
 
     if tuning is not None and tuning.is_file():
         kernels.TUNING.update({k: v for k, v in json.loads(tuning.read_text(encoding="utf-8")).items() if k != "error"})
-    for name in step_parts.broken_kernels(device):
-        print(f"kernel {name} is broken here: its reference runs instead", flush=True)
-        setattr(kernels, name, getattr(reference, name))
+    return step_parts.broken_kernels(device)
 
 
 def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
     """Rows in this process, each result appended to ``args.child``; one that fails leaves the next a clean device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        prepare_kernels(args.tuning, device)
+    broken = prepare_kernels(args.tuning, device) if device.type == "cuda" else []
     for name in names:
         row = tiny(ROWS[name]) if args.tiny else ROWS[name]
         try:
+            assert not broken or row.step != "fast", f"kernels that differ from their references here: {broken}"
             found = measure(row, args.steps, name in args.profile, device)
         except Exception as error:  # a row is an experiment: whatever it throws is its result
             found = {"error": f"{type(error).__name__}: {str(error)[:600]}"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_parts import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, eight_room, milliseconds, operands
+from step_cases import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, eight_room, milliseconds, operands
 from torch import Tensor
 
 from sd3_light.config import SIZES
@@ -76,7 +76,7 @@ def check(device: torch.device) -> dict[str, float]:
     return found
 
 
-# those of an operation's forms (`step_parts.operands`) that a block uses, the last ones
+# those of an operation's forms (`step_cases.operands`) that a block uses, the last ones
 TIMED = {
     "residual_norm": 3, "residual_norm_backward": 4, "gelu": 3, "gelu_backward": 4, "join_backward": 2, "take": 3,
     "round_rows": 1,

@@ -1,0 +1,99 @@
+"""What step_parts.py and step_fp8.py measure with: shapes of the real size, operands of every operation, a clock."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sd3_light.model.fast import reference
+from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight
+from sd3_light.model.fast.rows import Plan, Rows
+
+WIDTH, HEADS, UNITS = 1536, 24, 64
+NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15
+
+
+def real_lengths(count: int) -> list[int]:
+    """As in step.py."""
+    t5 = np.clip(np.random.default_rng(0).lognormal(np.log(22), 0.5, count), 5, 256).astype(np.int64)
+    return (t5 + np.minimum(t5, 77)).tolist()  # type: ignore[no-any-return]
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    """The median of many calls."""
+    import triton
+
+    return float(triton.testing.do_bench(function, warmup=15, rep=60, return_mode="median"))
+
+
+def attempt(name: str, function: Callable[[], Any]) -> Any:
+    """What a part gives, or its fault in words: parts are experiments."""
+    try:
+        return function()
+    except (RuntimeError, AssertionError, TypeError, ValueError, AttributeError, ImportError) as error:
+        print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+        return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+
+
+def operands(
+    name: str, rows: Rows, plan: Plan, dtype: torch.dtype, width: int, heads: int
+) -> Iterator[tuple[Any, ...]]:
+    """Arguments for an operation, in each of its forms."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=rows.owner.device).to(dtype)
+
+    def pending() -> reference.Pending:
+        bias = torch.randn(width, device=rows.owner.device)
+        return normal(rows.count, width), bias, normal(rows.samples, 5 * width)[:, :width]
+
+    modulation = normal(rows.samples, 5 * width)
+    shift, scale = modulation[:, :width], modulation[:, width : 2 * width]
+    norms = (torch.rand(width // heads, device=shift.device) + 0.5, torch.rand(width // heads, device=shift.device))
+    match name:
+        case "residual_norm":
+            yield normal(rows.count, width), None, scale, shift, rows
+            for form in ("eight", "both", "plain"):
+                yield normal(rows.count, width), pending(), scale, shift, rows, form
+        case "residual_norm_backward":
+            streams, waiting = (None, normal(rows.count, width)), (None, pending())
+            for stream, added, again in itertools.product(streams, waiting, (shift, None)):
+                # every form is another kernel to compile: rounded only where a block has all of it
+                is_whole = stream is not None and added is not None
+                for form in ("both", "plain") if is_whole else ("plain",):
+                    yield normal(rows.count, width), stream, normal(rows.count, width), added, scale, rows, again, form
+        case "gelu":
+            for form in ("both", "eight", "plain"):
+                yield normal(rows.count, 4 * width), form
+        case "gelu_backward":
+            for again, form in itertools.product((False, True), ("plain", "both")):
+                yield normal(rows.count, 4 * width), normal(rows.count, 4 * width), again, form
+        case "join":
+            for pair in (None, norms):
+                streams = (normal(plan.image.count, 3 * width), normal(plan.text.count, 3 * width))
+                yield streams, (pair, pair), heads, plan
+        case "join_backward":
+            for pair, form in itertools.product((None, norms), ("both", "plain")):
+                grads = tuple(normal(plan.room, heads, width // heads) for _ in range(3))
+                yield grads, normal(rows.count, 3 * width), pair, heads, rows, form
+        case "take":
+            for form in ("both", "eight", "plain"):
+                yield normal(plan.room, width), rows, form
+        case "round_rows":
+            yield (normal(rows.count, width),)
+        case "round_weight":
+            yield ([normal(width, width).float() for _ in range(3)],)
+        case "give":
+            yield normal(plan.image.count, width), normal(plan.text.count, width), plan
+
+
+def eight_room(outputs: int, inputs: int, device: torch.device) -> EightWeight:
+    """Where a rounded weight goes."""
+
+    def eight(count: int, width: int) -> Eight:
+        return Eight(torch.zeros(count, width, device=device).to(E4M3), torch.zeros(count, 1, device=device))
+
+    return EightWeight(eight(outputs, inputs), eight(inputs, outputs))
