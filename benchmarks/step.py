@@ -333,7 +333,7 @@ def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
 
     if tuning is not None and tuning.is_file():
         kernels.TUNING.update({k: v for k, v in json.loads(tuning.read_text(encoding="utf-8")).items() if k != "error"})
-    return step_parts.broken_kernels(device)
+    return sorted(step_parts.broken_kernels(device))
 
 
 def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
