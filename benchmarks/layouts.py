@@ -47,6 +47,7 @@ def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Case:
     zero = int(layout[-1]) if "ZeRO" in layout else None
     parallel = "fsdp2" if layout == "FSDP2" else "ddp"
     keys = {"parallel": parallel, "pipeline_stages": stages, "activation_checkpointing": True, **_NAMES}
+    keys |= {} if zero is None else {"zero_stage": zero}
     config = TrainConfig.model_validate(keys, context={"base": Path()})
     return Case(
         size,

@@ -186,7 +186,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def half_written(folder: Path) -> list[Path]:
-    """Folders named like checkpoints that are not whole, oldest first. They are ignored, and nothing deletes them."""
+    """Folders named like checkpoints that are not whole, oldest first. Nothing goes on from them."""
     return [path for path in _steps(folder) if incomplete(path) is not None]
 
 

@@ -67,13 +67,13 @@ def _say_stopped(text: str) -> None:
 
 
 def _fail(text: str, code: int) -> int:
+    if _DEBUG:
+        traceback.print_exc()
+    Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
     if "torch.distributed" in sys.modules:
         from sd3_light.engines.processes import abandon
 
         abandon()
-    if _DEBUG:
-        traceback.print_exc()
-    Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
     return code
 
 

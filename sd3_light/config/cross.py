@@ -135,6 +135,7 @@ def fp8(train: TrainConfig) -> Iterator[Finding]:
         "fast = false": train.fast is False,
         "compile = true": train.compile,
         "an adapter": train.adapter is not None,
+        f"pipeline_stages = {train.pipeline_stages}": train.pipeline_stages > 1,
         'transformer_dtype = "float32"': train.model.transformer_dtype != "bfloat16",
     }
     for name, is_there in in_the_way.items():

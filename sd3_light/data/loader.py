@@ -2,11 +2,13 @@
 
 import atexit
 import multiprocessing.util
+import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -133,6 +135,7 @@ class PipelineDataLoader:
     def __iter__(self) -> Generator[Prepared, None, None]:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin)
         batches = iter(self.dataloader)  # workers start here, with this pool
+        _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
         while True:
             try:
                 prepared = next(batches)
@@ -173,14 +176,18 @@ def _outlive_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+_WORKERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+"""Worker processes, with the process that started each."""
+
+
 @atexit.register  # behind the import of multiprocessing's own way to end, so before it: that one would wait for ever
 def _end_workers() -> None:
     """Kill workers of iterations that nobody has closed when the program ends: they do not hear a SIGTERM."""
-    left = [child for child in multiprocessing.active_children() if child.daemon]
+    left = [worker for worker, parent in _WORKERS.items() if parent == os.getpid() and worker.is_alive()]
     if left:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
-    for child in left:
-        child.kill()
+    for worker in left:
+        worker.kill()
 
 
 def worker_fault(error: RuntimeError) -> UserError | None:

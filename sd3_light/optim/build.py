@@ -140,7 +140,7 @@ def _create_muon(optimizer: Any, parameter: nn.Parameter) -> None:
 def _adamw_8bit(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[Part]:
     """bitsandbytes' kernels, on GPUs and CPUs. `check` has told the user to install it where it is missing."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError('optimizer.type = "adamw8bit" needs bitsandbytes; run `pip install bitsandbytes`')
+        raise UserError("optimizer.type = \"adamw8bit\" needs bitsandbytes; run `pip install 'sd3-light[bnb]'`")
     library: Any = importlib.import_module("bitsandbytes.optim")
     groups = parameter_groups(named.items(), config.weight_decay)
     optimizer = library.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)

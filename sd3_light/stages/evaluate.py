@@ -27,7 +27,8 @@ from sd3_light.world import prompts
 
 def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
     """Name -> losses of each evaluation set of a config, as its training computes them; their caches must be there."""
-    launch, config = launch or Launch(), loaded.train
+    launch = launch or Launch()
+    config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU knows it
     if not loaded.eval_datasets:
         raise UserError(f"{loaded.path} names no eval_datasets; add one, or evaluate without --config")
     if not (model / "transformer" / "config.json").is_file():

@@ -3,8 +3,9 @@
 import importlib.util
 
 from sd3_light.config import ModelSize, TrainConfig
-from sd3_light.model.fast.fp8 import MULTIPLE
 
+MULTIPLE = 16
+"""What both widths of a product in 8 bits must be a multiple of."""
 FIRST_FP8 = (8, 9)
 """Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 

@@ -15,8 +15,6 @@ LARGEST = 448.0
 """The largest e4m3 number."""
 FLOOR = 1e-30
 """A row whose largest value is below this is scaled as if it were this: rows of zeros stay zeros."""
-MULTIPLE = 16
-"""What both widths of a product must be a multiple of."""
 
 Form = Literal["plain", "both", "eight"]
 """What an operation makes of rows: them in the type that computes, also rounded, or rounded alone."""

@@ -1,7 +1,8 @@
 """The operations of `reference.py` as Triton kernels: each reads what it needs once and writes what it makes once.
 
 Sums over the rows of a sample are made where the rows are read: a program walks some rows of one sample, keeps sums in
-registers and leaves one partial row, and these few are added up afterwards. No atomics, so results repeat bit for bit.
+registers and leaves one partial row, and these few are added up afterwards. Nothing depends on who comes first, so
+results repeat bit for bit.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 Weights that multiply the same rows (query, key, value; the modulation of all blocks) stand one behind another, so that
 one product serves them all. The float32 parameters stay the stock module's own; on a CPU in float32 those that stand
-alone are read where they are. For products in 8 bits each weight is rounded from float32 twice, as both products want
-their operands in rows of what they sum over.
+alone are read where they are. A parameter put in another's place is not followed. For products in 8 bits each weight
+is rounded from float32 twice, as both products want their operands in rows of what they sum over.
 """
 
 from collections.abc import Sequence

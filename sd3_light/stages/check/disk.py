@@ -51,7 +51,7 @@ def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         hint, given = f"run `{INSTALL}`, or write base_bits = 16", str(adapter.base_bits)
         yield Fault(str(loaded.path), "adapter.base_bits", missing, given=given, hint=hint)
     if loaded.train.optimizer.type == "adamw8bit" and find_spec("bitsandbytes") is None:
-        hint = 'run `pip install bitsandbytes`, or write type = "adamw"'
+        hint = 'run `pip install "sd3-light[bnb]"`, or write type = "adamw"'
         yield Fault(str(loaded.path), "optimizer.type", missing, hint=hint)
 
 

@@ -234,7 +234,8 @@ class Duties:
     def finish(self, progress: Progress) -> None:
         """Wait until all is written. The last of each kind must have been: a run does not end well without it."""
         # together: a launcher may end all processes when the first one leaves
-        self.groups.wait_together(lambda seconds: self.keeper.is_idle(seconds) and self.snapshots.is_idle(seconds))
+        writing = (self.keeper, self.snapshots, self.exports)
+        self.groups.wait_together(lambda seconds: all(part.is_idle(seconds) for part in writing))
         self._news += [*self.keeper.wait(), *self.snapshots.wait()]
         self._news += self.exports.wait()
         self.tell()

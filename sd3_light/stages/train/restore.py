@@ -100,8 +100,9 @@ def _tell_abandoned(output_dir: Path) -> None:
     if left:
         size = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
         say(
-            f"{len(left)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB; if you need none of "
-            f"them: rm -r {shlex.quote(str(output_dir))}/*/abandoned-step-*"
+            f"{len(left)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB. The checkpoints among "
+            "them are deleted as this run passes them: move what you want to keep. If you need none of them: "
+            f"rm -r {shlex.quote(str(output_dir))}/*/abandoned-step-*"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.loader import PipelineDataLoader, _end_workers
 from sd3_light.data.stream import CachedDataset, MicroBatches
 
 MakeCache = Callable[..., CachedDataset]
@@ -330,6 +330,7 @@ def test_the_program_of_the_memory_note_runs() -> None:
 
 
 _HELD = """
+import multiprocessing
 import torch
 from torch.utils.data import Dataset
 from sd3_light.data.loader import PipelineDataLoader
@@ -347,6 +348,9 @@ class Model:
 class Circle:
     pass
 
+if __name__ == "__main__":
+    pool = multiprocessing.Pool(2)  # somebody else's, left open
+    print(pool.map(abs, [-1]))
 held = Circle()
 held.itself, held.batches = held, iter(PipelineDataLoader(Items(), None, 1, Model(), 2, 2))
 print(len(next(held.batches)))
@@ -359,4 +363,16 @@ def test_a_program_ends_though_an_iteration_was_never_closed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
     )
-    assert (done.stdout.strip(), done.stderr.strip(), done.returncode) == ("2", "", 0)
+    assert (done.stdout.strip(), done.stderr.strip(), done.returncode) == ("[1]\n2", "", 0)
+
+
+def test_a_forked_process_leaves_the_workers_of_its_parent_alone(make_cache: MakeCache) -> None:
+    steps = loader_of(make_cache(), num_dataloader_workers=1).steps()
+    next(steps)
+    workers = multiprocessing.active_children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.data.loader.os.getpid", lambda: -1)
+        _end_workers()
+    assert workers
+    assert all(worker.is_alive() for worker in workers)
+    steps.close()

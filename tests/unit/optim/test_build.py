@@ -250,7 +250,7 @@ def test_8_bit_learns_as_adamw_does_to_its_precision(kind: str) -> None:
 
 def test_8_bit_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="run `pip install bitsandbytes`"):
+    with pytest.raises(UserError, match="run `pip install 'sd3-light\\[bnb\\]'`"):
         Toy("adamw8bit")
 
 
