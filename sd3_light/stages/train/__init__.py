@@ -17,7 +17,7 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.duties import Duties, make_sampler
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.learner import Learner, make_learner, what_starts
+from sd3_light.stages.train.learner import Learner, make_learner, require_blocks, what_starts
 from sd3_light.stages.train.restore import Restored, Resume, require_start
 from sd3_light.stages.train.scene import Scene, open_scene
 from sd3_light.training.feed import flops_counter, training_steps
@@ -37,6 +37,7 @@ def run(
     """
     launch = launch or Launch()
     deepspeed.require(loaded.train, launch, by_deepspeed)
+    require_blocks(loaded.train, launch, by_deepspeed)
     if launch.device().type == "cuda":
         torch.cuda.set_device(launch.device())
     with RunFolder(loaded, launch.is_main) as folder, _faults_in_words():

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import ModelSize, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import share_patience
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.choice import fp8_obstacle
+from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
@@ -54,21 +54,32 @@ def make_learner(scene: Scene) -> Learner:
     return Learner(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
 
+def require_blocks(config: TrainConfig, launch: Launch, by_deepspeed: bool) -> None:
+    """Refuse blocks that the config demands in vain, as far as it tells; before anything is made."""
+    size, device = where_weights_start(config.model).size, launch.device()
+    reason = config_obstacle(config, size, launch.world, by_deepspeed, device.type)
+    _refuse(config, reason or device_obstacle(config, device.type), size, device)
+
+
 def choose_blocks(
     config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
 ) -> bool:
     """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
     reason = fast_obstacle(config, transformer, device.type, launch.world, by_deepspeed)
-    if reason is not None and config.fast is True:
-        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
-    if config.fp8:
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if in_the_way := reason or fp8_obstacle(where_weights_start(config.model).size, capability):
-            raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
+    _refuse(config, reason, where_weights_start(config.model).size, device)
     if device.type == "cuda" and launch.is_main:
         kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
         say(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
     return reason is None
+
+
+def _refuse(config: TrainConfig, reason: str | None, size: ModelSize, device: torch.device) -> None:
+    if reason is not None and config.fast is True:
+        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
+    if config.fp8:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if in_the_way := reason or fp8_obstacle(size, capability):
+            raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
 
 
 def what_starts(config: TrainConfig) -> str:

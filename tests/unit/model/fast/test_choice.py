@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
 from sd3_light.model.layers import new_transformer
-from sd3_light.stages.train.learner import choose_blocks
+from sd3_light.stages.train.learner import choose_blocks, require_blocks
 
 SIZE = SIZES["tiny2"]
 
@@ -58,6 +58,10 @@ def test_what_is_demanded_in_vain_is_a_fault() -> None:
     assert not choose_blocks(table(fast=False), transformer, Launch(), cpu, by_deepspeed=False)
     with pytest.raises(UserError, match=r'fast = true cannot be had: ZeRO-3.*write fast = "auto"'):
         choose_blocks(table(fast=True, zero_stage=3), transformer, Launch(), cpu, by_deepspeed=True)
+    require_blocks(table(fast=True), Launch(), by_deepspeed=True)
+    for vain in ({"fast": True}, {"fp8": True}):
+        with pytest.raises(UserError, match="ZeRO-3"):
+            require_blocks(table(zero_stage=3, **vain), Launch(), by_deepspeed=True)
 
 
 def test_two_ways_at_once_are_findings() -> None:
@@ -93,6 +97,7 @@ def test_fp8_beside_what_it_cannot_join_is_a_finding() -> None:
         ({"fast": False}, "fast = false"),
         ({"compile": True}, "compile = true"),
         ({"adapter": adapter}, "an adapter"),
+        ({"pipeline_stages": 2, "gradient_accumulation_steps": 2}, "pipeline_stages = 2"),
         ({"model": {"transformer_dtype": "float32"}}, "float32"),
     ):
         (problem,) = problems(**given)
