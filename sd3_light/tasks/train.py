@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,15 +18,14 @@ from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
-from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.accelerate import TaskEngine, launch_of
+from sd3_light.engines import Engine, Launch
 from sd3_light.engines.processes import Agreement, Groups, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
-from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.runlog import RunLog, say, set_main_process
+from sd3_light.tasks import parts
 from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.recipe import require_same_recipe
@@ -116,19 +115,19 @@ class _Task:
         take: Callable[[], None],
     ) -> "_Task":
         """Put the parts together; ``take`` the folder first, on the one process that writes there."""
-        launch, device = _place(accelerator, wishes)
+        launch, device = parts.place_of(accelerator, wishes)
         set_main_process(launch.is_main)
         groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
         groups.by_first(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
-        micro = _accumulation(accelerator, wishes)
+        micro = parts.accumulation_of(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
-        if model.adapter is not None and getattr(accelerator, "mixed_precision", "no") == "bf16":
+        if model.adapter is not None and parts.computes_in_bf16(accelerator, wishes):
             narrow_linears(model.transformer, torch.bfloat16)
-        engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
+        engine = parts.engine_of(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch
         total = total if wishes.max_steps is None else min(total, wishes.max_steps)
@@ -138,7 +137,7 @@ class _Task:
             engine=engine,
             steps=steps_of(batches, wishes.num_workers),
             samples_in=samples.order.batch_size,
-            learning_rate=lambda step: _rate(wishes, step, total),
+            learning_rate=lambda step: parts.rate_of(wishes, step, total),
             total_steps=total,
             averages=averages,
             watch=Watch(place, None, Agreement(groups.control, NUM_WISHES)),
@@ -211,11 +210,10 @@ class _Task:
 
     @contextmanager
     def best(self) -> Iterator[None]:
-        """The model has the average's weights inside the block, where there is one."""
-        if EMA not in self.averages.tracks:
-            yield
-            return
-        with self.averages.in_place_of(EMA, self.engine.weights):
+        """The model has the average's weights inside the block, where there is one, and computes as in a step."""
+        averaged = EMA in self.averages.tracks
+        weights = self.averages.in_place_of(EMA, self.engine.weights) if averaged else nullcontext()
+        with weights, parts.autocast_of(self.accelerator, self.wishes):  # in this order: autocast caches weights
             yield
 
     def save_step(self, progress: Progress) -> None:
@@ -332,50 +330,3 @@ def _begin(
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _place(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launch, torch.device]:
-    if wishes.engine != "accelerate":
-        launch = Launch.detect()
-        return launch, launch.device()
-    if not isinstance(accelerator, Accelerator):
-        raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
-    return launch_of(accelerator), accelerator.device
-
-
-def _engine(
-    model: DiffusionTrainingModule,
-    wishes: TaskSettings,
-    micro: int,
-    launch: Launch,
-    device: torch.device,
-    accelerator: Accelerator | None,
-    groups: Groups,
-) -> Engine:
-    """The engine that was asked for, with the module in it."""
-    optimizer, clip = wishes.optimizer_table, wishes.gradient_clipping
-    if wishes.engine != "deepspeed":
-        wrapping = accelerator if wishes.engine == "accelerate" else None
-        return TaskEngine(model, optimizer, clip, launch, device, wrapping, groups.writers)
-    return deepspeed.make_task_engine(model, optimizer, clip, micro, launch, device)
-
-
-def _accumulation(accelerator: Accelerator | None, wishes: TaskSettings) -> int:
-    """Micro-batches a step: as asked for, or as the accelerator says. Two different numbers are a fault."""
-    own = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
-    asked = wishes.gradient_accumulation_steps
-    if asked is not None and own not in (1, asked):
-        raise UserError(f"gradient_accumulation_steps is {asked} here and {own} in the Accelerator; give one of them")
-    return asked or own
-
-
-def _rate(wishes: TaskSettings, step: int, total: int) -> float:
-    return rate_at(
-        step,
-        peak=wishes.learning_rate,
-        schedule=wishes.lr_scheduler,
-        warmup=wishes.warmup_steps,
-        total=total,
-        step_size=wishes.lr_step_size,
-        step_gamma=wishes.lr_step_gamma,
-    )
