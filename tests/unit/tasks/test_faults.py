@@ -218,6 +218,26 @@ def test_processed_data_of_other_units_are_not_trained_on(tmp_path: Path) -> Non
     run(tmp_path / "light", model, data)
 
 
+class Scaled(PipelineUnit):
+    def __init__(self, read: str, write: str, scale: float) -> None:
+        self.reads, self.writes, self.scale = (read,), (write,), scale
+
+    def run(self, module: Any, **values: Any) -> Any:
+        return {self.writes[0]: values[self.reads[0]] * self.scale}
+
+
+def test_units_of_one_class_are_told_apart(tmp_path: Path) -> None:
+    def model(hint: float) -> Toy:
+        made = Toy()
+        made.units, made.reads = (Scaled("picture", "latents", 1.0), Scaled("control", "hint", hint)), ("hint",)
+        return made
+
+    raw = [{"picture": torch.ones(3, 4, 4) * n, "control": torch.ones(3)} for n in range(4)]
+    data = process(tmp_path / "data", model(2.0), raw)
+    run(tmp_path / "same", model(2.0), data)
+    assert "by unit Scaled with another 'settings'" in said(lambda: run(tmp_path / "other", model(3.0), data))
+
+
 def test_data_that_cannot_be_processed(tmp_path: Path) -> None:
     assert "sample 5: the data set raised" in said(lambda: process(tmp_path / "a", data=Damaged()))
     assert "the data set is empty" in said(lambda: process(tmp_path / "b", data=[]))
