@@ -1,7 +1,7 @@
 """`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from sd3_light.checkpoint.background import CheckpointKeeper, Failed
+from sd3_light.checkpoint.background import CheckpointKeeper, Failed, Saved
 from sd3_light.checkpoint.lock import take_folder
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
@@ -104,6 +104,7 @@ class _Task:
     keeper: CheckpointKeeper
     log: RunLog | None = None
     _kept_at: int = -1
+    _failed: str | None = None  # of the last save that ended
 
     @staticmethod
     def of(
@@ -188,9 +189,10 @@ class _Task:
             return fault
         if self._kept_at != now.step:
             self.checkpoint(now)
-        failed = any(isinstance(item, Failed) for item in self.keeper.wait())
+        self.tell(self.keeper.wait())
         self.keeper.close()
-        return fault if failed else UserError(f"{fault} (step {now.step} is saved: resume=True goes on from there)")
+        saved = f"{fault} (step {now.step} is saved: resume=True goes on from there)"
+        return fault if self._failed else UserError(saved)
 
     # --- duties ----------------------------------------------------------------------------------
 
@@ -201,6 +203,7 @@ class _Task:
         check, judge, draw = every(wishes.checkpoint_steps), every(wishes.eval_steps), every(wishes.draw_steps)
         epoch, last = every(epochs=1, steps_per_epoch=per_epoch), every(steps=total)
         return [
+            Duty("tell", lambda a, b: self.keeper.has_news(), lambda _: self.tell(self.keeper.poll())),
             Duty("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
             Duty("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
             Duty("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
@@ -274,6 +277,17 @@ class _Task:
         self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
+    def tell(self, ended: Sequence[Saved | Failed]) -> None:
+        """Say and log which saves failed. Training goes on: the next one may succeed."""
+        for item in ended:
+            self._failed = None
+            if isinstance(item, Failed):
+                self._failed = f"the checkpoint at step {item.step} failed: {item.reason}"
+                say(self._failed)
+                self.run.log("checkpoint_failed", step=item.step, reason=item.reason)
+            elif item.warning:
+                say(item.warning)
+
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
         path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
@@ -292,12 +306,10 @@ class _Task:
 
     def _finish(self, begun: Progress, done: Progress, total: int) -> None:
         self.groups.wait_together(self.keeper.is_idle)
-        failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
+        self.tell(self.keeper.wait())
         self.keeper.close()
-        if failed:
-            raise UserError(
-                f"the checkpoint at step {failed[-1].step} failed: {failed[-1].reason}; make room, then resume"
-            )
+        if self._failed:
+            raise UserError(f"{self._failed}; make room, then resume")
         if done.step < total:
             self.run.log("stop", **done.counts(), reason=self.run.watch.reason)
             raise Stopped(f"{self.run.watch.reason} at step {done.step} of {total}; resume=True goes on from there")

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from sd3_light.checkpoint.store import write_part
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import (
@@ -177,6 +178,28 @@ def test_a_sample_that_cannot_be_read_loses_no_step(tmp_path: Path, workers: int
     losses = [[event["loss"] for event in log if event["event"] == "step"] for log in (whole, events)]
     assert losses[0] == losses[1]
     assert [event["event"] for event in events].count("resume") == 1
+
+
+def test_a_save_that_fails_is_told_at_once_and_the_next_one_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"step-00000001"}
+
+    def write(folder: Path, *given: Any) -> int:
+        if any(name in str(folder) for name in full):
+            raise OSError(28, "No space left on device")
+        return write_part(folder, *given)
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
+    events = run(tmp_path / "whole", max_steps=4, checkpoint_steps=1)
+    assert (tmp_path / "whole" / "step-4.safetensors").is_file()
+    failed = next(at for at, event in enumerate(events) if event["event"] == "checkpoint_failed")
+    assert failed < next(at for at, event in enumerate(events) if event["event"] == "step" and event["step"] == 4)
+    assert "the checkpoint at step 1 failed: No space left on device" in capsys.readouterr().err
+    wishes: dict[str, Any] = {"draw": lambda model: 1 // 0, "draw_steps": 3, "checkpoint_steps": 1}
+    assert "(step 3 is saved: resume=True" in said(lambda: run(tmp_path / "broken", **wishes))
+    full.add("step-00000004")
+    assert "the checkpoint at step 4 failed" in said(lambda: run(tmp_path / "last", max_steps=4, checkpoint_steps=1))
 
 
 def test_what_is_never_finite_is_no_success(tmp_path: Path) -> None:
