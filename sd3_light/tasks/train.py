@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
@@ -19,7 +20,7 @@ from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_che
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines.processes import Agreement, Groups, abandon, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
@@ -30,7 +31,7 @@ from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.blame import blame
+from sd3_light.training.blame import blame, faults_in_words
 from sd3_light.training.feed import order_facts
 from sd3_light.training.loop import Duty, Run, every, train
 from sd3_light.training.meter import Meter
@@ -38,6 +39,26 @@ from sd3_light.training.task_module import DiffusionTrainingModule
 from sd3_light.training.watch import NUM_WISHES, Watch
 
 
+@contextmanager
+def leaving_on_fault() -> Iterator[None]:
+    """After a fault this process leaves the others without a word: they may be in the middle of something.
+
+    Whoever is asked to stop does so at the same step as all of them.
+    """
+    together = False
+    try:
+        yield
+        together = True
+    except Stopped:
+        together = True
+        raise
+    finally:
+        if not together and dist.is_initialized() and dist.get_world_size() > 1:
+            abandon()
+
+
+@leaving_on_fault()
+@faults_in_words()
 def launch_training_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
@@ -175,9 +196,13 @@ class _Task:
         self.run.log("resume" if begun.step else "start", **begun.as_dict(), **facts, engine=self.wishes.engine)
         self.run.duties = self._duties(total)
         try:
-            done = train(self.run)
+            with faults_in_words():
+                done = train(self.run)
         except UserError as fault:
-            raise self._saved_from(fault, begun) from fault
+            told = self._saved_from(fault, begun)
+            if told is fault:
+                raise
+            raise told from fault
         self._finish(begun, done, total)
         return done
 
@@ -187,8 +212,12 @@ class _Task:
         self.run.log("stop", **now.counts(), reason=str(fault))
         if self.launch.world > 1 or now.step == begun.step or now.step - begun.step == now.skipped - begun.skipped:
             return fault
-        if self._kept_at != now.step:
-            self.checkpoint(now)
+        try:
+            if self._kept_at != now.step:
+                self.checkpoint(now)
+        except RuntimeError as error:  # a device that has failed does not give its weights back
+            say(f"step {now.step} cannot be saved: {str(error).partition(chr(10))[0]}")
+            return fault
         self.tell(self.keeper.wait())
         self.keeper.close()
         saved = f"{fault} (step {now.step} is saved: resume=True goes on from there)"

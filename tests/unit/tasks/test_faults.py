@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from sd3_light.checkpoint.store import write_part
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import Stopped, UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
@@ -23,6 +23,7 @@ from sd3_light.tasks import (
     launch_training_task,
     unit,
 )
+from sd3_light.tasks.train import leaving_on_fault
 from tests.unit.tasks.toy import Encode, Pictures, Toy
 
 
@@ -178,6 +179,66 @@ def test_a_sample_that_cannot_be_read_loses_no_step(tmp_path: Path, workers: int
     losses = [[event["loss"] for event in log if event["event"] == "step"] for log in (whole, events)]
     assert losses[0] == losses[1]
     assert [event["event"] for event in events].count("resume") == 1
+
+
+class Fails(Toy):
+    """Its denoiser fails at a call; none: when it is validated."""
+
+    def __init__(self, at: int | None, error: Exception) -> None:
+        super().__init__()
+        self.at, self.error, self.calls = at, error, 0
+
+    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at or (self.at is None and not torch.is_grad_enabled()):
+            raise self.error
+        return super().denoise(noisy, t, inputs)
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "words"),
+    [
+        (3, RuntimeError("odd shapes"), "denoise of Fails raised RuntimeError: odd shapes; mend it"),
+        (None, AssertionError("odd"), "denoise of Fails raised AssertionError: odd; mend it"),
+        (3, torch.OutOfMemoryError("CUDA out of memory."), "denoise of Fails: CUDA out of memory; lower batch_size"),
+        (3, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "DataLoader worker (pid 7) is"),
+    ],
+)
+def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, error: Exception, words: str) -> None:
+    wishes: dict[str, Any] = {"eval_dataset": Pictures(2), "eval_steps": 2}
+    text = said(lambda: run(tmp_path, Fails(at, error), **(wishes if at is None else {})))
+    assert text.startswith(words)
+    assert "(step 2 is saved: resume=True goes on" in text
+    assert run(tmp_path, resume=True)[-1]["step"] == 3
+
+
+def test_a_worker_s_death_and_a_device_s_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells of a worker wherever the trainer is. A device that failed cannot be saved from: the fault stays."""
+
+    def die(*given: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
+        assert said(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostCopies.take", die)
+    with pytest.raises(UserError, match=r"odd; mend it$") as told:
+        run(tmp_path / "b", Fails(3, ValueError("odd")))
+    assert isinstance(told.value.__cause__, ValueError), "a fault is not its own cause"
+
+
+def test_after_a_fault_the_other_processes_are_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr("sd3_light.tasks.train.abandon", lambda: left.append("left"))
+    said(lambda: run(tmp_path, batch_size=0))
+    assert not left, "nobody is there"
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(Stopped), leaving_on_fault():
+        raise Stopped("all of them stop")
+    assert not left
+    said(lambda: launch_training_task(None, Pictures(), Toy(), ModelLogger(tmp_path), batch_size=0))
+    assert left == ["left"]
 
 
 def test_a_save_that_fails_is_told_at_once_and_the_next_one_may_succeed(
