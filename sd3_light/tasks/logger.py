@@ -64,11 +64,12 @@ class ModelLogger:
         path = self.output_path / file_name
         state = _whole(model)
         if is_main_process() if accelerator is None else accelerator.is_main_process:
-            if model.adapter is None:
-                plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
-                state = self._converted(plain)
             facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
-            write_trained(path, state, model.transformer, model.adapter, self.save_dtype, facts)
+            with torch.autocast("cpu", enabled=False):  # hooks may run under it; files keep what was trained
+                if model.adapter is None:
+                    plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
+                    state = self._converted(plain)
+                write_trained(path, state, model.transformer, model.adapter, self.save_dtype, facts)
             say(f"saved {path}")
         return path
 

@@ -17,11 +17,13 @@ from sd3_light.runlog import progress, say, set_main_process
 from sd3_light.tasks.feed import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.recipe import recipe_of
-from sd3_light.tasks.train import require_parts
-from sd3_light.training.blame import blame
+from sd3_light.tasks.train import leaving_on_fault, require_parts
+from sd3_light.training.blame import blame, faults_in_words
 from sd3_light.training.task_module import DiffusionTrainingModule
 
 
+@leaving_on_fault()
+@faults_in_words()
 def launch_data_process_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],

@@ -39,11 +39,12 @@ def _weights_hash(part: Any) -> str:
 def require_same_recipe(dataset: ProcessedDataset, model: DiffusionTrainingModule) -> None:
     """A fault where a unit of the model would now compute something else than the data that it left.
 
-    Units and parts that a second stage does not load at all are not asked for.
+    Units and parts that a second stage does not load at all are not asked for. Units are told apart by what they write:
+    a module may have several of one class.
     """
-    before = {unit["unit"]: unit for unit in dataset.recipe["units"]}
+    before = {(unit["unit"], name): unit for unit in dataset.recipe["units"] for name in unit["writes"]}
     for unit in model.split().cached:
-        kept = before.get(unit.label)
+        kept = next((before[unit.label, name] for name in unit.writes if (unit.label, name) in before), None)
         if kept is None:
             continue
         changed = [key for key in ("reads", "writes") if list(getattr(unit, key)) != kept[key]]

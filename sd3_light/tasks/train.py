@@ -1,37 +1,37 @@
 """`launch_training_task`: a user's module and data set through the one loop, with the run's own checkpoints."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from sd3_light.checkpoint.background import CheckpointKeeper, Failed
+from sd3_light.checkpoint.background import CheckpointKeeper, Failed, Saved
 from sd3_light.checkpoint.lock import take_folder
 from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
-from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.accelerate import TaskEngine, launch_of
-from sd3_light.engines.processes import Agreement, Groups, start_process_group
+from sd3_light.engines import Engine, Launch
+from sd3_light.engines.processes import Agreement, Groups, abandon, start_process_group
 from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
-from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.runlog import RunLog, say, set_main_process
+from sd3_light.tasks import parts
 from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.blame import blame
+from sd3_light.training.blame import blame, faults_in_words
 from sd3_light.training.feed import order_facts
 from sd3_light.training.loop import Duty, Run, every, train
 from sd3_light.training.meter import Meter
@@ -39,6 +39,26 @@ from sd3_light.training.task_module import DiffusionTrainingModule
 from sd3_light.training.watch import NUM_WISHES, Watch
 
 
+@contextmanager
+def leaving_on_fault() -> Iterator[None]:
+    """After a fault this process leaves the others without a word: they may be in the middle of something.
+
+    Whoever is asked to stop does so at the same step as all of them.
+    """
+    together = False
+    try:
+        yield
+        together = True
+    except Stopped:
+        together = True
+        raise
+    finally:
+        if not together and dist.is_initialized() and dist.get_world_size() > 1:
+            abandon()
+
+
+@leaving_on_fault()
+@faults_in_words()
 def launch_training_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
@@ -105,6 +125,7 @@ class _Task:
     keeper: CheckpointKeeper
     log: RunLog | None = None
     _kept_at: int = -1
+    _failed: str | None = None  # of the last save that ended
 
     @staticmethod
     def of(
@@ -116,19 +137,19 @@ class _Task:
         take: Callable[[], None],
     ) -> "_Task":
         """Put the parts together; ``take`` the folder first, on the one process that writes there."""
-        launch, device = _place(accelerator, wishes)
+        launch, device = parts.place_of(accelerator, wishes)
         set_main_process(launch.is_main)
         groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
         groups.by_first(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
-        micro = _accumulation(accelerator, wishes)
+        micro = parts.accumulation_of(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
-        if model.adapter is not None and getattr(accelerator, "mixed_precision", "no") == "bf16":
+        if model.adapter is not None and parts.computes_in_bf16(accelerator, wishes):
             narrow_linears(model.transformer, torch.bfloat16)
-        engine = _engine(model, wishes, micro, launch, device, accelerator, groups)
+        engine = parts.engine_of(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch
         total = total if wishes.max_steps is None else min(total, wishes.max_steps)
@@ -138,7 +159,7 @@ class _Task:
             engine=engine,
             steps=steps_of(batches, wishes.num_workers),
             samples_in=samples.order.batch_size,
-            learning_rate=lambda step: _rate(wishes, step, total),
+            learning_rate=lambda step: parts.rate_of(wishes, step, total),
             total_steps=total,
             averages=averages,
             watch=Watch(place, None, Agreement(groups.control, NUM_WISHES)),
@@ -175,9 +196,13 @@ class _Task:
         self.run.log("resume" if begun.step else "start", **begun.as_dict(), **facts, engine=self.wishes.engine)
         self.run.duties = self._duties(total)
         try:
-            done = train(self.run)
+            with faults_in_words():
+                done = train(self.run)
         except UserError as fault:
-            raise self._saved_from(fault, begun) from fault
+            told = self._saved_from(fault, begun)
+            if told is fault:
+                raise
+            raise told from fault
         self._finish(begun, done, total)
         return done
 
@@ -187,11 +212,16 @@ class _Task:
         self.run.log("stop", **now.counts(), reason=str(fault))
         if self.launch.world > 1 or now.step == begun.step or now.step - begun.step == now.skipped - begun.skipped:
             return fault
-        if self._kept_at != now.step:
-            self.checkpoint(now)
-        failed = any(isinstance(item, Failed) for item in self.keeper.wait())
+        try:
+            if self._kept_at != now.step:
+                self.checkpoint(now)
+        except RuntimeError as error:  # a device that has failed does not give its weights back
+            say(f"step {now.step} cannot be saved: {str(error).partition(chr(10))[0]}")
+            return fault
+        self.tell(self.keeper.wait())
         self.keeper.close()
-        return fault if failed else UserError(f"{fault} (step {now.step} is saved: resume=True goes on from there)")
+        saved = f"{fault} (step {now.step} is saved: resume=True goes on from there)"
+        return fault if self._failed else UserError(saved)
 
     # --- duties ----------------------------------------------------------------------------------
 
@@ -202,6 +232,7 @@ class _Task:
         check, judge, draw = every(wishes.checkpoint_steps), every(wishes.eval_steps), every(wishes.draw_steps)
         epoch, last = every(epochs=1, steps_per_epoch=per_epoch), every(steps=total)
         return [
+            Duty("tell", lambda a, b: self.keeper.has_news(), lambda _: self.tell(self.keeper.poll())),
             Duty("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
             Duty("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
             Duty("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
@@ -211,11 +242,10 @@ class _Task:
 
     @contextmanager
     def best(self) -> Iterator[None]:
-        """The model has the average's weights inside the block, where there is one."""
-        if EMA not in self.averages.tracks:
-            yield
-            return
-        with self.averages.in_place_of(EMA, self.engine.weights):
+        """The model has the average's weights inside the block, where there is one, and computes as in a step."""
+        averaged = EMA in self.averages.tracks
+        weights = self.averages.in_place_of(EMA, self.engine.weights) if averaged else nullcontext()
+        with weights, parts.autocast_of(self.accelerator, self.wishes):  # in this order: autocast caches weights
             yield
 
     def save_step(self, progress: Progress) -> None:
@@ -276,6 +306,17 @@ class _Task:
         self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
+    def tell(self, ended: Sequence[Saved | Failed]) -> None:
+        """Say and log which saves failed. Training goes on: the next one may succeed."""
+        for item in ended:
+            self._failed = None
+            if isinstance(item, Failed):
+                self._failed = f"the checkpoint at step {item.step} failed: {item.reason}"
+                say(self._failed)
+                self.run.log("checkpoint_failed", step=item.step, reason=item.reason)
+            elif item.warning:
+                say(item.warning)
+
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
         path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
@@ -294,12 +335,10 @@ class _Task:
 
     def _finish(self, begun: Progress, done: Progress, total: int) -> None:
         self.groups.wait_together(self.keeper.is_idle)
-        failed = [item for item in self.keeper.wait() if isinstance(item, Failed)]
+        self.tell(self.keeper.wait())
         self.keeper.close()
-        if failed:
-            raise UserError(
-                f"the checkpoint at step {failed[-1].step} failed: {failed[-1].reason}; make room, then resume"
-            )
+        if self._failed:
+            raise UserError(f"{self._failed}; make room, then resume")
         if done.step < total:
             self.run.log("stop", **done.counts(), reason=self.run.watch.reason)
             raise Stopped(f"{self.run.watch.reason} at step {done.step} of {total}; resume=True goes on from there")
@@ -332,50 +371,3 @@ def _begin(
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _place(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launch, torch.device]:
-    if wishes.engine != "accelerate":
-        launch = Launch.detect()
-        return launch, launch.device()
-    if not isinstance(accelerator, Accelerator):
-        raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
-    return launch_of(accelerator), accelerator.device
-
-
-def _engine(
-    model: DiffusionTrainingModule,
-    wishes: TaskSettings,
-    micro: int,
-    launch: Launch,
-    device: torch.device,
-    accelerator: Accelerator | None,
-    groups: Groups,
-) -> Engine:
-    """The engine that was asked for, with the module in it."""
-    optimizer, clip = wishes.optimizer_table, wishes.gradient_clipping
-    if wishes.engine != "deepspeed":
-        wrapping = accelerator if wishes.engine == "accelerate" else None
-        return TaskEngine(model, optimizer, clip, launch, device, wrapping, groups.writers)
-    return deepspeed.make_task_engine(model, optimizer, clip, micro, launch, device)
-
-
-def _accumulation(accelerator: Accelerator | None, wishes: TaskSettings) -> int:
-    """Micro-batches a step: as asked for, or as the accelerator says. Two different numbers are a fault."""
-    own = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
-    asked = wishes.gradient_accumulation_steps
-    if asked is not None and own not in (1, asked):
-        raise UserError(f"gradient_accumulation_steps is {asked} here and {own} in the Accelerator; give one of them")
-    return asked or own
-
-
-def _rate(wishes: TaskSettings, step: int, total: int) -> float:
-    return rate_at(
-        step,
-        peak=wishes.learning_rate,
-        schedule=wishes.lr_scheduler,
-        warmup=wishes.warmup_steps,
-        total=total,
-        step_size=wishes.lr_step_size,
-        step_gamma=wishes.lr_step_gamma,
-    )

@@ -19,6 +19,7 @@ from sd3_light.model.lora import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
 from sd3_light.training.adapter import put_adapter
+from sd3_light.training.blame import blame
 from sd3_light.training.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
 
 Sample = Mapping[str, Any]
@@ -122,13 +123,18 @@ class DiffusionTrainingModule(nn.Module):
         return self._judged(self._values(batch, quantile))
 
     def _judged(self, values: Values) -> Tensor:
-        each: Any = self.loss(self.denoise, values, self._reference)
+        with blame(f"the loss {type(self.loss).__name__}"):
+            each: Any = self.loss(self._denoised, values, self._reference)
         count = len(values["quantile"])
         if not isinstance(each, Tensor) or each.shape != (count,):
             found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise UserError(f"the loss gave {found} for {count} samples; it must give one number for each: shape [B]")
         found_B: Tensor = each
         return found_B
+
+    def _denoised(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
+        with blame(f"denoise of {type(self).__name__}"):
+            return self.denoise(noisy, t, inputs)
 
     def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:
         """What the loss is given: all that the units make of the batch, and each sample's noise and quantile."""
@@ -201,7 +207,7 @@ class DiffusionTrainingModule(nn.Module):
         if self.adapter is None:
             raise UserError("this loss compares with the model before training: train an adapter (train_adapter)")
         with without_adapter(self.transformer), torch.no_grad():
-            return self.denoise(noisy, t, inputs)
+            return self._denoised(noisy, t, inputs)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from sd3_light.config.faults import UserError
+from sd3_light.checkpoint.store import write_part
+from sd3_light.config.faults import Stopped, UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
@@ -22,6 +23,7 @@ from sd3_light.tasks import (
     launch_training_task,
     unit,
 )
+from sd3_light.tasks.train import leaving_on_fault
 from tests.unit.tasks.toy import Encode, Pictures, Toy
 
 
@@ -179,6 +181,88 @@ def test_a_sample_that_cannot_be_read_loses_no_step(tmp_path: Path, workers: int
     assert [event["event"] for event in events].count("resume") == 1
 
 
+class Fails(Toy):
+    """Its denoiser fails at a call; none: when it is validated."""
+
+    def __init__(self, at: int | None, error: Exception) -> None:
+        super().__init__()
+        self.at, self.error, self.calls = at, error, 0
+
+    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at or (self.at is None and not torch.is_grad_enabled()):
+            raise self.error
+        return super().denoise(noisy, t, inputs)
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "words"),
+    [
+        (3, RuntimeError("odd shapes"), "denoise of Fails raised RuntimeError: odd shapes; mend it"),
+        (None, AssertionError("odd"), "denoise of Fails raised AssertionError: odd; mend it"),
+        (3, torch.OutOfMemoryError("CUDA out of memory."), "denoise of Fails: CUDA out of memory; lower batch_size"),
+        (3, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "DataLoader worker (pid 7) is"),
+    ],
+)
+def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, error: Exception, words: str) -> None:
+    wishes: dict[str, Any] = {"eval_dataset": Pictures(2), "eval_steps": 2}
+    text = said(lambda: run(tmp_path, Fails(at, error), **(wishes if at is None else {})))
+    assert text.startswith(words)
+    assert "(step 2 is saved: resume=True goes on" in text
+    assert run(tmp_path, resume=True)[-1]["step"] == 3
+
+
+def test_a_worker_s_death_and_a_device_s_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells of a worker wherever the trainer is. A device that failed cannot be saved from: the fault stays."""
+
+    def die(*given: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
+        assert said(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostCopies.take", die)
+    with pytest.raises(UserError, match=r"odd; mend it$") as told:
+        run(tmp_path / "b", Fails(3, ValueError("odd")))
+    assert isinstance(told.value.__cause__, ValueError), "a fault is not its own cause"
+
+
+def test_after_a_fault_the_other_processes_are_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr("sd3_light.tasks.train.abandon", lambda: left.append("left"))
+    said(lambda: run(tmp_path, batch_size=0))
+    assert not left, "nobody is there"
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(Stopped), leaving_on_fault():
+        raise Stopped("all of them stop")
+    assert not left
+    said(lambda: launch_training_task(None, Pictures(), Toy(), ModelLogger(tmp_path), batch_size=0))
+    assert left == ["left"]
+
+
+def test_a_save_that_fails_is_told_at_once_and_the_next_one_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"step-00000001"}
+
+    def write(folder: Path, *given: Any) -> int:
+        if any(name in str(folder) for name in full):
+            raise OSError(28, "No space left on device")
+        return write_part(folder, *given)
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
+    events = run(tmp_path / "whole", max_steps=4, checkpoint_steps=1)
+    assert (tmp_path / "whole" / "step-4.safetensors").is_file()
+    failed = next(at for at, event in enumerate(events) if event["event"] == "checkpoint_failed")
+    assert failed < next(at for at, event in enumerate(events) if event["event"] == "step" and event["step"] == 4)
+    assert "the checkpoint at step 1 failed: No space left on device" in capsys.readouterr().err
+    wishes: dict[str, Any] = {"draw": lambda model: 1 // 0, "draw_steps": 3, "checkpoint_steps": 1}
+    assert "(step 3 is saved: resume=True" in said(lambda: run(tmp_path / "broken", **wishes))
+    full.add("step-00000004")
+    assert "the checkpoint at step 4 failed" in said(lambda: run(tmp_path / "last", max_steps=4, checkpoint_steps=1))
+
+
 def test_what_is_never_finite_is_no_success(tmp_path: Path) -> None:
     data = [{"picture": torch.full((3, 4, 4), math.nan)}] * 4
     assert "none of 3 steps was taken" in said(lambda: run(tmp_path / "short", data=data))
@@ -216,6 +300,26 @@ def test_processed_data_of_other_units_are_not_trained_on(tmp_path: Path) -> Non
     )
     del model.encoder
     run(tmp_path / "light", model, data)
+
+
+class Scaled(PipelineUnit):
+    def __init__(self, read: str, write: str, scale: float) -> None:
+        self.reads, self.writes, self.scale = (read,), (write,), scale
+
+    def run(self, module: Any, **values: Any) -> Any:
+        return {self.writes[0]: values[self.reads[0]] * self.scale}
+
+
+def test_units_of_one_class_are_told_apart(tmp_path: Path) -> None:
+    def model(hint: float) -> Toy:
+        made = Toy()
+        made.units, made.reads = (Scaled("picture", "latents", 1.0), Scaled("control", "hint", hint)), ("hint",)
+        return made
+
+    raw = [{"picture": torch.ones(3, 4, 4) * n, "control": torch.ones(3)} for n in range(4)]
+    data = process(tmp_path / "data", model(2.0), raw)
+    run(tmp_path / "same", model(2.0), data)
+    assert "by unit Scaled with another 'settings'" in said(lambda: run(tmp_path / "other", model(3.0), data))
 
 
 def test_data_that_cannot_be_processed(tmp_path: Path) -> None:

@@ -214,16 +214,24 @@ def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
 ) -> None:
     """The losses are those of float32 weights, which autocast would narrow for each product."""
 
-    def train(out: str) -> tuple[Toy, list[Any]]:
+    x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it
+
+    class Own(ModelLogger):
+        def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+            seen.append(model.transformer(x).isfinite().all())
+
+    def train(out: str, **more: Any) -> tuple[Toy, list[Any]]:
         model = Toy(adapter=True)
-        wishes: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2}
+        wishes: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2, "save_steps": 9, "draw_steps": 4}
         launch_training_task(
             Accelerator(cpu=True, mixed_precision="bf16"),
             Pictures(),
             model,
-            ModelLogger(tmp_path / out),
+            Own(tmp_path / out),
             1e-2,
+            draw=lambda model: seen.append(model.transformer(x).isfinite().all()),
             **wishes,
+            **more,
         )
         return model, steps(list(read_log(tmp_path / out / "log.jsonl")), "loss", "grad_norm")
 
@@ -231,6 +239,8 @@ def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
     model, losses = train("narrow")
     kinds = {(weight.requires_grad, weight.dtype) for weight in model.transformer.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert len(seen) == 5, "draw and the logger's hooks compute as steps do"
+    assert {weight.dtype for weight in train("torch", engine="torch")[0].transformer.parameters()} == {torch.float32}
     monkeypatch.setattr("sd3_light.tasks.train.narrow_linears", lambda *given: None)
     assert train("wide")[1] == losses
     AcceleratorState._reset_state(reset_partial_state=True)
