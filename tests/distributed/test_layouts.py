@@ -171,19 +171,20 @@ def poisoned(project: Project, layout: Layout) -> Job:
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
+    project = rich.copy(tmp_path_factory.mktemp("trained") / "project")
     for world in (1, 2):
         fresh = [layout for layout in LAYOUTS if layout.world == world]
-        jobs = [job(rich, layout) for layout in fresh]
-        jobs += [job(rich, layout, source=READS[layout]) for layout in fresh if layout in READS]
-        jobs += [export_again(rich, layout) for layout in EXPORTS if layout.world == world]
+        jobs = [job(project, layout) for layout in fresh]
+        jobs += [job(project, layout, source=READS[layout]) for layout in fresh if layout in READS]
+        jobs += [export_again(project, layout) for layout in EXPORTS if layout.world == world]
         jobs += [
-            job(rich, layout, "fast=true", key, run=f"{layout.name}-fast")
+            job(project, layout, "fast=true", key, run=f"{layout.name}-fast")
             for layout, key in FAST.items()
             if layout.world == world
         ]
-        jobs += [poisoned(rich, layout) for layout in (ONE, *POISONED) if layout.world == world]
+        jobs += [poisoned(project, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
-    return rich
+    return project
 
 
 @pytest.mark.parametrize("layout", READS, ids=lambda layout: layout.name)
