@@ -259,7 +259,9 @@ CHECKS = (
     Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
     Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
     Check(blocks, ("fast", "compile", "activation_checkpointing")),
-    Check(fp8, ("fp8", "fast", "compile", "adapter", "model", "model.dtype", "model.transformer_dtype")),
+    Check(
+        fp8, ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype")
+    ),
     Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
     Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
     Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
