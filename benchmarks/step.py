@@ -83,6 +83,9 @@ def _rows() -> dict[str, Row]:
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
         "written-128": replace(ours, step="written"),
+        "fast-64-graph": replace(ours, step="graph", batch=64),
+        "fast-128-graph": replace(ours, step="graph"),
+        "fast-128-in-backward": replace(ours, optimizer="in backward"),
         # less is kept for the backward pass
         "fast-128-selective": replace(ours, how=How(keep="products")),
         "fast-128-again": replace(ours, how=How(keep="inputs")),
@@ -194,9 +197,13 @@ def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> 
 
 
 def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None]:
-    """Clip by the norm of all gradients and step. ``folded``: AdamW's kernel scales gradients as it reads them."""
+    """Clip by the norm of all gradients and step. ``folded``: AdamW's kernel scales gradients as it reads them.
+    ``in backward``: every parameter is stepped when its gradient is there, so nothing can be clipped."""
     parameters = list(model.parameters())
-    optimizer: Any = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
+    if kind == "in backward":
+        return step_in_backward(parameters)
+    options = {"lr": 1e-4, "weight_decay": 0.01, "fused": True, "capturable": parameters[0].is_cuda}
+    optimizer: Any = torch.optim.AdamW(parameters, **options)
 
     def step() -> None:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -211,6 +218,20 @@ def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def step_in_backward(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Nothing is left to do after the backward pass, and no gradient outlives its own step."""
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-4, weight_decay=0.01, fused=True) for p in parameters}
+
+    def update(parameter: Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(update)
+    return lambda: None
 
 
 def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
@@ -249,13 +270,44 @@ def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> S
     return step
 
 
+def graph_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
+    """The fast step as one CUDA graph, recorded after three steps on the first batch; all batches have its shapes."""
+    step = fast_step(row, model, device)
+    held: list[tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = []
+
+    def record(batch: Batch) -> Tensor:
+        own = Batch(tuple(feature.clone() for feature in batch.features), batch.target.clone(), None)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            losses = [step(own) for _ in range(3)]
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step(own)
+        held.append((own, graph, loss))
+        return losses[0]
+
+    def replay(batch: Batch) -> Tensor:
+        if not held:
+            return record(batch)
+        own, graph, loss = held[0]
+        for mine, given in zip((*own.features, own.target), (*batch.features, batch.target), strict=True):
+            mine.copy_(given)
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
 def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
     """Build the model on the device and the step over it."""
     with torch.device(device):
         model = SD3Transformer2DModel(**size.transformer_config())
     if row.step == "plain":
         return plain_step(row, model, device)
-    return (compiled_step if row.step == "compiled" else fast_step)(row, model, device)
+    makers = {"compiled": compiled_step, "graph": graph_step}
+    return makers.get(row.step, fast_step)(row, model, device)
 
 
 # --- one row -----------------------------------------------------------------------------------
@@ -343,14 +395,16 @@ def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
     for name in names:
         row = tiny(ROWS[name]) if args.tiny else ROWS[name]
         try:
-            assert not broken or row.step != "fast", f"kernels that differ from their references here: {broken}"
+            assert not broken or row.step not in ("fast", "graph"), (
+                f"kernels that differ from their references here: {broken}"
+            )
             found = measure(row, args.steps, name in args.profile, device)
         except Exception as error:  # a row is an experiment: whatever it throws is its result
             found = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
         with open(args.child, "a", encoding="utf-8") as file:
             file.write(json.dumps({"name": name, **found}) + "\n")
-        if "CUDA error" in found.get("error", ""):
-            sys.exit(ANEW)  # nothing can be asked of the device in this process any more
+        if "CUDA error" in found.get("error", "") or row.optimizer == "in backward":
+            sys.exit(ANEW)  # nothing can be asked of the device any more, or hooks hold on to the model
         torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":

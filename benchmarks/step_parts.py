@@ -128,8 +128,7 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "join_backward_fp8": {"STAGES": [1, 3], "num_warps": [4, 8, 16]},
     "copy_fp8": {"R": [1, 4], "num_warps": [4, 8]},
     "round_rows": {"num_warps": [4, 8, 16]},
-    "weight_rows": {"num_warps": [4, 8, 16]},
-    "weight_columns": {"N": [64, 128], "K": [32, 64, 128], "num_warps": [4, 8]},
+    "weight": {"N": [64, 128], "K": [32, 64, 128], "num_warps": [4, 8]},
 }
 # operation, the form of it that is tuned, and how many [M, D] in bf16 it reads and writes in that form
 MOVES: dict[str, tuple[str, int, float]] = {
@@ -145,8 +144,7 @@ MOVES: dict[str, tuple[str, int, float]] = {
     "join_backward_fp8": ("join_backward", -2, 9.5),
     "copy_fp8": ("take", 0, 2.5),
     "round_rows": ("round_rows", 0, 1.5),
-    "weight_rows": ("round_weight", 0, 0),
-    "weight_columns": ("round_weight", 0, 0),
+    "weight": ("round_weight", 0, 0),
 }
 
 

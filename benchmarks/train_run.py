@@ -1,7 +1,7 @@
 """How fast the training stage is, from a synthetic cache of real shape; encoders and pictures are not needed.
 
     python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real]
-                                   [--fast true|false|auto] [--compile] [--checkpointing true|false|selective]
+                                   [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
                                    [--workers 8] [--engine torch|deepspeed] [--out FOLDER]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
@@ -161,6 +161,7 @@ zero_stage = {args.zero_stage}
 activation_checkpointing = {flags["checkpointing"]}
 fast = {flags["fast"]}
 compile = {str(args.compile).lower()}
+fp8 = {str(args.fp8).lower()}
 warmup_steps = 1000
 checkpoint_every_n_steps = {args.checkpoint_every or args.steps}
 keep_last_n_checkpoints = 1
@@ -211,6 +212,7 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "text": args.text,
         "compile": args.compile,
         "fast": args.fast,
+        "fp8": args.fp8,
         **asdict(shape),
     }
     return {
@@ -296,6 +298,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--text", choices=("padded", "real"), default="padded")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="products of the fast blocks in 8 bits")
     parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="the fast blocks")
     choices = ("true", "false", "selective")
     parser.add_argument("--checkpointing", choices=choices, default="false", help="activation checkpointing")

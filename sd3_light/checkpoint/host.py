@@ -13,7 +13,7 @@ _ALIGNED = 64
 
 
 class HostCopies:
-    """Host memory for one set of pieces, kept from save to save; pinned where pieces lie on a GPU.
+    """Host memory for one set of pieces, kept from save to save; pinned where this process uses a GPU.
 
     It is made of equal blocks, so a long piece may come back as several that follow each other.
     """
@@ -32,7 +32,7 @@ class HostCopies:
                 continue
             if piece.values.is_cuda:
                 devices.add(piece.values.device)
-            for at, place in self._places(piece.values, position, pinned=piece.values.is_cuda):
+            for at, place in self._places(piece.values, position):
                 place.copy_(piece.values[at : at + len(place)], non_blocking=True)
                 copies.append(replace(piece, values=place, start=piece.start + at))
             position += _room(piece)
@@ -46,7 +46,7 @@ class HostCopies:
         while len(self._blocks) * BLOCK_BYTES < nbytes:
             self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
 
-    def _places(self, values: Tensor, position: int, pinned: bool) -> Iterable[tuple[int, Tensor]]:
+    def _places(self, values: Tensor, position: int) -> Iterable[tuple[int, Tensor]]:
         """Where elements go from byte ``position`` of all blocks on: their first, and room for them."""
         if not len(values):
             return [(0, torch.empty(0, dtype=values.dtype))]
@@ -54,7 +54,8 @@ class HostCopies:
         while at < len(values):
             number, offset = divmod(position + at * size, BLOCK_BYTES)
             if number == len(self._blocks):
-                self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+                is_pinned = torch.cuda.is_initialized()
+                self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned))
             count = min(len(values) - at, (BLOCK_BYTES - offset) // size)
             places.append((at, self._blocks[number][offset : offset + count * size].view(values.dtype)))
             at += count

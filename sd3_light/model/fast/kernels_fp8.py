@@ -71,14 +71,20 @@ def _round_rows(source, eight, scales, count, D: tl.constexpr, BLOCK: tl.constex
 
 def round_rows(rows: Tensor) -> Operand:
     """See `reference.round_rows`."""
+    count, width = rows.shape
+    eight = Eight(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
+    _into(rows, eight)
+    return eight
+
+
+def _into(rows: Tensor, eight: Eight) -> None:
+    """Rows rounded into ``eight``."""
     assert rows.is_contiguous()
     (count, width), block = rows.shape, triton.next_power_of_2(rows.shape[1])
-    eight = Eight(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
     high = _rows_in_tile(block)
     _round_rows[(triton.cdiv(count, high),)](
         rows, eight.values, eight.scale, count, D=width, BLOCK=block, R=high, **TUNING["round_rows"]
     )
-    return eight
 
 
 # --- GELU --------------------------------------------------------------------------------------
@@ -112,16 +118,14 @@ def gelu(u: Tensor, form: Form) -> Any:
 
 
 @triton.jit
-def _weight_rows(weight, eight, scales, peaks, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
-    rows = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
-    flat = tl.arange(0, BLOCK)
-    cols = flat[None, :]
-    is_row = rows < count
-    mask = is_row & (cols < D)
-    at = rows.to(tl.int64) * D + cols
-    values = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-    store_rows(values, weight, eight, scales, rows, at, is_row, mask, False, True)
-    tl.atomic_max(peaks + flat, tl.max(tl.abs(values), axis=0), mask=flat < D)
+def _weight_peaks(weight, peaks, count, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """The largest number of each column; few programs meet in one, as each has many rows."""
+    rows = tl.program_id(0) * N + tl.arange(0, N)
+    cols = tl.program_id(1) * K + tl.arange(0, K)
+    is_col = cols < D
+    at = rows.to(tl.int64)[:, None] * D + cols[None, :]
+    values = tl.load(weight + at, mask=(rows < count)[:, None] & is_col[None, :], other=0.0).to(tl.float32)
+    tl.atomic_max(peaks + cols, tl.max(tl.abs(values), axis=0), mask=is_col)
 
 
 @triton.jit
@@ -147,15 +151,10 @@ def round_weight(weights: list[Tensor], into: EightWeight) -> None:
     peaks = torch.zeros(width, device=forward.values.device)
     sizes = [len(weight) for weight in weights]
     rows, scales = forward.values.split(sizes), forward.scale.split(sizes)
-    for weight, values, scale in zip(weights, rows, scales, strict=True):
-        assert weight.is_contiguous()
-        count, block = len(weight), triton.next_power_of_2(width)
-        high = _rows_in_tile(block)
-        _weight_rows[(triton.cdiv(count, high),)](
-            weight, values, scale, peaks, count, D=width, BLOCK=block, R=high, **TUNING["weight_rows"]
-        )
-    tuning, places = TUNING["weight_columns"], backward.values.split(sizes, dim=1)
-    for weight, values in zip(weights, places, strict=True):
-        _weight_columns[(triton.cdiv(len(weight), tuning["N"]), triton.cdiv(width, tuning["K"]))](
-            weight, peaks, values, backward.scale, len(weight), outputs, D=width, **tuning
-        )
+    tuning, places = TUNING["weight"], backward.values.split(sizes, dim=1)
+    tiles = [(triton.cdiv(size, tuning["N"]), triton.cdiv(width, tuning["K"])) for size in sizes]
+    for weight, values, scale, grid in zip(weights, rows, scales, tiles, strict=True):
+        _into(weight, Eight(values, scale))
+        _weight_peaks[grid](weight, peaks, len(weight), D=width, **tuning)
+    for weight, values, grid in zip(weights, places, tiles, strict=True):
+        _weight_columns[grid](weight, peaks, values, backward.scale, len(weight), outputs, D=width, **tuning)

@@ -8,14 +8,13 @@ TUNING: dict[str, dict[str, int]] = {
     "join_backward": {"STAGES": 3, "num_warps": 8},
     "copy": {"R": 4, "num_warps": 8},
     # those that round to 8 bits
-    "norm_fp8": {"R": 4, "num_warps": 8},
+    "norm_fp8": {"R": 2, "num_warps": 4},
     "norm_backward_fp8": {"R": 1, "STAGES": 3, "num_warps": 4},
-    "gelu_fp8": {"num_warps": 8},
+    "gelu_fp8": {"num_warps": 4},
     "join_backward_fp8": {"STAGES": 3, "num_warps": 8},
     "copy_fp8": {"R": 4, "num_warps": 8},
-    "round_rows": {"num_warps": 8},
-    "weight_rows": {"num_warps": 8},
-    "weight_columns": {"N": 128, "K": 64, "num_warps": 8},
+    "round_rows": {"num_warps": 4},
+    "weight": {"N": 128, "K": 64, "num_warps": 4},
 }
-"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found the first
-ones best on an H200 at width 1536."""
+"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found them
+best on an H200 at width 1536."""

@@ -182,7 +182,7 @@ def test_any_row_can_be_rounded(kernels: ModuleType) -> None:
 def test_weights_are_rounded_by_row_and_by_column(
     kernels: ModuleType, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels.TUNING["weight_columns"] |= {"N": 16, "K": 8}
+    kernels.TUNING["weight"] |= {"N": 16, "K": 8}
     monkeypatch.setattr(kernels.kernels_fp8, "TILE", 8 * 32)  # several tiles of rows, one of them cut
     weights = [(1 + at) * normal(size, 20) for at, size in enumerate(sizes)]
     weights[0][:, 3] = 0.0
