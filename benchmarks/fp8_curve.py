@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, join_text, load_text_model, load_tokenizer
+from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, join_text, load_text_model, load_tokenizer, own_text
 from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.model.fast.block import How
@@ -100,7 +100,7 @@ def encode_texts(texts: list[str], device: torch.device) -> tuple[Tensor, Tensor
             continue
         parts = [encode_clip(model, part) for part in ids.split(256)]
         found |= {name: torch.cat([a for a, _ in parts]), f"{name}.pooled": torch.cat([b for _, b in parts])}
-    tokens, pooled = join_text(found)
+    tokens, pooled, _ = join_text(own_text(found))
     return tokens.bfloat16().contiguous(), pooled.bfloat16().contiguous()
 
 

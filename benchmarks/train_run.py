@@ -2,7 +2,7 @@
 
     python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
-                                   [--workers 8] [--engine torch|deepspeed] [--out FOLDER]
+                                   [--workers 8] [--engine torch|deepspeed] [--out FOLDER] [--feed-only]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
 ones), a model folder with configs only and a train TOML, then runs the real stage: loader, engine, running average,
@@ -11,6 +11,7 @@ from the run's log.jsonl; the first `--warm` steps (compiling, hashing shards, f
 
 With `--text real` a caption has as many T5 tokens as a log-normal draw says (median 22, sigma 0.5, so 25 in the mean,
 5 at least), and as many CLIP tokens, 77 at most. `--out` keeps log, config and summary; the rest is deleted.
+`--feed-only` trains nothing: it says how many samples a second the workers prepare, as fast as they can.
 """
 
 import argparse
@@ -251,6 +252,29 @@ def train(folder: Path, engine: str, saves: bool) -> None:
         print(f"the run ended with: {error}")
 
 
+def feed(folder: Path, args: argparse.Namespace) -> float:
+    """Samples a second that come out of the loader when nobody computes; the first ``warm`` steps do not count."""
+    from sd3_light.encoders.vae import LatentScale
+    from sd3_light.training.feed import make_order, open_cache, training_steps
+    from sd3_light.training.light_sd3 import InputPreparer
+
+    loaded, launch = load_config(folder / "train.toml"), Launch()
+    config = loaded.train
+    torch.set_num_threads(1)
+    data = open_cache(loaded.dataset, config, launch)
+    scale = LatentScale.of_folder(config.model.diffusers_path)
+    preparer = InputPreparer(config.seed, config.model, scale, data.empty_text())
+    steps = training_steps(config, data, make_order(data, loaded, launch), launch, None, preparer)(0)
+    for _ in range(args.warm):
+        next(steps)
+    begun = time.perf_counter()
+    for _ in range(args.steps):
+        next(steps)
+    took = time.perf_counter() - begun
+    steps.close()
+    return float(args.steps * args.batch * args.accumulation / took)
+
+
 def summary(log: Path, warm: int, begun: float) -> dict[str, Any]:
     """What the log says after the first ``warm`` steps."""
     events = list(read_log(log))
@@ -306,6 +330,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw")
     parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="of the DeepSpeed engine")
+    parser.add_argument("--feed-only", action="store_true", help="the loader alone, without a model")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--checkpoint-every", type=int, help="steps between two checkpoints; absent: one at the end")
     parser.add_argument("--tmp", type=Path, help="where cache and run lie while it runs; absent: the system's place")
@@ -320,6 +345,9 @@ def main() -> None:
         folder = Path(name)
         about = lay_out(folder, args)
         print(f"{args.samples} samples, {about['cache_gb']:.2f} GB, {about['text_tokens']:.1f} text tokens", flush=True)
+        if args.feed_only:
+            print(f"{feed(folder, args):.0f} samples/s prepared by {args.workers} workers")
+            return
         begun = time.time()
         train(folder, args.engine, not args.no_save)
         found = {**about, **summary(folder / "run" / "log.jsonl", args.warm, begun)}

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -31,6 +32,14 @@ class PreparesInputs(Protocol):
         """Cached features in, (features, label) out; runs in a worker process."""
 
 
+@runtime_checkable
+class PreparesInPlace(Protocol):
+    """What a model may offer besides: to lay what is large where it is wanted, which saves a copy."""
+
+    def prepare_into(self, batch: Batch, empty: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Prepared:
+        """As `prepare_inputs`; ``empty`` gives tensors to be filled."""
+
+
 @dataclass(frozen=True)
 class _Failed:
     """A fault of the user that a worker met; raised in the trainer, without the worker's traceback."""
@@ -41,8 +50,9 @@ class _Failed:
 class _PreparedItems(Dataset[Any]):
     """A data set whose items come prepared, in a worker packed into the slot of their ticket."""
 
-    def __init__(self, dataset: Dataset[Any], prepare: Callable[[Batch], Prepared]) -> None:
-        self.dataset, self.prepare = dataset, prepare
+    def __init__(self, dataset: Dataset[Any], model: PreparesInputs) -> None:
+        self.dataset, self.prepare = dataset, model.prepare_inputs
+        self._into = model.prepare_into if isinstance(model, PreparesInPlace) else None
         self.pool = SlotPool(0)
         self._scratch = fresh(0)
         self._handed_on = False  # whether what was read is part of what is prepared
@@ -70,7 +80,8 @@ class _PreparedItems(Dataset[Any]):
         packer = Packer(self.pool, slot)
         # what is read goes to the slot where it is handed on, else to memory that is read into each time
         batch = self._read(item, packer.allocate if self._handed_on else self._take_scratch)
-        packed = packer.pack(prepared := self.prepare(batch))
+        prepared = self.prepare(batch) if self._into is None else self._into(batch, packer.empty)
+        packed = packer.pack(prepared)
         self._handed_on = self._handed_on or _shares_memory(prepared, self._scratch)
         return packed
 
@@ -118,7 +129,7 @@ class PipelineDataLoader:
     ) -> None:
         self.engine, self._pin = engine, pin
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self._items = _PreparedItems(dataset, model.prepare_inputs)
+        self._items = _PreparedItems(dataset, model)
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
         count = len(dataset) if items is None else 0  # type: ignore[arg-type]
         self.dataloader: DataLoader[Any] = DataLoader(

@@ -112,35 +112,50 @@ class SlotPool:
 
 
 class Packer:
-    """Puts values into one slot. Tensors that lie there already, in what `allocate` gave, stay where they are."""
+    """Puts values into one slot. Tensors that lie there already, in what `allocate` or `empty` gave, stay where they
+    are."""
 
     def __init__(self, pool: SlotPool, slot: int) -> None:
         self._pool, self._slot = pool, slot
-        self._first, self._used = 0, 0  # address and size of what `allocate` gave
+        self._given: list[tuple[Tensor, int]] = []  # memory and its offset; held, so that no address comes twice
+        self._end = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Memory at the slot's beginning."""
-        memory = self._pool.memory(self._slot, nbytes)
-        self._first, self._used = memory.data_ptr(), nbytes
+        """Memory behind all that was given before."""
+        offset = aligned(self._end)
+        self._end = offset + nbytes
+        memory = self._pool.memory(self._slot, self._end)[offset:]
+        self._given.append((memory, offset))
         return memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled."""
+        return carve(self.allocate(dtype.itemsize * math.prod(shape)), 0, dtype, shape)
 
     def pack(self, value: Any) -> Packed:
         """The value, its tensors in the slot."""
         refs: dict[int, _Ref] = {}
         copies: list[tuple[_Ref, Tensor]] = []
-        end = self._used
+        end = self._end
         for tensor in tensors_in(value):
-            at = tensor.data_ptr() - self._first
-            inside = at >= 0 and at + tensor.nbytes <= self._used and tensor.is_contiguous()
-            offset = at if inside else aligned(end)
+            place = self._offset(tensor)
+            offset = aligned(end) if place is None else place
             refs[id(tensor)] = _Ref(offset, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-            if not inside:
+            if place is None:
                 end = offset + tensor.nbytes
                 copies.append((refs[id(tensor)], tensor))
         memory = self._pool.memory(self._slot, end)
         for ref, tensor in copies:
             carve(memory, ref.offset, ref.dtype, ref.shape).copy_(tensor)
         return Packed(self._slot, end, _replace(value, Tensor, lambda tensor: refs.get(id(tensor), tensor)))
+
+    def _offset(self, tensor: Tensor) -> int | None:
+        """Where a tensor lies in the slot; None where it does not, or not in one piece."""
+        for memory, offset in self._given:
+            at = tensor.data_ptr() - memory.data_ptr()
+            if at >= 0 and at + tensor.nbytes <= len(memory) and tensor.is_contiguous():
+                return offset + at
+        return None
 
 
 def aligned(offset: int) -> int:

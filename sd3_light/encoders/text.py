@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 Features = dict[str, Tensor]
+Texts = Mapping[str, Sequence[Tensor]]
+"""Of each part a tensor a sample: ENCODER its own tokens [L, W], ENCODER.pooled a vector [W]."""
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Shape and type -> a tensor that is to be filled."""
 
 # name -> (model folder, tokenizer folder) of a diffusers SD3 folder
 PARTS = {
@@ -91,33 +95,47 @@ def encode_t5(model: nn.Module, ids_BL: Tensor, lengths_B: Tensor | None = None)
     return tokens
 
 
-def join_text(features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Batched features -> (prompt_embeds [B, T, W], pooled_prompt_embeds [B, P]) as SD3 takes them."""
-    clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
-    t5 = features["t5"]
-    clip = nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
-    return torch.cat([clip, t5], dim=-2), _join_pooled(features)
+def own_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Batched features as texts, nothing copied; where ``ENCODER.length`` says how many rows are a sample's own, the
+    others are left out."""
+    texts: dict[str, list[Tensor]] = {}
+    for name, values in features.items():
+        if name.endswith(".length"):
+            continue
+        lengths = features.get(f"{name}.length")
+        rows = list(values.unbind(0))
+        texts[name] = rows if lengths is None else [row[:own] for row, own in zip(rows, lengths.tolist(), strict=True)]
+    return texts
 
 
-def join_real_text(features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Batched features of real tokens -> (prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]).
+def join_text(texts: Texts, empty: Empty | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]) as SD3 takes them.
 
-    ``ENCODER.length`` says how many of an encoder's rows are a sample's own; the others are not read. Its T5 tokens
-    stand directly behind its CLIP tokens, zeros fill what is left, and T is the longest sample's length.
+    A sample's T5 tokens stand directly behind its CLIP tokens, zeros fill what is left, and T is the longest sample's
+    length. The prompt lies in what ``empty`` gives: it is large, and fresh memory is slow.
     """
-    clip_l, clip_g, t5 = (features[name] for name in PARTS)
-    counts = torch.stack([features[f"{name}.length"] for name in PARTS], dim=1)
-    clip_lengths = counts[:, :2].amax(dim=1)
-    lengths = clip_lengths + counts[:, 2]
-    assert bool((lengths > 0).all()), "a sample without any text token"
-    prompt = t5.new_zeros(len(t5), int(lengths.max()), t5.shape[-1])
-    middle, right = clip_l.shape[-1], clip_l.shape[-1] + clip_g.shape[-1]
-    for row, ((num_l, num_g, num_t5), num_clip) in enumerate(zip(counts.tolist(), clip_lengths.tolist(), strict=True)):
-        prompt[row, :num_l, :middle] = clip_l[row, :num_l]
-        prompt[row, :num_g, middle:right] = clip_g[row, :num_g]
-        prompt[row, num_clip : num_clip + num_t5] = t5[row, :num_t5]
-    return prompt, _join_pooled(features), lengths
+    clip_l, clip_g, t5 = (texts[name] for name in PARTS)
+    num_clip = [max(len(left), len(right)) for left, right in zip(clip_l, clip_g, strict=True)]
+    lengths = [clip + len(tokens) for clip, tokens in zip(num_clip, t5, strict=True)]
+    assert min(lengths) > 0, "a sample without any text token"
+    shape = (len(t5), max(lengths), t5[0].shape[-1])
+    prompt = t5[0].new_empty(shape) if empty is None else empty(shape, t5[0].dtype)
+    middle, right = clip_l[0].shape[-1], clip_l[0].shape[-1] + clip_g[0].shape[-1]
+    for row, left, central, tokens, clip, length in zip(
+        prompt.unbind(0), clip_l, clip_g, t5, num_clip, lengths, strict=True
+    ):
+        top = row[:clip]
+        _place(left, top[:, :middle])
+        _place(central, top[:, middle:right])
+        top[:, right:].zero_()
+        row[clip:length].copy_(tokens)
+        row[length:].zero_()
+    pooled = [torch.stack(list(texts[f"{name}.pooled"])) for name in ("clip_l", "clip_g")]
+    return prompt, torch.cat(pooled, dim=-1), torch.tensor(lengths, device=prompt.device)
 
 
-def _join_pooled(features: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1)
+def _place(tokens: Tensor, into: Tensor) -> None:
+    """Tokens in the first rows, zeros behind them."""
+    into[: len(tokens)].copy_(tokens)
+    if len(tokens) < len(into):
+        into[len(tokens) :].zero_()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from sd3_light.encoders.text import PARTS, Tokenizer, encode_clip, encode_t5, join_real_text
+from sd3_light.encoders.text import Tokenizer, encode_clip, encode_t5, join_text
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
@@ -48,9 +48,7 @@ class TextBatch:
 
 def joined(features: Mapping[str, Tensor]) -> Text:
     """The text of one caption's features: ENCODER -> tokens, ENCODER.pooled -> vector."""
-    batch = {name: values[None] for name, values in features.items()}
-    batch |= {f"{name}.length": torch.tensor([len(features[name])]) for name in PARTS}
-    tokens_BTW, pooled_BP, _ = join_real_text(batch)  # of padded ones every token counts as real
+    tokens_BTW, pooled_BP, _ = join_text({name: [values] for name, values in features.items()})
     return Text(tokens_BTW[0], pooled_BP[0])
 
 

@@ -11,7 +11,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
-from sd3_light.encoders.text import Features, join_real_text, join_text
+from sd3_light.encoders.text import Empty, Features, join_text, own_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
@@ -48,6 +48,13 @@ class InputPreparer:
         With ``timestep_quantile`` the batch is one of validation: that quantile of t for all, noise that depends on the
         sample alone, the posterior's mean and no dropout.
         """
+        return self._prepared(batch, timestep_quantile, None)
+
+    def prepare_into(self, batch: Batch, empty: Empty) -> Prepared:
+        """As `prepare_inputs` in training; the prompt, most of the bytes, lies in what ``empty`` gives."""
+        return self._prepared(batch, None, empty)
+
+    def _prepared(self, batch: Batch, timestep_quantile: float | None, empty: Empty | None) -> Prepared:
         evaluation = timestep_quantile is not None
         moments = batch["moments"]
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -57,16 +64,17 @@ class InputPreparer:
         t = self._times(batch, clean.shape, timestep_quantile)
         mask = batch.get("mask")
         return (
-            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation)),
+            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation, empty)),
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
 
-    def _text(self, batch: Batch, evaluation: bool) -> tuple[Tensor, ...]:
+    def _text(self, batch: Batch, evaluation: bool, empty: Empty | None = None) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
-        text = {name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)}
+        texts = own_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
-            text = drop_text(text, self._drops(batch), self.empty_text)
-        return join_real_text(text) if real else join_text(text)
+            texts = drop_text(texts, self._drops(batch), self.empty_text, real)
+        prompt, pooled, lengths = join_text(texts, empty)
+        return (prompt, pooled, lengths) if real else (prompt, pooled)
 
     def _normals(self, batch: Batch, purpose: str, shape: tuple[int, ...]) -> Tensor:
         occurrences = _occurrences(batch, fixed=purpose.startswith("eval"))

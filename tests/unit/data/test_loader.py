@@ -56,6 +56,26 @@ def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> 
         assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
 
 
+class InPlace(Plain):
+    """A model that lays one tensor where it is wanted; workers ask it for that alone."""
+
+    def prepare_into(self, batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
+        features, label = self.prepare_inputs(batch)
+        laid = empty(tuple(features[2].shape), features[2].dtype)
+        return (*features[:2], laid.copy_(features[2])), label
+
+
+def test_what_a_model_lays_into_the_slot_arrives(make_cache: MakeCache) -> None:
+    data = make_cache(captions=2)
+    plain = flat(all_steps(loader_of(data)))
+    order = data.order(0, ONCE, lambda resolution: 4)
+    loader = PipelineDataLoader(
+        MicroBatches(data, order, 0, 1, 1), object(), 1, InPlace(), num_dataloader_workers=2, items=range(6)
+    )
+    laid = flat(all_steps(loader))
+    assert all(torch.equal(a, b) for a, b in zip(plain, laid, strict=True))
+
+
 def test_consecutive_steps_differ_and_an_epoch_covers_all(make_cache: MakeCache) -> None:
     data = make_cache()
     ids = [step[0][0][0].tolist() for step in loader_of(data, num_dataloader_workers=2).steps()]

@@ -84,6 +84,33 @@ def test_what_lies_in_the_slot_already_is_not_copied() -> None:
     assert (found["outside"] == 2.0).all()
 
 
+def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
+    pool = SlotPool(1)
+    slot = pool.lend()
+    assert slot is not None
+    packer = Packer(pool, slot)
+    read = packer.allocate(100)
+    read[:] = 7
+    left_out = packer.empty((3, 5), torch.float64)
+    left_out[:] = float("nan")
+    del left_out
+    large = packer.empty((1 << 10, 1 << 9), torch.float32)  # the slot grows, and maps its pages anew
+    large[:] = torch.arange(1 << 9)
+    small = packer.empty((3,), torch.bfloat16)
+    small[:] = 2
+    packed = packer.pack([large, read[10:20], small, torch.arange(4), large[1:]])
+    offsets = [ref.offset for ref in packed.value]
+    assert offsets[4] == offsets[0] + (4 << 9), "part of what lies there already"
+    assert packed.nbytes == max(ref.offset + ref.nbytes for ref in packed.value)
+    assert offsets[1] == 10, "nothing moved"
+    assert packed.nbytes < (4 << 19) + 1000, "nothing is there twice"
+    found = pool.unpack(packed)
+    assert torch.equal(found[0], torch.arange(1 << 9).expand(1 << 10, -1).float())
+    assert found[1].tolist() == [7] * 10
+    assert found[2].tolist() == [2.0] * 3
+    assert torch.equal(found[3], torch.arange(4))
+
+
 def test_slots_grow_and_old_views_stay_right() -> None:
     pool = SlotPool(1)
     small = pool.unpack(packed_into(pool, torch.arange(10)))

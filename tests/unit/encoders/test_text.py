@@ -12,10 +12,10 @@ from sd3_light.encoders.text import (
     Tokenizer,
     encode_clip,
     encode_t5,
-    join_real_text,
     join_text,
     load_text_model,
     load_tokenizer,
+    own_text,
 )
 
 CAPTIONS = [
@@ -62,9 +62,14 @@ def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tenso
     return tokens, pooled
 
 
+def padded(features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """As SD3 takes it, every row a token."""
+    return join_text(own_text(features))[:2]
+
+
 @pytest.mark.parametrize("length", [16, 12])
 def test_the_joined_text_is_stock_bit_for_bit(stock: Any, models: Any, demo_parts: Path, length: int) -> None:
-    ours, theirs = join_text(encode(models, demo_parts, CAPTIONS, length)), stock_text(stock, CAPTIONS, length)
+    ours, theirs = padded(encode(models, demo_parts, CAPTIONS, length)), stock_text(stock, CAPTIONS, length)
     assert ours[0].shape == (len(CAPTIONS), 16 + length, 256)
     assert torch.equal(ours[0], theirs[0]), "tokens"
     assert torch.equal(ours[1], theirs[1]), "pooled"
@@ -72,7 +77,7 @@ def test_the_joined_text_is_stock_bit_for_bit(stock: Any, models: Any, demo_part
 
 @pytest.mark.parametrize("caption", CAPTIONS)
 def test_a_caption_alone_is_stock_too(stock: Any, models: Any, demo_parts: Path, caption: str) -> None:
-    ours, theirs = join_text(encode(models, demo_parts, [caption])), stock_text(stock, [caption], 16)
+    ours, theirs = padded(encode(models, demo_parts, [caption])), stock_text(stock, [caption], 16)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -87,7 +92,7 @@ def test_different_captions_have_different_features(models: Any, demo_parts: Pat
 def test_each_part_stands_where_sd3_expects_it(models: Any, demo_parts: Path) -> None:
     features = encode(models, demo_parts, CAPTIONS)
     widths = {name: features[name].shape[-1] for name in PARTS}
-    tokens, pooled = join_text(features)
+    tokens, pooled = padded(features)
     left, right = widths["clip_l"], widths["clip_l"] + widths["clip_g"]
     assert torch.equal(tokens[:, :16, :left], features["clip_l"])
     assert torch.equal(tokens[:, :16, left:right], features["clip_g"])
@@ -155,7 +160,7 @@ def real_features(counts: list[tuple[int, int, int]], rows: int = 6) -> dict[str
 def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
     counts = [(2, 2, 1), (6, 6, 4), (1, 1, 0), (2, 4, 3), (4, 2, 3)]
     features = real_features(counts)
-    tokens, pooled, lengths = join_real_text(features)
+    tokens, pooled, lengths = join_text(own_text(features))
     assert lengths.tolist() == [3, 10, 1, 7, 7]
     assert lengths.dtype == torch.int64
     assert tokens.shape == (5, 10, 10), "as long as the longest"
@@ -171,11 +176,33 @@ def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
 
 def test_all_rows_real_is_the_padded_join() -> None:
     features = real_features([(6, 6, 6)] * 3)
-    padded, real = join_text(features), join_real_text(features)
-    assert all(torch.equal(one, two) for one, two in zip(padded, real[:2], strict=True))
+    whole = {name: values for name, values in features.items() if not name.endswith(".length")}
+    real = join_text(own_text(features))
+    assert all(torch.equal(one, two) for one, two in zip(padded(whole), real[:2], strict=True))
     assert real[2].tolist() == [12, 12, 12]
+
+
+def test_the_prompt_lies_where_it_is_wanted_and_nothing_shines_through() -> None:
+    """Memory that is used again holds what stood there before."""
+    features, given = real_features([(2, 2, 1), (6, 6, 4), (2, 4, 3), (4, 2, 0)]), []
+
+    def used(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        given.append(torch.full(shape, float("nan"), dtype=dtype))
+        return given[0]
+
+    prompt = join_text(own_text(features), used)[0]
+    assert prompt is given[0]
+    assert torch.equal(prompt, join_text(own_text(features))[0])
+
+
+def test_own_text_copies_nothing() -> None:
+    features = real_features([(2, 2, 1), (6, 6, 4)])
+    texts = own_text(features)
+    assert set(texts) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
+    assert [len(tokens) for tokens in texts["t5"]] == [1, 4]
+    assert all(texts[name][1].data_ptr() == features[name][1].data_ptr() for name in texts)
 
 
 def test_a_sample_without_any_token_is_refused() -> None:
     with pytest.raises(AssertionError):
-        join_real_text(real_features([(2, 2, 1), (0, 0, 0)]))
+        join_text(own_text(real_features([(2, 2, 1), (0, 0, 0)])))

@@ -7,15 +7,21 @@ from torch import Tensor
 
 from sd3_light.flow.conditioning import ENCODERS, draw_drops, drop_text
 
+Texts = dict[str, list[Tensor]]
+
 NAMES = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 ALL_DROPS = [tuple(bool(bits >> at & 1) for at in range(3)) for bits in range(8)]
 
 
-def features(count: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def texts(count: int, dtype: torch.dtype = torch.float32, rows: tuple[int, ...] = (4, 4, 6)) -> Texts:
     """No zero anywhere, so that a zero is a drop."""
-    shapes = {"clip_l": (4, 3), "clip_g": (4, 5), "t5": (6, 8), "clip_l.pooled": (3,), "clip_g.pooled": (5,)}
+    shapes: dict[str, tuple[int, ...]] = {"clip_l": (rows[0], 3), "clip_g": (rows[1], 5), "t5": (rows[2], 8)}
+    shapes |= {"clip_l.pooled": (3,), "clip_g.pooled": (5,)}
     generator = torch.Generator().manual_seed(0)
-    return {name: (1 + torch.rand(count, *shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: [(1 + torch.rand(shape, generator=generator)).to(dtype) for _ in range(count)]
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_the_ends_of_the_probability() -> None:
 
 
 def test_tokens_and_pooled_of_an_encoder_go_together_and_nothing_else_does() -> None:
-    given = features(8)
+    given = texts(8)
     result = drop_text(given, ALL_DROPS, None)
     assert set(result) == set(NAMES)
     for row, drops in enumerate(ALL_DROPS):
@@ -71,8 +77,8 @@ def test_tokens_and_pooled_of_an_encoder_go_together_and_nothing_else_does() -> 
 
 
 def test_the_empty_caption_stands_exactly_where_all_were_dropped() -> None:
-    given = features(8)
-    empty = {name: -values[0] for name, values in features(1).items()}
+    given = texts(8)
+    empty = {name: -values[0] for name, values in texts(1).items()}
     result, zeroed = drop_text(given, ALL_DROPS, empty), drop_text(given, ALL_DROPS, None)
     for row, drops in enumerate(ALL_DROPS):
         for name in NAMES:
@@ -81,59 +87,54 @@ def test_the_empty_caption_stands_exactly_where_all_were_dropped() -> None:
 
 
 def test_a_fully_dropped_sample_is_zero_without_an_empty_caption() -> None:
-    result = drop_text(features(1), [(True, True, True)], None)
-    assert all(not values.any() for values in result.values())
+    result = drop_text(texts(1), [(True, True, True)], None)
+    assert all(not values[0].any() for values in result.values())
 
 
 def test_even_a_feature_that_is_not_a_number_is_dropped() -> None:
-    given = features(1)
-    given["t5"][:] = float("nan")
-    assert not drop_text(given, [(False, False, True)], None)["t5"].any()
+    given = texts(1)
+    given["t5"][0][:] = float("nan")
+    assert not drop_text(given, [(False, False, True)], None)["t5"][0].any()
 
 
 def test_the_input_is_left_alone_and_the_type_is_kept() -> None:
-    given = features(2, torch.bfloat16)
-    before = {name: values.clone() for name, values in given.items()}
-    empty = {name: values[0].float() for name, values in features(1).items()}
+    given = texts(2, torch.bfloat16)
+    before = {name: [one.clone() for one in values] for name, values in given.items()}
+    empty = {name: values[0].float() for name, values in texts(1).items()}
     result = drop_text(given, [(True, True, True), (True, False, False)], empty)
-    assert all(torch.equal(given[name], before[name]) for name in NAMES)
-    assert {values.dtype for values in result.values()} == {torch.bfloat16}
+    assert all(torch.equal(one, two) for name in NAMES for one, two in zip(given[name], before[name], strict=True))
+    assert {one.dtype for values in result.values() for one in values} == {torch.bfloat16}
 
 
 # --- real tokens -------------------------------------------------------------------------------
 
-
-def real_features(count: int) -> dict[str, Tensor]:
-    lengths = {"clip_l.length": 4, "clip_g.length": 3, "t5.length": 5}
-    return features(count) | {name: torch.full((count,), length) for name, length in lengths.items()}
+REAL = (4, 3, 5)
 
 
-def lengths_of(result: dict[str, Tensor], row: int) -> tuple[int, ...]:
-    return tuple(int(result[f"{name}.length"][row]) for name in ENCODERS)
+def lengths_of(result: Texts, row: int) -> tuple[int, ...]:
+    return tuple(len(result[name][row]) for name in ENCODERS)
 
 
 def test_dropping_t5_takes_its_tokens_and_dropping_a_clip_leaves_zeros() -> None:
-    given = real_features(8)
-    result, padded = drop_text(given, ALL_DROPS, None), drop_text(features(8), ALL_DROPS, None)
-    assert all(torch.equal(result[name], padded[name]) for name in NAMES), "values fall as padded ones do"
+    given = texts(8, rows=REAL)
+    result = drop_text(given, ALL_DROPS, None, real=True)
     for row, drops in enumerate(ALL_DROPS):
         expected = (1, 1, 0) if all(drops) else (4, 3, 0 if drops[2] else 5)
         assert lengths_of(result, row) == expected, drops
-    assert [int(given[f"{name}.length"][7]) for name in ENCODERS] == [4, 3, 5], "the input is left alone"
+        for name in NAMES:
+            lost = drops[ENCODERS.index(name.removesuffix(".pooled"))]
+            assert not result[name][row].any() if lost else torch.equal(result[name][row], given[name][row])
+    assert all(result[name][7].shape == given[name][7].shape for name in NAMES if name.endswith("pooled"))
 
 
 @pytest.mark.parametrize("rows", [(2, 2, 1), (6, 7, 9)])
 def test_the_empty_caption_brings_its_own_lengths(rows: tuple[int, ...]) -> None:
     """Shorter than those beside it, as it always is; and longer, where all captions of a batch are."""
-    given = real_features(8)
-    empty = {
-        name: torch.full((length, given[name].shape[-1]), 9.0) for name, length in zip(ENCODERS, rows, strict=True)
-    }
-    empty |= {name: torch.full((given[name].shape[-1],), 9.0) for name in NAMES if name.endswith("pooled")}
-    result, zeroed = drop_text(given, ALL_DROPS, empty), drop_text(given, ALL_DROPS, None)
+    given = texts(8, rows=REAL)
+    empty = {name: torch.full_like(values[0], 9.0) for name, values in texts(1, rows=rows).items()}
+    result = drop_text(given, ALL_DROPS, empty, real=True)
+    zeroed = drop_text(given, ALL_DROPS, None, real=True)
     assert lengths_of(result, 7) == rows
-    for name, length in zip(ENCODERS, rows, strict=True):
-        assert torch.equal(result[name][7, :length], empty[name])
-        assert torch.equal(result[name][:7, : zeroed[name].shape[1]], zeroed[name][:7])
-    assert all(lengths_of(result, row) == lengths_of(zeroed, row) for row in range(7))
-    assert all(bool((result[name][7] == 9).all()) for name in NAMES if name.endswith("pooled"))
+    for name in NAMES:
+        assert torch.equal(result[name][7], empty[name])
+        assert all(torch.equal(one, two) for one, two in zip(result[name][:7], zeroed[name][:7], strict=True))

@@ -72,6 +72,23 @@ def test_inputs_are_a_pure_function(model: Model, batch: MakeBatch) -> None:
     assert all(same(row(first, at), row(second, at)) for at in range(3))
 
 
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_a_prompt_laid_into_used_memory_is_the_same(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
+) -> None:
+    keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
+    prepare, made = preparer(model, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys), []
+
+    def used(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(torch.full(shape, float("nan"), dtype=dtype))
+        return made[-1]
+
+    given = (real_batch if text == "real" else batch)(range(40), epoch=1)
+    plain, laid = prepare.prepare_inputs(given), prepare.prepare_into(given, used)
+    assert laid[0][2] is made[0]
+    assert all(same(row(plain, at), row(laid, at)) for at in range(40))
+
+
 @pytest.mark.parametrize("other", ["seed", "epoch", "repeat", "sample"])
 def test_everything_that_names_an_occurrence_changes_its_draws(model: Model, batch: MakeBatch, other: str) -> None:
     first = preparer(model).prepare_inputs(batch([1]))

@@ -18,7 +18,7 @@ from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.text import join_text
+from sd3_light.encoders.text import join_text, own_text
 from sd3_light.engines import Launch
 from sd3_light.model.layers import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -364,6 +364,6 @@ def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[Buck
 def test_joining_one_caption_is_joining_it_in_a_batch(caches: dict[str, Project]) -> None:
     data = CachedDataset(LocalStore(caches["padded"].cache))
     features = data.empty_text()
-    tokens, pooled = join_text({name: values[None] for name, values in features.items()})
+    tokens, pooled, _ = join_text(own_text({name: torch.stack([values, values]) for name, values in features.items()}))
     assert torch.equal(joined(features).tokens, tokens[0])
     assert torch.equal(joined(features).pooled, pooled[0])
