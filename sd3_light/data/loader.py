@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.slots import InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
+from sd3_light.data.slots import Empty, InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
 from sd3_light.data.stream import Batch, fresh
 
 Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -36,7 +35,7 @@ class PreparesInputs(Protocol):
 class PreparesInPlace(Protocol):
     """What a model may offer besides: to lay what is large where it is wanted, which saves a copy."""
 
-    def prepare_into(self, batch: Batch, empty: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Prepared:
+    def prepare_into(self, batch: Batch, empty: Empty) -> Prepared:
         """As `prepare_inputs`; ``empty`` gives tensors to be filled."""
 
 

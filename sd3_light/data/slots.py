@@ -24,6 +24,9 @@ from torch.utils.data import Dataset
 Allocate = Callable[[int], Tensor]
 """Bytes wanted -> a flat uint8 tensor of so many."""
 
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Shape and type -> a tensor that is to be filled."""
+
 Pin = Callable[[int, int], Callable[[], Any] | None]
 """(address, bytes) -> what undoes it: lets a device read the memory by itself."""
 
