@@ -167,6 +167,7 @@ class _Task:
             steps_per_epoch=samples.order.steps_per_epoch,
             max_nonfinite_steps=wishes.max_nonfinite_steps,
             logging_steps=wishes.logging_steps,
+            faster_data=f"raise num_workers (now {wishes.num_workers})" if device.type == "cuda" else "",
         )
         folder, keep = logger.output_path / "checkpoints", wishes.keep_last_n_checkpoints
         keeper = CheckpointKeeper(folder, launch.rank, engine.writers, groups.saving, keep)

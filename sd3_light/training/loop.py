@@ -10,10 +10,13 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
 from sd3_light.engines.protocol import Engine, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import Bar
+from sd3_light.runlog import Bar, say
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
 from sd3_light.training.watch import NUM_WISHES, Watch
+
+LONG_WAIT = 0.1
+"""Share of the time that may go by in waiting for data before it is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ def _nobody() -> Watch:
 class Run:
     """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
     ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's.
-    ``begin_step`` is told how many steps are done before each."""
+    ``begin_step`` is told how many steps are done before each. ``faster_data`` is the remedy to name where the device
+    waits for data; where it is empty, waiting is nothing to speak of."""
 
     engine: Engine
     steps: Callable[[int], Steps]
@@ -52,7 +56,9 @@ class Run:
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
     steps_per_print: int = 1
+    faster_data: str = ""
     _skipped_in_a_row: int = 0
+    _records: int = 0
 
 
 def train(run: Run) -> Progress:
@@ -124,11 +130,20 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
     fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
     if run.averages is not None:
         fields["ema_decay"] = run.averages.decays(progress.step)
+    _tell_of_waiting(run, fields["data_wait"])
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
+
+
+def _tell_of_waiting(run: Run, share: float) -> None:
+    """Once, and not of the first record, in which workers start."""
+    run._records += 1
+    if run.faster_data and share > LONG_WAIT and run._records > 1:
+        say(f"waiting for data takes {share:.0%} of the time: {run.faster_data}")
+        run.faster_data = ""
 
 
 def every(

@@ -89,7 +89,13 @@ def _plan(scene: Scene, learner: Learner, restored: Restored) -> Run:
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
         begin_step=dropout.begin if dropout is not None else lambda step: None,
+        faster_data=_faster_data(config) if device.type == "cuda" else "",
     )
+
+
+def _faster_data(config: TrainConfig) -> str:
+    now = f"now {config.num_dataloader_workers} a process"
+    return f"raise num_dataloader_workers ({now}) while there are idle cores, or put the cache on a faster disk"
 
 
 @contextmanager

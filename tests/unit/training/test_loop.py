@@ -369,3 +369,35 @@ def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
     duty = Duty("checkpoint", lambda a, b: watch.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, watch=watch, duties=[duty])).step == 3
     assert acted == [3]
+
+
+# --- waiting -----------------------------------------------------------------------------------
+
+
+class Waits(Meter):
+    """Has waited for these shares of the time, record after record."""
+
+    def __init__(self, *shares: float) -> None:
+        super().__init__()
+        self.shares = iter(shares)
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "data_wait": next(self.shares)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [((0.9, 0.05, 0.1), None), ((0.9, 0.22, 0.5), "22%"), ((0.0, 0.0, 0.5), "50%")],
+    ids=["only at the start", "once", "later"],
+)
+def test_long_waits_for_data_are_told_once_with_the_remedy(
+    shares: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run(3, meter=Waits(*shares), faster_data="raise WORKERS"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "WORKERS" in line]
+    assert lines == ([f"waiting for data takes {told} of the time: raise WORKERS"] if told else [])
+
+
+def test_without_a_remedy_nothing_is_said_of_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    train(run(3, meter=Waits(0.9, 0.9, 0.9)))
+    assert "waiting" not in capsys.readouterr().err
