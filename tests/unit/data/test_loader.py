@@ -56,11 +56,14 @@ def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> 
         assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
 
 
-class InPlace(Plain):
+class InPlace:
     """A model that lays one tensor where it is wanted; workers ask it for that alone."""
 
+    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
+        raise AssertionError("a worker has memory to lay it into")
+
     def prepare_into(self, batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
-        features, label = self.prepare_inputs(batch)
+        features, label = Plain().prepare_inputs(batch)
         laid = empty(tuple(features[2].shape), features[2].dtype)
         return (*features[:2], laid.copy_(features[2])), label
 
