@@ -44,15 +44,20 @@ def sample_bytes(bucket: Bucket, text: TextShape, captions: int = 1, variants: i
     return Amount(value, f"{picture.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
 
 
+def latent_bytes(bucket: Bucket, batch: int, mask: bool = False) -> int:
+    """Bytes of the noisy latents and the target of a prepared micro-batch, and of its masks."""
+    pixels = latent_pixels(bucket)
+    return batch * (2 * ModelSize.latent_channels * pixels * 4 + (4 * pixels if mask else 0))
+
+
 def batch_bytes(bucket: Bucket, text: TextShape, batch: int, mask: bool = False) -> Amount:
     """Bytes of one prepared micro-batch: noisy latents and target in fp32, joined text in bf16, each sample's time and
     with real tokens its length."""
-    pixels, channels = latent_pixels(bucket), ModelSize.latent_channels
-    latents = 2 * channels * pixels * 4 + (4 * pixels if mask else 0)
     prompt = 2 * (text.tokens * text.t5_width + text.pooled_width)
-    formula = f"{text.at_most}B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
+    formula = f"{text.at_most}B·(2·{ModelSize.latent_channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
     formula += f"({text.tokens}·{text.t5_width} + {text.pooled_width})·2)"
-    return Amount(batch * (latents + prompt + (4 + 8 if text.real else 4)), formula)
+    value = latent_bytes(bucket, batch, mask) + batch * (prompt + (4 + 8 if text.real else 4))
+    return Amount(value, formula)
 
 
 def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
@@ -67,6 +72,7 @@ def loader_bytes(
     shard_size: int,
     captions: float = 1.0,
     *,
+    latents: int = 0,
     read: int = 0,
     in_use: int = 1,
     window: int = WINDOW,
@@ -74,15 +80,17 @@ def loader_bytes(
 ) -> Amount:
     """Host memory of a rank's loader, besides interpreters.
 
-    Micro-batches prepared ahead, those of the step ``in_use``, one in the making for each process that makes them (the
-    ``read`` bytes of its samples, twice what becomes of them (its parts and the whole) and what malloc keeps), and open
-    shards' indices.
+    Micro-batches that workers prepare ahead, those of the step ``in_use`` and one that goes to a device, and for each
+    process that makes them the ``read`` bytes of a micro-batch's samples, thrice the bytes of its ``latents`` (noise,
+    the draw and what lies between), what malloc keeps, and open shards' indices.
     """
-    makers, ahead, shards = max(1, workers), workers * prefetch, open_shards(window, buckets)
-    index = open_shard_bytes(shard_size, captions)
-    value = (ahead + in_use + 2 * makers) * prepared.value + makers * (read + KEPT_BY_MALLOC + shards * index)
+    makers, shards = max(1, workers), open_shards(window, buckets)
+    index, on_its_way = open_shard_bytes(shard_size, captions), int(workers > 0)
+    batches = workers * prefetch + in_use + on_its_way
+    value = batches * prepared.value + makers * (3 * latents + read + KEPT_BY_MALLOC + shards * index)
     formula = (
-        f"({workers} workers·{prefetch} ahead + {in_use} in use)·micro-batch + {makers}·(2·micro-batch + "
-        f"{read / (1 << 20):.1f} MiB read + 64 MiB malloc + {shards} open shards·{index / 1024:.1f} KiB)"
+        f"({workers} workers·{prefetch} ahead + {in_use} in use + {on_its_way})·micro-batch + {makers}·"
+        f"(3·{latents / (1 << 20):.1f} MiB latents + {read / (1 << 20):.1f} MiB read + 64 MiB malloc + "
+        f"{shards} open shards·{index / 1024:.1f} KiB)"
     )
     return Amount(value, formula)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -31,12 +31,11 @@ class PreparesInputs(Protocol):
         """Cached features in, (features, label) out; runs in a worker process."""
 
 
-@runtime_checkable
-class PreparesInPlace(Protocol):
-    """What a model may offer besides: to lay what is large where it is wanted, which saves a copy."""
+class PreparesInPlace(PreparesInputs, Protocol):
+    """A model that can lay what is large where it is wanted, which saves a copy."""
 
-    def prepare_into(self, batch: Batch, empty: Empty) -> Prepared:
-        """As `prepare_inputs`; ``empty`` gives tensors to be filled."""
+    def prepare_into(self, batch: Batch, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+        """What `prepare_inputs` gives; ``empty`` gives tensors to be filled, with old bytes in them."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,13 @@ class _Failed:
 class _PreparedItems(Dataset[Any]):
     """A data set whose items come prepared, in a worker packed into the slot of their ticket."""
 
-    def __init__(self, dataset: Dataset[Any], model: PreparesInputs) -> None:
-        self.dataset, self.prepare = dataset, model.prepare_inputs
-        self._into = model.prepare_into if isinstance(model, PreparesInPlace) else None
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        prepare: Callable[[Batch], Prepared],
+        into: Callable[[Batch, Empty], Prepared] | None,
+    ) -> None:
+        self.dataset, self.prepare, self._into = dataset, prepare, into
         self.pool = SlotPool(0)
         self._scratch = fresh(0)
         self._handed_on = False  # whether what was read is part of what is prepared
@@ -112,7 +115,9 @@ class PipelineDataLoader:
     Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
     making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
     With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go. Workers
-    live as long as the iteration: whoever leaves it early closes it, or they live until the program ends.
+    that have a slot call ``prepare_into``, where it is given, in place of the model's `prepare_inputs`: see
+    `PreparesInPlace`. They live as long as the iteration: whoever leaves it early closes it, or they live until the
+    program ends.
     """
 
     def __init__(
@@ -125,10 +130,11 @@ class PipelineDataLoader:
         prefetch_batches_per_worker: int = 1,
         items: range | None = None,
         pin: Pin | None = None,
+        prepare_into: Callable[[Any, Empty], Prepared] | None = None,
     ) -> None:
         self.engine, self._pin = engine, pin
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self._items = _PreparedItems(dataset, model)
+        self._items = _PreparedItems(dataset, model.prepare_inputs, prepare_into)
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
         count = len(dataset) if items is None else 0  # type: ignore[arg-type]
         self.dataloader: DataLoader[Any] = DataLoader(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd3_light.data.loader import Prepared, PreparesInputs
+from sd3_light.data.loader import Prepared, PreparesInPlace
+from sd3_light.data.slots import Empty
 from sd3_light.data.stream import Batch
 
 QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -35,9 +36,9 @@ class AtQuantiles(Dataset[tuple[Batch, float]]):
 
 
 class EvalPreparer:
-    """Prepares the items of `AtQuantiles` by a model's own `prepare_inputs`, and says which samples are padding."""
+    """Prepares the items of `AtQuantiles` by a model's own way, and says which samples are padding."""
 
-    def __init__(self, model: PreparesInputs) -> None:
+    def __init__(self, model: PreparesInPlace) -> None:
         self.model = model
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Prepared:
@@ -45,8 +46,16 @@ class EvalPreparer:
 
         A set is seen once, so an occurrence after a sample's first only fills the last batch.
         """
-        features, label = self.model.prepare_inputs(*batch)
-        return features, (*label, (batch[0]["repeat"] == 0).float())
+        return _weighed(batch, self.model.prepare_inputs(*batch))
+
+    def prepare_into(self, batch: Any, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+        """The same, what is large in memory that ``empty`` gives."""
+        return _weighed(batch, self.model.prepare_into(batch[0], empty, batch[1]))
+
+
+def _weighed(batch: Any, prepared: Prepared) -> Prepared:
+    features, label = prepared
+    return features, (*label, (batch[0]["repeat"] == 0).float())
 
 
 def validate(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
-from sd3_light.data.loader import PreparesInputs
+from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import Prepared
@@ -22,7 +22,7 @@ class Evaluator:
     loaded: LoadedConfig
     launch: Launch
     engine: Engine
-    preparer: PreparesInputs
+    preparer: PreparesInPlace
     stages: int = 1
     _open: dict[str, CachedDataset] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.data.building.catalogue import sources_of
-from sd3_light.data.loader import PipelineDataLoader, PreparesInputs
+from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
@@ -63,7 +63,7 @@ def make_loader(
     dataset: Dataset[Any],
     engine: object,
     micro_batches: int,
-    preparer: PreparesInputs,
+    preparer: PreparesInPlace,
     items: range | None = None,
     pin: Pin | None = None,
 ) -> PipelineDataLoader:
@@ -77,6 +77,7 @@ def make_loader(
         prefetch_batches_per_worker=config.dataloader_prefetch_per_worker,
         items=items,
         pin=pin,
+        prepare_into=preparer.prepare_into,
     )
 
 
@@ -86,7 +87,7 @@ def training_steps(
     order: Order,
     launch: Launch,
     engine: object,
-    preparer: PreparesInputs,
+    preparer: PreparesInPlace,
     ahead: torch.device | None = None,
     fed: bool = True,
 ) -> Callable[[int], Steps]:

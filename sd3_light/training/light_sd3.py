@@ -50,9 +50,9 @@ class InputPreparer:
         """
         return self._prepared(batch, timestep_quantile, None)
 
-    def prepare_into(self, batch: Batch, empty: Empty) -> Prepared:
-        """As `prepare_inputs` in training; the prompt, most of the bytes, lies in what ``empty`` gives."""
-        return self._prepared(batch, None, empty)
+    def prepare_into(self, batch: Batch, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+        """As `prepare_inputs`; the prompt, most of the bytes, lies in what ``empty`` gives."""
+        return self._prepared(batch, timestep_quantile, empty)
 
     def _prepared(self, batch: Batch, timestep_quantile: float | None, empty: Empty | None) -> Prepared:
         evaluation = timestep_quantile is not None

@@ -1,5 +1,6 @@
 """The one loop: take a batch, step, average, log, and do what is due."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
 from sd3_light.training.watch import NUM_WISHES, Watch
 
-LONG_WAIT = 0.1
-"""Share of the time that may go by in waiting for data before it is worth a word."""
+HUNGRY = 50
+"""Steps that are looked at to say whether data come too late."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Run:
     """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
     ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's.
     ``begin_step`` is told how many steps are done before each. ``faster_data`` is the remedy to name where the device
-    waits for data; where it is empty, waiting is nothing to speak of."""
+    often waits for data; where it is empty nobody looks."""
 
     engine: Engine
     steps: Callable[[int], Steps]
@@ -58,7 +59,7 @@ class Run:
     steps_per_print: int = 1
     faster_data: str = ""
     _skipped_in_a_row: int = 0
-    _records: int = 0
+    _late: deque[bool] = field(default_factory=lambda: deque(maxlen=HUNGRY))
 
 
 def train(run: Run) -> Progress:
@@ -101,7 +102,19 @@ def train(run: Run) -> Progress:
 def _next_step(run: Run, batches: Steps) -> Sequence[Prepared]:
     """What the next step learns from."""
     with run.meter.waiting():
-        return next(batches)
+        found = next(batches)
+    _look_at_hunger(run)
+    return found
+
+
+def _look_at_hunger(run: Run) -> None:
+    """Say once where data come too late more often than not; when workers start they always do."""
+    if run.faster_data:
+        run._late.append(run.meter.is_idle)
+        if len(run._late) == HUNGRY and sum(run._late) > HUNGRY / 2:
+            times = f"in {sum(run._late)} of the last {HUNGRY} steps"
+            say(f"the GPU was done before its next data came, {times}: {run.faster_data}")
+            run.faster_data = ""
 
 
 def _settle(run: Run, wait: bool) -> None:
@@ -130,20 +143,11 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
     fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
     if run.averages is not None:
         fields["ema_decay"] = run.averages.decays(progress.step)
-    _tell_of_waiting(run, fields["data_wait"])
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
-
-
-def _tell_of_waiting(run: Run, share: float) -> None:
-    """Once, and not of the first record, in which workers start."""
-    run._records += 1
-    if run.faster_data and share > LONG_WAIT and run._records > 1:
-        say(f"waiting for data takes {share:.0%} of the time: {run.faster_data}")
-        run.faster_data = ""
 
 
 def every(

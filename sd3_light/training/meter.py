@@ -84,6 +84,11 @@ class Meter:
         self._samples += samples
         self._flops += flops
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has done all that was asked of it."""
+        return not self._pending or self._pending[-1][1].ready
+
     def settle(self, wait: bool) -> list[tuple[int, StepNumbers]]:
         """The steps whose numbers have arrived since the last call, in order; all of them where ``wait``."""
         found = []

@@ -16,7 +16,14 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.data.buckets import Bucket
-from sd3_light.data.footprint import batch_bytes, caption_bytes, loader_bytes, picture_bytes, sample_bytes
+from sd3_light.data.footprint import (
+    batch_bytes,
+    caption_bytes,
+    latent_bytes,
+    loader_bytes,
+    picture_bytes,
+    sample_bytes,
+)
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
 from sd3_light.model.fast.choice import config_obstacle
@@ -46,6 +53,7 @@ class BucketRow:
     step_flops: Amount
     gpu: GpuMemory
     prepared: Amount
+    latents: int
     read: int
 
 
@@ -216,6 +224,7 @@ class _Ruler:
             step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples a step·{flops.formula}"),
             gpu=self.gpu(tokens, micro),
             prepared=batch_bytes(bucket, self.text, micro, masked > 0),
+            latents=latent_bytes(bucket, micro, masked > 0),
             read=micro * sample_bytes(bucket, self.text, mask=masked > 0).value,
         )
 
@@ -286,6 +295,7 @@ def _loader(train: TrainConfig, data: DatasetSurvey, in_use: int) -> tuple[Amoun
         train.num_dataloader_workers,
         train.dataloader_prefetch_per_worker,
         train.sd3_shard_size,
+        latents=max((row.latents for row in data.rows), default=0),
         read=max((row.read for row in data.rows), default=0),
         in_use=in_use,
         window=train.shuffle_window,

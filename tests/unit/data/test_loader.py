@@ -56,27 +56,42 @@ def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> 
         assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
 
 
-class InPlace:
-    """A model that lays one tensor where it is wanted; workers ask it for that alone."""
+def lay_plain(batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
+    """What `Plain` gives, one tensor laid where it is wanted."""
+    features, label = Plain().prepare_inputs(batch)
+    laid = empty(tuple(features[2].shape), features[2].dtype)
+    return (*features[:2], laid.copy_(features[2])), label
+
+
+class Never:
+    """A model whose `prepare_inputs` nobody should need."""
 
     def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
         raise AssertionError("a worker has memory to lay it into")
 
-    def prepare_into(self, batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
-        features, label = Plain().prepare_inputs(batch)
-        laid = empty(tuple(features[2].shape), features[2].dtype)
-        return (*features[:2], laid.copy_(features[2])), label
+
+def in_place(data: CachedDataset, model: Any, workers: int) -> PipelineDataLoader:
+    batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
+    keys: dict[str, Any] = {"num_dataloader_workers": workers, "items": range(6), "prepare_into": lay_plain}
+    return PipelineDataLoader(batches, object(), 1, model, **keys)
 
 
-def test_what_a_model_lays_into_the_slot_arrives(make_cache: MakeCache) -> None:
+def test_what_is_laid_into_a_slot_arrives(make_cache: MakeCache) -> None:
+    data = make_cache(captions=2)
+    plain, count = all_steps(loader_of(data)), 0
+    for wanted, step in zip(plain, in_place(data, Never(), 2).steps(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(flat([wanted]), flat([step]), strict=True))
+        count += 1
+    assert count == 6
+
+
+def test_where_no_slot_is_left_or_no_worker_the_model_prepares(make_cache: MakeCache) -> None:
+    """Whoever keeps all batches keeps all slots."""
     data = make_cache(captions=2)
     plain = flat(all_steps(loader_of(data)))
-    order = data.order(0, ONCE, lambda resolution: 4)
-    loader = PipelineDataLoader(
-        MicroBatches(data, order, 0, 1, 1), object(), 1, InPlace(), num_dataloader_workers=2, items=range(6)
-    )
-    laid = flat(all_steps(loader))
-    assert all(torch.equal(a, b) for a, b in zip(plain, laid, strict=True))
+    for workers in (0, 2):
+        kept = flat(all_steps(in_place(data, Plain(), workers)))
+        assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True)), workers
 
 
 def test_consecutive_steps_differ_and_an_epoch_covers_all(make_cache: MakeCache) -> None:

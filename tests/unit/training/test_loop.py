@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
 from sd3_light.engines.protocol import Piece, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
-from sd3_light.training.loop import Duty, Run, every, train
+from sd3_light.training.loop import HUNGRY, Duty, Run, every, train
 from sd3_light.training.meter import Meter
 from sd3_light.training.watch import NUM_WISHES, Watch
 
@@ -374,30 +374,62 @@ def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
 # --- waiting -----------------------------------------------------------------------------------
 
 
-class Waits(Meter):
-    """Has waited for these shares of the time, record after record."""
+class Device(Counting):
+    """Takes as long for a step as data take to come ``pace`` times; a clock that data and steps share."""
 
-    def __init__(self, *shares: float) -> None:
+    def __init__(self, pace: float) -> None:
         super().__init__()
-        self.shares = iter(shares)
+        self.pace, self.now, self.free_at = pace, 0.0, 0.0
 
-    def record(self) -> dict[str, Any]:
-        return {**super().record(), "data_wait": next(self.shares)}
+    def data(self, first: int) -> Steps:
+        for batch in numbered(first):
+            self.now += 1.0
+            yield batch
+
+    def train_step(self, batches: Sequence[Prepared], lr: float) -> Any:
+        found, done_at = super().train_step(batches, lr), max(self.now, self.free_at) + self.pace
+        self.free_at = done_at
+        return Later(found, lambda: self.now >= done_at)
 
 
-@pytest.mark.parametrize(
-    ("shares", "told"),
-    [((0.9, 0.05, 0.1), None), ((0.9, 0.22, 0.5), "22%"), ((0.0, 0.0, 0.5), "50%")],
-    ids=["only at the start", "once", "later"],
-)
-def test_long_waits_for_data_are_told_once_with_the_remedy(
-    shares: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
+@dataclass
+class Later:
+    """Numbers that are there when the device is done; whoever reads them before has waited for it."""
+
+    result: Any
+    is_done: Callable[[], bool]
+
+    @property
+    def ready(self) -> bool:
+        return self.is_done()
+
+    def read(self) -> StepNumbers:
+        return self.result.read()
+
+
+def lines_of(device: Device, steps: int, capsys: pytest.CaptureFixture[str], **keys: Any) -> list[str]:
+    training = run(steps, device, faster_data="raise WORKERS", **keys)
+    training.steps = device.data
+    train(training)
+    return [line for line in capsys.readouterr().err.splitlines() if "WORKERS" in line]
+
+
+@pytest.mark.parametrize("logging_steps", [7, 1000])
+@pytest.mark.parametrize(("pace", "told"), [(0.5, True), (0.9, True), (1.4, False), (5.0, False)])
+def test_a_device_that_waits_for_data_is_told_of_once(
+    pace: float, told: bool, logging_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(run(3, meter=Waits(*shares), faster_data="raise WORKERS"))
-    lines = [line for line in capsys.readouterr().err.splitlines() if "WORKERS" in line]
-    assert lines == ([f"waiting for data takes {told} of the time: raise WORKERS"] if told else [])
+    """Data that come while it computes do no harm, however long they take."""
+    lines = lines_of(Device(pace), 200, capsys, logging_steps=logging_steps)
+    assert len(lines) == int(told)
+    assert all("of the last 50 steps: raise WORKERS" in line for line in lines)
+
+
+def test_a_start_is_no_hunger(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not lines_of(Device(0.5), HUNGRY - 1, capsys)
+    assert lines_of(Device(0.5), HUNGRY, capsys)
 
 
 def test_without_a_remedy_nothing_is_said_of_waiting(capsys: pytest.CaptureFixture[str]) -> None:
-    train(run(3, meter=Waits(0.9, 0.9, 0.9)))
-    assert "waiting" not in capsys.readouterr().err
+    train(run(3 * HUNGRY, faster_data=""))
+    assert "next data" not in capsys.readouterr().err
