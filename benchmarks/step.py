@@ -113,8 +113,8 @@ ROWS = _rows()
 def tiny(row: Row) -> Row:
     """A stand-in that a CPU can run."""
     sides = tuple((width // 64 * 16, height // 64 * 16) for width, height in row.sides)
-    how = replace(row.how, attention=None)
-    return replace(row, size="tiny2", batch=4, sides=sides, how=how)
+    how, step = replace(row.how, attention=None), "fast" if row.step == "graph" else row.step
+    return replace(row, step=step, size="tiny2", batch=4, sides=sides, how=how)
 
 
 # --- batches -----------------------------------------------------------------------------------

@@ -184,15 +184,20 @@ class Doubling:
         return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
 
 
-@pytest.mark.parametrize("model", [Plain(), Doubling()], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize(
+    ("model", "into"),
+    [(Plain(), None), (Doubling(), None), (Plain(), lay_plain)],
+    ids=["plain", "doubled", "laid"],
+)
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_batch_that_is_kept_never_changes(make_cache: MakeCache, model: Any, workers: int) -> None:
+def test_a_batch_that_is_kept_never_changes(make_cache: MakeCache, model: Any, into: Any, workers: int) -> None:
     """Memory is used again, but not while anybody holds a tensor of it."""
     data = make_cache(captions=2, variants=2, mask=True)
     order = data.order(0, ONCE, lambda resolution: 4)
     batches = MicroBatches(data, order, 0, 1, 1)
     expected = [model.prepare_inputs(batches[item]) for item in range(30)]
-    kept = list(PipelineDataLoader(batches, None, 1, model, num_dataloader_workers=workers, items=range(30)))
+    keys: dict[str, Any] = {"num_dataloader_workers": workers, "items": range(30), "prepare_into": into}
+    kept = list(PipelineDataLoader(batches, None, 1, model, **keys))
     for (features, label), (other, other_label) in zip(kept, expected, strict=True):
         for one, two in zip((*features, *label), (*other, *other_label), strict=True):
             assert torch.equal(one, two)

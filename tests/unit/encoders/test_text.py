@@ -176,10 +176,13 @@ def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
 
 def test_all_rows_real_is_the_padded_join() -> None:
     features = real_features([(6, 6, 6)] * 3)
+    clip = torch.cat([features["clip_l"], features["clip_g"], torch.zeros(3, 6, 2)], dim=-1)
+    wanted = torch.cat([clip, features["t5"]], dim=1)
     whole = {name: values for name, values in features.items() if not name.endswith(".length")}
-    real = join_text(own_text(features))
-    assert all(torch.equal(one, two) for one, two in zip(padded(whole), real[:2], strict=True))
-    assert real[2].tolist() == [12, 12, 12]
+    for given in (features, whole):
+        tokens, _, lengths = join_text(own_text(given))
+        assert torch.equal(tokens, wanted)
+        assert lengths.tolist() == [12, 12, 12]
 
 
 def test_the_prompt_lies_where_it_is_wanted_and_nothing_shines_through() -> None:

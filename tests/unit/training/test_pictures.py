@@ -18,7 +18,6 @@ from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.text import join_text, own_text
 from sd3_light.engines import Launch
 from sd3_light.model.layers import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -361,9 +360,10 @@ def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[Buck
     assert smallest(buckets).bucket == expected
 
 
-def test_joining_one_caption_is_joining_it_in_a_batch(caches: dict[str, Project]) -> None:
+def test_one_caption_is_joined_as_sd3_takes_it(caches: dict[str, Project]) -> None:
     data = CachedDataset(LocalStore(caches["padded"].cache))
     features = data.empty_text()
-    tokens, pooled, _ = join_text(own_text({name: torch.stack([values, values]) for name, values in features.items()}))
-    assert torch.equal(joined(features).tokens, tokens[0])
-    assert torch.equal(joined(features).pooled, pooled[0])
+    clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
+    clip = torch.nn.functional.pad(clip, (0, features["t5"].shape[-1] - clip.shape[-1]))
+    assert torch.equal(joined(features).tokens, torch.cat([clip, features["t5"]]))
+    assert torch.equal(joined(features).pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]]))
