@@ -17,47 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from diffusers import SD3Transformer2DModel
-from torch import Tensor, nn
+from step_loops import Batch, Row, Step, batches, flops, make_step
 
-from sd3_light.config import SIZES, ModelSize
-from sd3_light.flow.objective import flow_loss
-from sd3_light.model.cost import image_tokens, step_flops
+from sd3_light.config import SIZES
 from sd3_light.model.fast.block import How
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.layers import compile_blocks, unpatchify
 from sd3_light.model.peaks import peak_flops
 
 GIB = 1 << 30
 ANEW = 75  # exit status of a child that must be followed by another
-NUM_BATCHES = 4
-"""Different batches that steps take in turn, so that lengths and buckets change from step to step."""
-CLIP_TOKENS, T5_TOKENS = 77, 256
-SQUARE, LARGE = ((256, 256),), ((512, 512),)
+LARGE = ((512, 512),)
 BUCKETS = ((256, 256), (320, 192), (192, 320), (288, 224))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. ``step`` names how a step is made; ``sides`` the pictures, one bucket a batch."""
-
-    step: str
-    batch: int
-    text: str = "padded"
-    sides: tuple[tuple[int, int], ...] = SQUARE
-    optimizer: str = "folded"
-    size: str = "sd3_light"
-    qk_norm: bool = True
-    how: How = field(default_factory=How)
-    batches: int = NUM_BATCHES
-    steps: int | None = None
 
 
 def _rows() -> dict[str, Row]:
@@ -115,199 +90,6 @@ def tiny(row: Row) -> Row:
     sides = tuple((width // 64 * 16, height // 64 * 16) for width, height in row.sides)
     how, step = replace(row.how, attention=None), "fast" if row.step == "graph" else row.step
     return replace(row, step=step, size="tiny2", batch=4, sides=sides, how=how)
-
-
-# --- batches -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A prepared micro-batch on the device, and its lengths of real text on the host."""
-
-    features: tuple[Tensor, ...]
-    target: Tensor
-    lengths: list[int] | None
-
-    def text_tokens(self) -> list[int]:
-        """Of each sample."""
-        return self.lengths or [self.features[2].shape[1]] * len(self.target)
-
-
-def real_lengths(count: int, rng: np.random.Generator) -> list[int]:
-    """Text tokens of captions like the web's: T5 tokens log-normal with median 22 and sigma 0.5 (25 in the mean), 5 to
-    256, and as many CLIP tokens, 77 at most. Nothing is dropped."""
-    t5 = np.clip(rng.lognormal(np.log(22), 0.5, count), 5, T5_TOKENS).astype(np.int64)
-    return (t5 + np.minimum(t5, CLIP_TOKENS)).tolist()  # type: ignore[no-any-return]
-
-
-def batches(row: Row, size: ModelSize, device: torch.device) -> list[Batch]:
-    """Random numbers of the right shapes."""
-    rng, made = np.random.default_rng(0), []
-    for number in range(row.batches):
-        width, height = row.sides[number % len(row.sides)]
-        latent = (row.batch, size.latent_channels, height // 8, width // 8)
-        lengths = real_lengths(row.batch, rng) if row.text == "real" else None
-        longest = CLIP_TOKENS + T5_TOKENS if lengths is None else max(lengths)
-        prompt = torch.randn(row.batch, longest, size.text_width, device=device, dtype=torch.bfloat16)
-        pooled = torch.randn(row.batch, size.pooled_width, device=device, dtype=torch.bfloat16)
-        noisy, target = (torch.randn(latent, device=device) for _ in range(2))
-        made.append(Batch((noisy, 1000 * torch.rand(row.batch, device=device), prompt, pooled), target, lengths))
-    return made
-
-
-def flops(row: Row, size: ModelSize, batch: Batch) -> int:
-    """That a step on this batch needs."""
-    height, width = batch.target.shape[-2:]
-    return step_flops(size, image_tokens(8 * width, 8 * height), batch.text_tokens())
-
-
-# --- steps -------------------------------------------------------------------------------------
-
-Step = Callable[[Batch], Tensor]
-
-
-def autocast(device: torch.device) -> Any:
-    """bf16 where a GPU computes."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """What anybody would write first: stock model, autocast, mean squared error, clip, AdamW."""
-    if row.how.keep == "inputs":
-        model.train()
-        model.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-
-    def step(batch: Batch) -> Tensor:
-        noisy, times, prompt, pooled = batch.features
-        if device.type == "cpu":
-            prompt, pooled = prompt.float(), pooled.float()
-        with autocast(device):
-            velocity = model(
-                hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled
-            ).sample
-            loss = nn.functional.mse_loss(velocity.float(), batch.target)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None]:
-    """Clip by the norm of all gradients and step. ``folded``: AdamW's kernel scales gradients as it reads them.
-    ``in backward``: every parameter is stepped when its gradient is there, so nothing can be clipped."""
-    parameters = list(model.parameters())
-    if kind == "in backward":
-        return step_in_backward(parameters)
-    options = {"lr": 1e-4, "weight_decay": 0.01, "fused": True, "capturable": parameters[0].is_cuda}
-    optimizer: Any = torch.optim.AdamW(parameters, **options)
-
-    def step() -> None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        assert len(grads) == len(parameters)
-        norm = torch.stack(torch._foreach_norm(grads)).square().sum().sqrt()
-        optimizer.found_inf = (~torch.isfinite(norm)).float()
-        if kind == "folded":
-            optimizer.grad_scale = torch.clamp(norm + 1e-6, min=1.0)
-        else:
-            torch._foreach_mul_(grads, torch.clamp(1.0 / (norm + 1e-6), max=1.0))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def step_in_backward(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Nothing is left to do after the backward pass, and no gradient outlives its own step."""
-    optimizers = {p: torch.optim.AdamW([p], lr=1e-4, weight_decay=0.01, fused=True) for p in parameters}
-
-    def update(parameter: Tensor) -> None:
-        optimizer = optimizers[parameter]  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(update)
-    return lambda: None
-
-
-def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The stock model with every block compiled."""
-    compile_blocks(model)
-    update = make_optimizer(model, row.optimizer)
-
-    def step(batch: Batch) -> Tensor:
-        noisy, times, prompt, pooled = batch.features
-        with autocast(device):
-            velocity = model(noisy, prompt.float(), pooled.float(), times, return_dict=False)[0]
-        loss = flow_loss(velocity, batch.target).mean()
-        loss.backward()
-        update()
-        return loss.detach()
-
-    return step
-
-
-def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """Our blocks; ``written`` lets the compiler write what lies between the products."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    denoiser = FastDenoiser(model, dtype, row.how)
-    if row.step == "written":
-        denoiser.compile(dynamic=False)
-    update = make_optimizer(model, row.optimizer)
-
-    def step(batch: Batch) -> Tensor:
-        features = tuple(feature.to(dtype) if at == 2 else feature for at, feature in enumerate(batch.features))
-        patches = denoiser(features, batch.lengths)
-        loss = flow_loss(unpatchify(patches, *batch.target.shape[-2:]), batch.target).mean()
-        loss.backward()
-        update()
-        return loss.detach()
-
-    return step
-
-
-def graph_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The fast step as one CUDA graph, recorded after three steps on the first batch; all batches have its shapes."""
-    step = fast_step(row, model, device)
-    held: list[tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = []
-
-    def record(batch: Batch) -> Tensor:
-        own = Batch(tuple(feature.clone() for feature in batch.features), batch.target.clone(), None)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            losses = [step(own) for _ in range(3)]
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step(own)
-        held.append((own, graph, loss))
-        return losses[0]
-
-    def replay(batch: Batch) -> Tensor:
-        if not held:
-            return record(batch)
-        own, graph, loss = held[0]
-        for mine, given in zip((*own.features, own.target), (*batch.features, batch.target), strict=True):
-            mine.copy_(given)
-        graph.replay()
-        return loss.clone()
-
-    return replay
-
-
-def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
-    """Build the model on the device and the step over it."""
-    with torch.device(device):
-        model = SD3Transformer2DModel(**size.transformer_config())
-    if row.step == "plain":
-        return plain_step(row, model, device)
-    makers = {"compiled": compiled_step, "graph": graph_step}
-    return makers.get(row.step, fast_step)(row, model, device)
 
 
 # --- one row -----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +13,6 @@ from sd3_light.model.fast.rows import Plan, Rows
 
 WIDTH, HEADS, UNITS = 1536, 24, 64
 NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15
-
-
-def real_lengths(count: int) -> list[int]:
-    """As in step.py."""
-    t5 = np.clip(np.random.default_rng(0).lognormal(np.log(22), 0.5, count), 5, 256).astype(np.int64)
-    return (t5 + np.minimum(t5, 77)).tolist()  # type: ignore[no-any-return]
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
