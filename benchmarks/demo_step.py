@@ -21,7 +21,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.protocol import Prepared
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.cost import step_flops
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.model.linears import linear_layers
 from sd3_light.recipes import FOLDER
 from sd3_light.training.module import SD3TrainingModule

@@ -133,45 +133,6 @@ def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> 
     return torch.einsum("nhwpqc->nchpwq", patches).reshape(len(patches_BNP), -1, height, width)
 
 
-def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
-    """A randomly initialised denoiser; a pure function of config and seed, with zeroed gates and output.
-
-    Modulation starts at zero, so every block starts as the identity (adaLN-zero, as SD3 is trained).
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the GPUs' generators too
-        transformer = SD3Transformer2DModel(**config)
-        transformer.apply(_initialise)
-    for block in transformer.transformer_blocks:
-        for norm in (block.norm1, block.norm1_context):
-            nn.init.zeros_(norm.linear.weight)
-            nn.init.zeros_(norm.linear.bias)
-    for linear in (transformer.norm_out.linear, transformer.proj_out):
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
-    generator = torch.Generator().manual_seed(seed)  # one for all: equal shapes must not get equal weights
-    for linear in _embedding_mlps(transformer):
-        nn.init.normal_(linear.weight, std=0.02, generator=generator)
-    return transformer
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Conv2d):
-        nn.init.xavier_uniform_(module.weight.flatten(1) if isinstance(module, nn.Conv2d) else module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-
-def _embedding_mlps(transformer: SD3Transformer2DModel) -> list[nn.Linear]:
-    embed = transformer.time_text_embed
-    return [
-        embed.timestep_embedder.linear_1,
-        embed.timestep_embedder.linear_2,
-        embed.text_embedder.linear_1,
-        embed.text_embedder.linear_2,
-    ]
-
-
 def compile_blocks(transformer: SD3Transformer2DModel) -> None:
     """Compile each block in place; blocks of one shape share their compiled code."""
     for block in transformer.transformer_blocks:

@@ -18,7 +18,7 @@ from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import times
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.model.start import where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec

@@ -20,7 +20,7 @@ from sd3_light.model.fast import reference
 from sd3_light.model.fast.attention import attend
 from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, multiply
 from sd3_light.model.fast.rows import Plan, make_plan
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
 pytest.importorskip("triton")

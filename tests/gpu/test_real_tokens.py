@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES
-from sd3_light.model.layers import build_layers, compile_blocks, new_transformer, run_layers
+from sd3_light.model.initial import new_transformer
+from sd3_light.model.layers import build_layers, compile_blocks, run_layers
 
 Project = Any  # the class is in tests/conftest.py
 LENGTHS = (21, 1, 9)  # no multiple of 8: kernels want aligned masks

@@ -16,7 +16,7 @@ from sd3_light.export.adapter import AdapterSpec, adapter_modules, read_adapter,
 from sd3_light.export.spec import ExportError
 from sd3_light.export.verify import ProofError
 from sd3_light.model.adapter import LycorisModule, add_adapter, is_adapter_name
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora import METADATA, from_peft, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.model.lora import LoraModule, add_lora, load_lora, lora_modules, lora_state, merge_lora
 
 State = dict[str, Tensor]

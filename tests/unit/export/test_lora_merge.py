@@ -14,7 +14,7 @@ from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora import write_lora
 from sd3_light.export.lora_merge import denoiser_state, extract, merge
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.model.lora import LoraModule, lora_modules
 
 State = dict[str, Tensor]

@@ -21,7 +21,7 @@ from sd3_light.export.open import open_pipeline
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
 from sd3_light.export.verify import ProofError, prove
 from sd3_light.model.attention import MaskedJointAttention, real_text_mask
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.sampling.generate import Request, TextPolicy, generate
 
 CONFIG = SIZES["tiny2"].transformer_config()

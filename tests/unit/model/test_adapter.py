@@ -17,7 +17,7 @@ from sd3_light.model.adapter import (
     lycoris_modules,
     narrow_frozen,
 )
-from sd3_light.model.layers import new_transformer
+from sd3_light.model.initial import new_transformer
 from sd3_light.model.linears import adapter_parameters, linear_layers, matched
 
 TINY = SIZES["tiny2"].transformer_config()

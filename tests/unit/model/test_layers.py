@@ -9,7 +9,8 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 
 from sd3_light.config import SIZES
-from sd3_light.model.layers import build_layers, compile_blocks, new_transformer, run_layers, unpatchify
+from sd3_light.model.initial import new_transformer
+from sd3_light.model.layers import build_layers, compile_blocks, run_layers, unpatchify
 
 TINY2, TINY3 = SIZES["tiny2"].transformer_config(), SIZES["tiny3"].transformer_config()
 DUAL = {**TINY2, "dual_attention_layers": (0,)}
@@ -318,6 +319,27 @@ def test_making_them_disturbs_no_global_generator(monkeypatch: pytest.MonkeyPatc
     new_transformer(TINY2, 0)
     assert torch.equal(torch.rand(4), expected)
     assert not seeded, "the GPUs' generators were seeded"
+
+
+def test_a_weight_does_not_depend_on_the_weights_beside_it() -> None:
+    """So they can be drawn in any order, by anybody who needs only some of them."""
+    few, many = (new_transformer({**TINY2, "num_layers": layers}, 3).state_dict() for layers in (2, 4))
+    shared = [name for name in few if not name.startswith("transformer_blocks.1.")]
+    assert len(shared) > 20
+    assert all(torch.equal(few[name], many[name]) for name in shared)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_is_there_and_norms_start_at_one(name: str) -> None:
+    transformer, theirs = new_transformer(CONFIGS[name], 0), SD3Transformer2DModel(**CONFIGS[name])
+    ours = transformer.state_dict()
+    assert {key: values.shape for key, values in ours.items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    assert all(values.device.type == "cpu" and values.isfinite().all() for values in ours.values())
+    assert torch.equal(ours["pos_embed.pos_embed"], theirs.state_dict()["pos_embed.pos_embed"])
+    norms = [values for key, values in ours.items() if ".norm_" in key]
+    assert all(bool((values == 1).all()) for values in norms)
+    assert bool(norms) == (name != "no-qk-norm")
+    assert all(parameter.requires_grad for parameter in transformer.parameters())
 
 
 @pytest.mark.parametrize("name", ["tiny3", "dual"])

@@ -11,7 +11,8 @@ from torch import Tensor
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import LORA_TARGETS
-from sd3_light.model.layers import build_layers, new_transformer, run_layers, unpatchify
+from sd3_light.model.initial import new_transformer
+from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.model.lora import (
     LoraModule,
     add_lora,

@@ -12,7 +12,8 @@ from sd3_light.config import SIZES
 from sd3_light.model.fast import forward, host_ops
 from sd3_light.model.fast.block import How, Keep
 from sd3_light.model.fast.forward import FastDenoiser, obstacle
-from sd3_light.model.layers import build_layers, new_transformer, run_layers
+from sd3_light.model.initial import new_transformer
+from sd3_light.model.layers import build_layers, run_layers
 
 CONFIGS = {
     "three-blocks": SIZES["tiny2"].transformer_config(num_layers=3),

@@ -1,0 +1,68 @@
+"""The random weights that training from nothing starts with."""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from diffusers import SD3Transformer2DModel
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor, nn
+
+from sd3_light.randomness import sample_id, stream
+
+
+def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
+    """A randomly initialised denoiser: a weight is a pure function of seed, name and shape, so many are drawn at once.
+
+    Modulation and output start at zero, so every block starts as the identity (adaLN-zero, as SD3 is trained).
+    """
+    with init_empty_weights(include_buffers=False):  # torch's own start would take longer than ours
+        transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
+    zeroed, narrow = _zeroed(transformer), _embedding_mlps(transformer)
+    places = [
+        (module, name, f"{path}.{name}")
+        for path, module in transformer.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+
+    def draw(place: tuple[nn.Module, str, str]) -> None:
+        module, name, full_name = place
+        values = torch.zeros(getattr(module, name).shape)
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            if name == "weight" and module not in zeroed:
+                _fill(values, stream(seed, "weights", 0, 0, sample_id(full_name)), 0.02 if module in narrow else None)
+        else:
+            assert name == "weight" and isinstance(module, RMSNorm), f"nobody says how {full_name} starts"
+            values.fill_(1.0)
+        setattr(module, name, nn.Parameter(values))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(draw, places))
+    return transformer
+
+
+def _fill(values: Tensor, generator: np.random.Generator, deviation: float | None) -> None:
+    """Normal with this deviation, or uniform as Glorot has it."""
+    array = values.numpy().reshape(-1)
+    if deviation is not None:
+        generator.standard_normal(dtype=np.float32, out=array)
+        values.mul_(deviation)
+        return
+    limit = math.sqrt(6 / sum(values.flatten(1).shape))
+    generator.random(dtype=np.float32, out=array)
+    values.mul_(2 * limit).sub_(limit)
+
+
+def _zeroed(transformer: SD3Transformer2DModel) -> set[nn.Module]:
+    norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm1_context)]
+    return {*(norm.linear for norm in (*norms, transformer.norm_out)), transformer.proj_out}
+
+
+def _embedding_mlps(transformer: SD3Transformer2DModel) -> set[nn.Module]:
+    embed = transformer.time_text_embed
+    parts = (embed.timestep_embedder, embed.text_embedder)
+    return {linear for part in parts for linear in (part.linear_1, part.linear_2)}
