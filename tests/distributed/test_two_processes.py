@@ -151,7 +151,8 @@ def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, mo
     monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
     shares = {**LOSSES, "micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     every_loss.train('output_dir="accumulated"', *(f"{key}={value}" for key, value in shares.items()))
-    assert parts(every_loss, "accumulated") == pytest.approx(parts(every_loss, "alone"), rel=1e-5)
+    # of losses around 1; that of the text begins at 1e-7, a difference of equal numbers that roundings reach
+    assert parts(every_loss, "accumulated") == pytest.approx(parts(every_loss, "alone"), rel=1e-5, abs=1e-11)
 
 
 @pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
@@ -159,7 +160,7 @@ def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, mo
 def test_two_processes_make_the_same_steps_of_every_loss(every_loss: Project, parallel: str, accumulation: int) -> None:
     shares = {"micro_batch_size_per_gpu": 2 // accumulation, "gradient_accumulation_steps": accumulation}
     torchrun(every_loss, output_dir=f'"{parallel}"', parallel=f'"{parallel}"', **LOSSES, **shares)
-    assert parts(every_loss, parallel) == pytest.approx(parts(every_loss, "alone"), rel=1e-5)
+    assert parts(every_loss, parallel) == pytest.approx(parts(every_loss, "alone"), rel=1e-5, abs=1e-11)
 
 
 # --- what belongs to the run -------------------------------------------------------------------

@@ -122,7 +122,9 @@ def test_a_difference_of_that_rank_is_extracted_exactly(base: State) -> None:
     assert found.left_out == {}
     assert found.share > 1 - 1e-6
     again = merge(base, [(found.modules, 1.0)])
-    assert max((again[name] - tensor).abs().max().item() for name, tensor in tuned.items()) < 1e-5
+    largest = max(tensor.abs().max().item() for tensor in tuned.values())
+    assert largest > 5, "so a distance of 1e-5 would be a few roundings of float32"
+    assert max((again[name] - tensor).abs().max().item() for name, tensor in tuned.items()) < 2e-6 * largest
 
 
 def test_a_smaller_rank_is_the_best_of_its_rank(base: State) -> None:
