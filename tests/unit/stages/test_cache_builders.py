@@ -80,6 +80,7 @@ def test_two_runs_of_different_configs_do_not_harm_each_other(fresh_project: Pro
     assert open_cache(loaded.dataset, loaded.train, Launch()).manifest.counts["used"] == 40
 
 
+@pytest.mark.slow  # one kill is tested below, and in test_cache.py
 def test_a_builder_killed_at_ten_random_moments_ends_with_the_same_shards(
     fresh_project: Project, cached_project: Project, tmp_path: Path
 ) -> None:
