@@ -54,6 +54,19 @@ def test_copies_of_all_dtypes_fill_blocks_without_treading_on_each_other(monkeyp
         assert {part.values.dtype for part in parts} == {one.dtype}
 
 
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_blocks_are_pinned_where_the_process_uses_a_gpu(uses_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes first: a count on the host shares its block with weights of the GPU."""
+    asked: list[bool] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory, **keys: (asked.append(pin_memory), empty(*size, **keys))[1]
+    )
+    HostCopies().take([Piece("step/w", torch.tensor([3.0]), 0, ())])
+    assert asked == [uses_gpu]
+
+
 def test_memory_is_used_again_and_what_is_too_much_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "BLOCK_BYTES", 256)
     copies = HostCopies()

@@ -1,5 +1,6 @@
 """The validation loss: every batch at every quantile, read once, the same through any number of workers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,16 +28,27 @@ class Model:
         return (batch["number"], torch.tensor([timestep_quantile])), (None, None)
 
 
+class InPlace(Model):
+    """Lays its numbers where it is told to."""
+
+    def prepare_into(
+        self, batch: Any, empty: Callable[..., torch.Tensor], timestep_quantile: float | None = None
+    ) -> Any:
+        (number, quantile), label = self.prepare_inputs(batch, timestep_quantile)
+        return (empty(tuple(number.shape), number.dtype).copy_(number), quantile), label
+
+
 def loss(prepared: Any) -> torch.Tensor:
     (number, quantile), (_, _, weight) = prepared
     return torch.stack([((number + 10 * quantile) * weight).sum(), weight.sum()])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_quantile_is_the_mean_over_all_samples(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "laid"), [(0, False), (2, False), (2, True)])
+def test_every_quantile_is_the_mean_over_all_samples(workers: int, laid: bool) -> None:
     """The last batch is filled up by a second occurrence, which is not counted."""
-    batches = AtQuantiles(Numbered(), 3)
-    loader = PipelineDataLoader(batches, None, 1, EvalPreparer(Model()), num_dataloader_workers=workers)
+    batches, preparer = AtQuantiles(Numbered(), 3), EvalPreparer(InPlace())
+    keys: dict[str, Any] = {"prepare_into": preparer.prepare_into} if laid else {}
+    loader = PipelineDataLoader(batches, None, 1, preparer, num_dataloader_workers=workers, **keys)
     losses = validate(loader, loss)
     assert set(losses) == {"flow", *(f"flow@{quantile}" for quantile in QUANTILES)}
     for quantile in QUANTILES:
@@ -46,7 +58,7 @@ def test_every_quantile_is_the_mean_over_all_samples(workers: int) -> None:
 
 def test_a_batch_is_read_once_for_all_quantiles() -> None:
     numbered = Numbered()
-    list(PipelineDataLoader(AtQuantiles(numbered, 3), None, 1, EvalPreparer(Model())))
+    list(PipelineDataLoader(AtQuantiles(numbered, 3), None, 1, EvalPreparer(InPlace())))
     assert numbered.made == [0, 1, 2]
 
 

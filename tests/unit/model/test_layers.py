@@ -406,6 +406,8 @@ def test_weights_are_float32_and_of_a_sane_size() -> None:
     assert float(embed.std()) == pytest.approx(0.02, rel=0.05)
     proj = transformer.pos_embed.proj.weight.detach().flatten(1)  # xavier over the flattened patch
     assert float(proj.std()) == pytest.approx((2 / sum(proj.shape)) ** 0.5, rel=0.05)
+    for weight in (embed, proj, transformer.context_embedder.weight.detach()):
+        assert abs(float(weight.mean())) < 4 * float(weight.std()) / weight.numel() ** 0.5, "around zero"
 
 
 def test_compiling_leaves_names_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
