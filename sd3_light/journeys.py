@@ -16,7 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.metrics.composition import DEMANDS, CompositionScore
 from sd3_light.recipes import FOLDER as RECIPES
-from sd3_light.runlog import progress, say
+from sd3_light.runlog import info, progress
 from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.world import write_dataset
 
@@ -79,13 +79,13 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int
 
     check.require(scratch)
     cache.run(scratch)
-    say("untrained: random weights, exported and scored")
+    info("untrained: random weights, exported and scored")
     rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
 
     done = train.run(scratch)
     rows[f"pretrained here from random weights: {done.samples:,} samples"] = _score_last_export(scratch, prompts)
 
-    say("going on from the base that the package ships (made on a GPU; see sd3_light/assets/demo/NOTE.md)")
+    info("going on from the base that the package ships (made on a GPU; see sd3_light/assets/demo/NOTE.md)")
     check.require(base)
     done = train.run(base)
     final = _score_last_export(base, prompts)

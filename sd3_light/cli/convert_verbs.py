@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sd3_light.cli.app import PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import prepare, say
+from sd3_light.cli.process import echo, prepare
 
 if TYPE_CHECKING:
     from sd3_light.stages.lora import Form
@@ -47,8 +47,8 @@ def convert(
 
     written = stage.run(source, out, Contents(vae, text_encoders, pad_blocks), base, keep_pads)
     for note in written.notes:
-        say(f"note: {note}")
-    say(f"wrote {written.path}")
+        echo(f"note: {note}")
+    echo(f"wrote {written.path}")
 
 
 @_lora.command(name="convert")
@@ -67,7 +67,7 @@ def lora_convert(
     prepare()
     from sd3_light.stages import lora as stage
 
-    say(f"wrote {stage.convert(lora, out, _form(layout, dtype, padded_for), trained_on)}")
+    echo(f"wrote {stage.convert(lora, out, _form(layout, dtype, padded_for), trained_on)}")
 
 
 @_lora.command(name="merge")
@@ -82,7 +82,7 @@ def lora_merge(
     from sd3_light.sampling.lora import Lora
     from sd3_light.stages import lora as stage
 
-    say(f"wrote and proved {stage.merged(model, list(map(Lora.parse, loras)), out, dtype)}")
+    echo(f"wrote and proved {stage.merged(model, list(map(Lora.parse, loras)), out, dtype)}")
 
 
 @_lora.command(name="extract")
@@ -104,8 +104,8 @@ def lora_extract(
 
     found = stage.extracted(base, tuned, out, rank, target, _form(layout, dtype, padded_for))
     for name, share in sorted(found.left_out.items(), key=lambda item: -item[1])[:5]:
-        say(f"note: no LoRA can hold {name}: {share:.2%} of the difference")
-    say(f"wrote {out}: {len(found.modules)} layers, {found.share:.2%} of the squared difference")
+        echo(f"note: no LoRA can hold {name}: {share:.2%} of the difference")
+    echo(f"wrote {out}: {len(found.modules)} layers, {found.share:.2%} of the squared difference")
 
 
 def _form(layout: str, dtype: str, padded_for: Path | None) -> "Form":

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import app
-from sd3_light.cli.process import prepare, say
+from sd3_light.cli.process import echo, prepare
 from sd3_light.config.faults import UserError
 
 
@@ -34,8 +34,8 @@ def inspect(
     from sd3_light.stages.inspect.page import write_page
 
     for note in write_page(Path(cache), out, samples, seed, vae).notes:
-        say(f"note: {note}")
-    say(f"look at {out}")
+        echo(f"note: {note}")
+    echo(f"look at {out}")
 
 
 @app.command()
@@ -50,5 +50,5 @@ def report(
         Console().print(stage.render(stage.run(run)))
         return
     for note in stage.write_page(run, out):
-        say(f"note: {note}")
-    say(f"look at {out}")
+        echo(f"note: {note}")
+    echo(f"look at {out}")

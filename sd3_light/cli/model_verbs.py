@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import load, prepare, say
+from sd3_light.cli.process import echo, load, prepare
 from sd3_light.config.faults import UserError
 
 
@@ -34,7 +34,7 @@ def export(
     from sd3_light.stages import export as stage
 
     contents = Contents(vae, text_encoders, pad_blocks)
-    say(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
+    echo(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
 
 
 @app.command()
@@ -84,7 +84,7 @@ def sample(
     wishes = stage.Wishes(steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads)
     look = stage.run(model, rows, seed or [0], out, wishes, launched)
     if launched.is_main:
-        say(f"look at {look}")
+        echo(f"look at {look}")
 
 
 @app.command()

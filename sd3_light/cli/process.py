@@ -49,7 +49,7 @@ def guarded(work: Callable[[], object]) -> int:
     except UserError as fault:
         return _fail(str(fault), RESUMABLE if isinstance(fault, PeerLost) else 2)
     except Stopped as stop:
-        _say_stopped(str(stop))
+        _print_stopped(str(stop))
         return RESUMABLE
     except KeyboardInterrupt:
         return _fail("stopped", 130)
@@ -60,10 +60,10 @@ def guarded(work: Callable[[], object]) -> int:
     return 0
 
 
-def _say_stopped(text: str) -> None:
-    from sd3_light.runlog import say
+def _print_stopped(text: str) -> None:
+    from sd3_light.runlog import info
 
-    say(f"stopped: {text}")
+    info(f"stopped: {text}")
 
 
 def _fail(text: str, code: int) -> int:
@@ -84,6 +84,6 @@ def load(path: Path, overrides: Sequence[str] | None, caching: bool = False) -> 
     return check.load(path, overrides or (), caching)
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """A line of the answer, on stdout."""
     Console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import ConfigFile, Overrides, Regenerate, TrustCache, app
-from sd3_light.cli.process import load, prepare, say
+from sd3_light.cli.process import echo, load, prepare
 from sd3_light.config.faults import UserError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folde
     prepare()
     from sd3_light.journeys import checked_init
 
-    say(f"wrote {checked_init(load(config, set_), out)}")
+    echo(f"wrote {checked_init(load(config, set_), out)}")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What a run says: `log.jsonl` (the truth), TensorBoard and trackers (its mirrors), lines and bars for people."""
 
 from sd3_light.runlog.bars import Bar, progress
-from sd3_light.runlog.console import is_main_process, quiet_libraries, say, set_main_process, show
+from sd3_light.runlog.console import info, is_main_process, quiet_libraries, set_main_process, show
 from sd3_light.runlog.log import RunLog, Tracker, read_log
 from sd3_light.runlog.trackers import missing_trackers, open_trackers
 
@@ -9,13 +9,13 @@ __all__ = [
     "Bar",
     "RunLog",
     "Tracker",
+    "info",
     "is_main_process",
     "missing_trackers",
     "open_trackers",
     "progress",
     "quiet_libraries",
     "read_log",
-    "say",
     "set_main_process",
     "show",
 ]

@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from sd3_light.runlog.console import console, is_main_process, say
+from sd3_light.runlog.console import console, info, is_main_process
 
 LINE_EVERY = 10.0  # seconds between plain lines, at least
 _FRAME_EVERY = 0.2  # seconds between updates of a live bar, at least
@@ -113,15 +113,15 @@ class _Lines:
     """Plain lines; the first one is printed before any work is done, so that a slow start is seen to be one."""
 
     def __init__(self, bar: Bar):
-        say(f"{bar.title} {bar.status()}")
+        info(f"{bar.title} {bar.status()}")
         bar._next_update = time.monotonic() + LINE_EVERY
 
     def update(self, bar: Bar) -> float:
-        say(f"{bar.title} {bar.status()}")
+        info(f"{bar.title} {bar.status()}")
         return LINE_EVERY
 
     def close(self, bar: Bar, finished: bool) -> None:
-        say(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
+        info(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
 
 
 class _Live:

@@ -22,7 +22,7 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0" if _main_process is None else _main_process
 
 
-def say(text: str) -> None:
+def info(text: str) -> None:
     """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent.
 
     Where nothing can be printed (a file on a full disk, a terminal that is gone) work goes on without words.

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog.console import is_main_process, say
+from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RunLog:
             return
         self._append(b"")
         if self._waiting:
-            say(f"{self.path} lacks its last {self._waiting.count(NEWLINE)} lines: there was no room for them")
+            info(f"{self.path} lacks its last {self._waiting.count(NEWLINE)} lines: there was no room for them")
         self._file.close()
         self._file = None
         self._mirror(lambda mirror: mirror.close())
@@ -120,7 +120,7 @@ class RunLog:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if not self._told:
-                say(f"{self.path} cannot be written ({error.strerror}): its lines wait in memory for room on the disk")
+                info(f"{self.path} cannot be written ({error.strerror}): its lines wait in memory for room on the disk")
             self._told = True
             return
         self._told = False
@@ -130,7 +130,7 @@ class RunLog:
             try:
                 show(mirror)
             except OSError as error:
-                say(f"{type(mirror).__name__} is given up until the run is started again: {error.strerror or error}")
+                info(f"{type(mirror).__name__} is given up until the run is started again: {error.strerror or error}")
                 self._mirrors = tuple(one for one in self._mirrors if one is not mirror)
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import MonitoringConfig
-from sd3_light.runlog.console import is_main_process, say
+from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.log import CURVES, Tracker, read_log
 from sd3_light.runlog.tensorboard import bounded
 
@@ -77,7 +77,7 @@ class Careful:
             work()
         except self._faults as fault:
             if not self._said:
-                say(f"{self._name} fails ({_first_line(fault)}); training goes on, log.jsonl has it all")
+                info(f"{self._name} fails ({_first_line(fault)}); training goes on, log.jsonl has it all")
             self._said = True
 
 
@@ -130,7 +130,7 @@ def _open_wandb(monitoring: MonitoringConfig, folder: Path, config: Mapping[str,
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as fault:
         raise UserError(f"{_ACCOUNT} ({_first_line(fault)})") from fault
     except (wandb.Error, OSError) as fault:
-        say(f"wandb does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
+        info(f"wandb does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
         return None
     return Careful("wandb", Wandb(wandb, run), (wandb.Error, OSError))
 
@@ -189,7 +189,7 @@ def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[st
     except ValueError as fault:
         raise UserError(f"monitoring.enable_trackio: {_first_line(fault)}") from fault
     except (OSError, HTTPError) as fault:  # no place to write, no token, no network
-        say(f"trackio does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
+        info(f"trackio does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
         return None
     # its log and finish warn and go on where they fail; these are what could still come through
     return Careful("trackio", Trackio(trackio, run, known), (OSError, HTTPError))

@@ -18,7 +18,7 @@ from sd3_light.export.hub import check_push, push
 from sd3_light.export.places import refuse_existing, unnamed_folder, writing
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.training.adapter import adapter_spec
 from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
@@ -67,7 +67,7 @@ def run(
     except ExportError as fault:
         raise UserError(f"{run_folder}: {fault}; is its config.toml the one of these weights?") from fault
     if push_to_hub is not None:
-        say(f"pushed to {push(out, push_to_hub)}")
+        info(f"pushed to {push(out, push_to_hub)}")
     return out
 
 
@@ -99,7 +99,7 @@ def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, con
         with unnamed_folder(out) as place:  # gone at the end, whatever happens
             folder = write_folder(place / out.stem, state, spec)
             for note in write_single_file(folder, out, *(contents or Contents())).notes:
-                say(f"note: {note}")
+                info(f"note: {note}")
 
 
 def _write_adapter(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
@@ -158,7 +158,7 @@ def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Ch
     last = next(saved for snapshot, saved in found if snapshot is newest)
     _require_reachable(snapshots, newest.time, length)
     fit = solve(snapshots, newest.time, length)
-    say(
+    info(
         f"average of length {length:g} at step {newest.time} from {len(snapshots)} snapshots: its profile is off by "
         f"{fit.mismatch:.1%}, rounding amounts to {fit.noise:.2%} of the weights"
     )

@@ -24,7 +24,7 @@ from sd3_light.engines import Launch
 from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
 from sd3_light.export.places import writing
-from sd3_light.runlog import progress, say
+from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import draw, size_fault
 from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.lora import Lora, add_loras
@@ -229,7 +229,7 @@ def _make_grid(requests: dict[int, Request], total: int, out: Path) -> None:
     with writing(out / GRID):
         save_png(sheet, out / GRID, {})
     if total > len(images):
-        say(f"the grid shows the first {len(images)} of {total} pictures")
+        info(f"the grid shows the first {len(images)} of {total} pictures")
 
 
 def _thumbnails(requests: dict[int, Request], out: Path) -> Iterator[Image.Image]:

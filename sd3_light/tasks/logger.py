@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.trained import write_trained
-from sd3_light.runlog import is_main_process, say
+from sd3_light.runlog import info, is_main_process
 from sd3_light.training.blame import blame
 
 
@@ -70,7 +70,7 @@ class ModelLogger:
                     plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
                     state = self._converted(plain)
                 write_trained(path, state, model.transformer, model.adapter, self.save_dtype, facts)
-            say(f"saved {path}")
+            info(f"saved {path}")
         return path
 
     def _converted(self, plain: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.processed import Processed, ProcessedWriter, fingerprint, finish
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_of
-from sd3_light.runlog import progress, say, set_main_process
+from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.feed import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.recipe import recipe_of
@@ -72,7 +72,7 @@ def launch_data_process_task(
         accelerator.wait_for_everyone()
     if launch.is_main:
         finish(folder, recipe, count)
-        say(f"processed data: {count} samples in {folder} ({reused} of this process were there)")
+        info(f"processed data: {count} samples in {folder} ({reused} of this process were there)")
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return folder

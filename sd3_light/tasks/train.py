@@ -25,7 +25,7 @@ from sd3_light.engines.protocol import Piece
 from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import RunLog, say, set_main_process
+from sd3_light.runlog import RunLog, info, set_main_process
 from sd3_light.tasks import parts
 from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
@@ -217,7 +217,7 @@ class _Task:
             if self._kept_at != now.step:
                 self.checkpoint(now)
         except RuntimeError as error:  # a device that has failed does not give its weights back
-            say(f"step {now.step} cannot be saved: {str(error).partition(chr(10))[0]}")
+            info(f"step {now.step} cannot be saved: {str(error).partition(chr(10))[0]}")
             return fault
         self.tell(self.keeper.wait())
         self.keeper.close()
@@ -270,7 +270,7 @@ class _Task:
         items: Any = ((batches[at], q) for at in range(samples.order.steps_per_epoch) for q in QUANTILES)
         with self.best():
             losses = validate(items, self.engine.evaluate, self.engine.sum_over_ranks)
-        say(f"eval at step {progress.step}: flow loss {losses['flow']:.4f}")
+        info(f"eval at step {progress.step}: flow loss {losses['flow']:.4f}")
         self.run.log("eval", **progress.counts(), set="eval", weights=self._words, **losses)
 
     def draw(self, progress: Progress) -> None:
@@ -313,18 +313,18 @@ class _Task:
             self._failed = None
             if isinstance(item, Failed):
                 self._failed = f"the checkpoint at step {item.step} failed: {item.reason}"
-                say(self._failed)
+                info(self._failed)
                 self.run.log("checkpoint_failed", step=item.step, reason=item.reason)
             elif item.warning:
-                say(item.warning)
+                info(item.warning)
 
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
         path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
         for broken in half_written(folder) if self.launch.is_main else ():
-            say(f"ignoring {broken}: it is not whole (a save was cut short)")
+            info(f"ignoring {broken}: it is not whole (a save was cut short)")
         if path is None:
-            say(f"no checkpoint under {folder} yet: starting from the beginning")
+            info(f"no checkpoint under {folder} yet: starting from the beginning")
             return None
         saved = open_checkpoint(Path(path))
         if saved.facts["order"] != order_facts(self.samples.order):

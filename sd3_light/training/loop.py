@@ -11,7 +11,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
 from sd3_light.engines.protocol import Engine, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import Bar, say
+from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
 from sd3_light.training.watch import NUM_WISHES, Watch
@@ -113,7 +113,7 @@ def _look_at_hunger(run: Run) -> None:
         run._late.append(run.meter.is_idle)
         if len(run._late) == HUNGRY and sum(run._late) > HUNGRY / 2:
             times = f"in {sum(run._late)} of the last {HUNGRY} steps"
-            say(f"the GPU was done before its next data came, {times}: {run.faster_data}")
+            info(f"the GPU was done before its next data came, {times}: {run.faster_data}")
             run.faster_data = ""
 
 

@@ -23,7 +23,7 @@ from sd3_light.config.base import Place
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.sampling.generate import Request, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.prompts import encode_in_passing, read_prompt
@@ -100,7 +100,7 @@ class Sampler:
         try:
             save_png(grid, path, {**facts, **about})
         except OSError as error:  # a full disk, say, is no reason to stop training
-            say(f"the grid {path} was not written: {error.strerror or error}")
+            info(f"the grid {path} was not written: {error.strerror or error}")
             return None
         return path, grid
 
@@ -220,6 +220,6 @@ def _texts(
     found = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in found.items() if features is None]
     if missing:
-        say(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
+        info(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
         found |= dict(zip(missing, encode_in_passing(model, missing, device), strict=True))
     return {prompt: joined(features) for prompt, features in found.items() if features is not None}

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from sd3_light.engines.processes import Agreement
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVE_QUIT = "save_quit"
@@ -98,4 +98,4 @@ class Watch:
     def tell(self) -> None:
         """Say, once the wish is agreed, what happens now."""
         if self.quit:
-            say(f"{self.reason}: saving a checkpoint, then stopping")
+            info(f"{self.reason}: saving a checkpoint, then stopping")

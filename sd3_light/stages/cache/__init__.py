@@ -32,7 +32,7 @@ from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.randomness import sample_id
-from sd3_light.runlog import progress, say, show
+from sd3_light.runlog import info, progress, show
 from sd3_light.stages.cache.encode import Builder, empty_content
 from sd3_light.stages.cache.finish import REJECTS, has_manifest, write_manifest
 from sd3_light.stages.cache.prompts import (
@@ -86,7 +86,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | Non
     if wishes.trust and not wishes.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_usable(data, loaded.train)}
         if not datasets:
-            say("the cache is trusted as it is")
+            info("the cache is trusted as it is")
     with _Stage(loaded.train, launch, wishes) as stage:
         if "" not in datasets:
             stage.complete_prompts(loaded.dataset)
@@ -112,7 +112,7 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
     memory = (train.stream_cache_dir or own_temporary_folder(url)) / "parts.json"
     remedy = "correct [model], or build the cache anew with a local cache_dir and copy the folder there"
     _require_recipe(url, load_remote_manifest(url), make_recipe(train, memory), remedy)
-    say(f"the cache at {url} is taken as it is")
+    info(f"the cache at {url} is taken as it is")
     return True
 
 
@@ -221,7 +221,7 @@ class _Stage:
         total = already + sum(unit.count for unit in units)
         train = self._train
         if already:
-            say(f"{title}: {already:,} of {total:,} samples are there already")
+            info(f"{title}: {already:,} of {total:,} samples are there already")
         with progress(title, total, "images", done=already) as bar:
             builder = Builder(
                 plan,
@@ -312,16 +312,16 @@ def _tell(title: str, report: CacheReport, small_buckets: str) -> None:
     """The end report: everything that went in is counted and named."""
     counts = dict(report.counts)
     rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
-    say(
+    info(
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} pictures are in the cache "
         f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
     )
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-        say(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {report.folder / REJECTS}")
+        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {report.folder / REJECTS}")
     for bucket, count in report.small.items():
         fate = "dropped" if small_buckets == "drop" else "repeated to fill one"
-        say(f"{title}: bucket {bucket} has {count:,} samples, fewer than a global batch: they are {fate}")
+        info(f"{title}: bucket {bucket} has {count:,} samples, fewer than a global batch: they are {fate}")
 
 
 def _require_samples(dataset: DatasetConfig, plan: Plan) -> None:
@@ -346,4 +346,4 @@ def _prune(state: State) -> None:
     for path in sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"):
         path.unlink(missing_ok=True)
     if state.orphans:
-        say(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")
+        info(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")

@@ -9,7 +9,7 @@ from typing import Any
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import sweep
 from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.sampling.prompts import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.state import State
 
@@ -40,7 +40,7 @@ def cache_prompts(
 ) -> None:
     """Encode prompts into the cache: the main process's work, as there are few of them."""
     if prompts:
-        say(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
+        info(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
         for prompt, features in zip(prompts, encode_prompts(parts(), prompts), strict=True):
             write_prompt(cache, prompt, recipe, features)
         sweep(cache / FOLDER)

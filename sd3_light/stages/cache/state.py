@@ -18,7 +18,7 @@ from sd3_light.data.files import damaged_mark
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.stages.cache.encode import is_done
 from sd3_light.stages.cache.numbers import Numbers
 
@@ -123,7 +123,7 @@ def _last_manifest(folder: Path) -> Manifest | None:
     try:
         return Manifest.load(folder) if (folder / MANIFEST).is_file() else None
     except UserError as fault:
-        say(str(fault))
+        info(str(fault))
         return None
 
 

@@ -18,7 +18,7 @@ from sd3_light.engines.protocol import Piece
 from sd3_light.export.folder import ExportError
 from sd3_light.export.verify import ProofError
 from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.stages.train.learner import Learner
 from sd3_light.stages.train.restore import rate_settings
 from sd3_light.stages.train.scene import Scene
@@ -112,7 +112,7 @@ class Duties:
         for weights in (RAW, *self.averages.tracks):
             with self.shown(weights):
                 for name, losses in self.evaluator.losses():
-                    say(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
+                    info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
                     self.folder.log("eval", **progress.counts(), set=name, weights=weights, **losses)
 
     def sample(self, progress: Progress) -> None:
@@ -208,7 +208,7 @@ class Duties:
 
     def _tell_saved(self, saved: Saved) -> None:
         if saved.warning:
-            say(saved.warning)
+            info(saved.warning)
         kind, progress = _kind(saved), Progress(**saved.facts["progress"])
         numbers = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.bytes}
         self.folder.log(kind, **progress.counts(), file=saved.path.name, **numbers)
@@ -217,7 +217,7 @@ class Duties:
     def _tell_export(self, done: Done) -> None:
         if done.error is None:
             progress, path = done.result
-            say(f"export at step {progress.step}, proven with stock diffusers: {path}")
+            info(f"export at step {progress.step}, proven with stock diffusers: {path}")
             self.folder.log(EXPORT, **progress.counts(), file=path.name, weights=self.best, seconds=done.seconds)
             self._failed.pop(EXPORT, None)
         elif isinstance(done.error, ExportError | ProofError | OSError | SafetensorError):
@@ -227,7 +227,7 @@ class Duties:
 
     def _tell_failure(self, kind: str, step: int, reason: str) -> None:
         """Training goes on: the next one may succeed."""
-        say(f"{kind} at step {step} failed: {reason}")
+        info(f"{kind} at step {step} failed: {reason}")
         self.folder.log(f"{kind}_failed", step=step, reason=reason)
         self._failed[kind] = f"the {kind} at step {step} failed: {reason}"
 

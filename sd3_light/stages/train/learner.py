@@ -16,7 +16,7 @@ from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.stages.train.scene import Scene
 from sd3_light.training.adapter import choose_what_trains, saver_of
 from sd3_light.training.light_sd3 import LightSD3Pipeline
@@ -69,7 +69,7 @@ def choose_blocks(
     _refuse(config, reason, where_weights_start(config.model).size, device)
     if device.type == "cuda" and launch.is_main:
         kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
-        say(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
+        info(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
     return reason is None
 
 

@@ -23,7 +23,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.training.feed import order_facts
 
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
@@ -72,9 +72,9 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
             )
         return resume.checkpoint
     for path in half_written(folder):
-        say(f"ignoring {path}: it is not whole (a save was cut short)")
+        info(f"ignoring {path}: it is not whole (a save was cut short)")
     if newest is None:
-        say(f"no checkpoint under {output_dir} yet: starting from the beginning")
+        info(f"no checkpoint under {output_dir} yet: starting from the beginning")
     return newest
 
 
@@ -82,14 +82,14 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
     """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
     for kind in ("checkpoints", "ema", "exports", "samples"):
         for name in sweep(output_dir / kind):
-            say(f"cleaned up {output_dir / kind / name}: a save that was cut short")
+            info(f"cleaned up {output_dir / kind / name}: a save that was cut short")
     found = find_checkpoint(output_dir, resume)
     own = found if found is not None and _is_own(found, output_dir) else None
     step = 0 if own is None else step_of(own)
     for kind in ("checkpoints", "ema", "exports"):
         chosen = own if kind == "checkpoints" else None
         for name in set_aside_after(step, output_dir / kind, chosen):
-            say(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
+            info(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
     _tell_abandoned(output_dir)
     return None if found is None else str(found)
 
@@ -99,7 +99,7 @@ def _tell_abandoned(output_dir: Path) -> None:
     left = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned(output_dir / kind)]
     if left:
         size = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
-        say(
+        info(
             f"{len(left)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB. The checkpoints among "
             "them are deleted as this run passes them: move what you want to keep. If you need none of them: "
             f"rm -r {shlex.quote(str(output_dir))}/*/abandoned-step-*"
@@ -136,7 +136,7 @@ def settings_in_force(config: TrainConfig, saved: "Saved | None", resume: Resume
     differing = [f"{key} = {kept[key]!r}" for key in _RATE_KEYS if kept[key] != given[key]]
     table = kept["optimizer"]
     differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != given["optimizer"].get(key)]
-    say(f"going on with the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
+    info(f"going on with the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
     optimizer = type(config.optimizer).model_validate({**given["optimizer"], **table})
     return config.model_copy(update={"optimizer": optimizer, **{key: kept[key] for key in _RATE_KEYS}})
 
@@ -163,7 +163,7 @@ class Saved:
         shadows = (engine.like_weights(track_kind(name), averages.tracks[name].shadow) for name in known)
         self.checkpoint.load_into(chain(pieces, chain.from_iterable(shadows)))
         for name in new:
-            say(f"{self.path} has no average {name!r}: it starts from the weights now")
+            info(f"{self.path} has no average {name!r}: it starts from the weights now")
             for key, tensor in averages.tracks[name].shadow.items():
                 tensor.copy_(engine.weights[key])
         facts = self.checkpoint.facts

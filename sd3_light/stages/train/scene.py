@@ -11,7 +11,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import Groups, start_process_group
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.runlog import say
+from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.restore import Resume, Saved, choose_checkpoint, open_saved, settings_in_force
 from sd3_light.training.feed import make_order, open_cache
@@ -52,7 +52,7 @@ class Scene:
         """Open the log; say and write down what is about to happen."""
         order, world = self.order, self.launch.world
         padding = sum(bucket.padding for bucket in order.buckets)
-        say(
+        info(
             f"train: {start}; steps {progress.step} to {total}, {order.steps_per_epoch} an epoch in "
             f"{len(order.buckets)} buckets (padding repeats {padding} samples an epoch), {world} process(es)"
         )
@@ -72,7 +72,7 @@ class Scene:
             dropped = [self.data.buckets[number] for number in self.order.dropped]
             buckets = {bucket.bucket: bucket.size for bucket in dropped}
             named = ", ".join(f"{name} ({size} samples)" for name, size in buckets.items())
-            say(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {named}")
+            info(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {named}")
             self.folder.log("dropped", buckets=buckets)
 
 

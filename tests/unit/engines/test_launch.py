@@ -13,7 +13,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def say(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+def info(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -26,20 +26,20 @@ def test_plain_python_is_alone() -> None:
     "left_over", [{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, {"WORLD_SIZE": "8"}, {"RANK": "nonsense"}]
 )
 def test_what_is_left_over_in_a_shell_means_nothing(monkeypatch: pytest.MonkeyPatch, left_over: dict[str, str]) -> None:
-    say(monkeypatch, **left_over)
+    info(monkeypatch, **left_over)
     assert Launch.detect() == Launch()
     assert Launch.detect(local_rank=-1) == Launch()  # the default of --local_rank in launchers' own examples
 
 
 def test_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
+    info(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
     assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
     assert not Launch.detect().is_main
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_deepspeed_launcher_is_read_by_its_argument(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    say(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
+    info(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
     assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world=16)
 
 
@@ -68,7 +68,7 @@ def test_each_launcher_tells_how_many_processes_a_machine_has(monkeypatch: pytes
 def test_a_broken_environment_is_a_users_fault_that_names_it(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
 ) -> None:
-    say(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
+    info(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
     with pytest.raises(UserError, match=named):
         Launch.detect()
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from sd3_light.runlog import progress, say, set_main_process
+from sd3_light.runlog import info, progress, set_main_process
 
 
 class Clock:
@@ -41,7 +41,7 @@ def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 10
 
 def test_say_prints_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = "a [bold]line[/] :smile: of 12 words " + "x" * 200
-    say(text)
+    info(text)
     assert capsys.readouterr() == ("", text + "\n")
 
 
@@ -125,7 +125,7 @@ def test_bars_on_a_terminal_nest_and_follow(monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(2):
                 with progress("[inner]", 3) as inner:
                     inner.advance(3)
-                    say("between")
+                    info("between")
                 outer.advance(loss=0.5)
     shown = screen.getvalue()
     for text in ("first", "second", "[inner]", "between", "2/2 · 100%", "took 0:00", "loss 0.5"):
@@ -148,7 +148,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch:
     set_main_process(False)
     with progress("train", 2) as bar:
         bar.advance(2, loss=1.0)
-    say("hello")
+    info("hello")
     assert bar.done == 2
     assert screen.getvalue() == ""
     assert capsys.readouterr() == ("", "")

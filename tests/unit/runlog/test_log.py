@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import RunLog, is_main_process, read_log, say, set_main_process
+from sd3_light.runlog import RunLog, info, is_main_process, read_log, set_main_process
 
 
 @pytest.fixture(autouse=True)
@@ -182,10 +182,10 @@ def test_words_that_cannot_be_printed_stop_nothing(monkeypatch: pytest.MonkeyPat
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    say("is anybody there?")
+    info("is anybody there?")
     monkeypatch.undo()
     assert "is anybody there?" in "".join(tried)
-    say("")  # no other test shall meet what still waits
+    info("")  # no other test shall meet what still waits
 
 
 def test_a_mirror_without_room_is_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
