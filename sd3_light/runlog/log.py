@@ -31,7 +31,7 @@ class Tracker(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each named curve."""
 
-    def picture(self, name: str, image: "Image", step: int) -> None:
+    def image(self, name: str, image: "Image", step: int) -> None:
         """Show a picture under a name."""
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class RunLog:
             elif kind in ("start", "resume") and self._tensorboard is not None and self._x_axis in fields:
                 self._tensorboard.begin(_plain(fields[self._x_axis]) + (kind == "resume"))
 
-    def picture(self, name: str, image: "Image", **position: Any) -> None:
+    def image(self, name: str, image: "Image", **position: Any) -> None:
         """Show a picture to TensorBoard and the trackers, at the x that `position` (step=, samples=) has.
 
         It adds no line to the log, which holds no pictures: an event tells of its file.
@@ -98,7 +98,7 @@ class RunLog:
         if self._file is None:
             return
         with self._lock:
-            self._mirror(lambda mirror: mirror.picture(name, image, step=_plain(position[self._x_axis])))
+            self._mirror(lambda mirror: mirror.image(name, image, step=_plain(position[self._x_axis])))
 
     def close(self) -> None:
         """Close the log and its mirrors; a second call does nothing."""

@@ -34,7 +34,7 @@ class TensorBoard:
         for name, number in values.items():
             writer.add_scalar(name, number, global_step=step)
 
-    def picture(self, name: str, image: "Image", step: int) -> None:
+    def image(self, name: str, image: "Image", step: int) -> None:
         """Show a picture under a name."""
         import numpy as np
 

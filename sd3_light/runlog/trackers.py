@@ -19,7 +19,7 @@ from sd3_light.runlog.tensorboard import bounded
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-REMEMBERED = "trackers.json"
+TRACKER_IDS = "trackers.json"
 """The file of a run folder that says which run of a tracker is its own."""
 
 _FINISH_SECONDS = 60.0  # a run that has to stop may not wait for a slow network
@@ -53,7 +53,7 @@ def open_trackers(
     return [tracker for tracker in opened if tracker is not None]
 
 
-class Careful:
+class FaultTolerant:
     """A tracker whose own faults (``faults``) cost what it shows, never the run: the first is said, the rest not."""
 
     def __init__(self, name: str, inner: Tracker, faults: tuple[type[Exception], ...]) -> None:
@@ -64,9 +64,9 @@ class Careful:
         """Add a point to each named curve."""
         self._try(lambda: self._inner.log(values, step))
 
-    def picture(self, name: str, image: "Image", step: int) -> None:
+    def image(self, name: str, image: "Image", step: int) -> None:
         """Show a picture under a name."""
-        self._try(lambda: self._inner.picture(name, image, step))
+        self._try(lambda: self._inner.image(name, image, step))
 
     def close(self) -> None:
         """Send what is left."""
@@ -95,7 +95,7 @@ class Wandb:
         if step >= self._run.step:
             self._run.log(dict(values), step=step)
 
-    def picture(self, name: str, image: "Image", step: int) -> None:
+    def image(self, name: str, image: "Image", step: int) -> None:
         """Show a picture under a name."""
         if step >= self._run.step:
             self._run.log({name: self._module.Image(bounded(image))}, step=step)
@@ -132,7 +132,7 @@ def _open_wandb(monitoring: MonitoringConfig, folder: Path, config: Mapping[str,
     except (wandb.Error, OSError) as fault:
         info(f"wandb does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
         return None
-    return Careful("wandb", Wandb(wandb, run), (wandb.Error, OSError))
+    return FaultTolerant("wandb", Wandb(wandb, run), (wandb.Error, OSError))
 
 
 _ACCOUNT = (
@@ -154,7 +154,7 @@ class Trackio:
         if step >= self._known:
             self._run.log(dict(values), step=step)
 
-    def picture(self, name: str, image: "Image", step: int) -> None:
+    def image(self, name: str, image: "Image", step: int) -> None:
         """Show a picture under a name."""
         if step >= self._known:
             self._run.log({name: self._module.Image(bounded(image))}, step=step)
@@ -192,7 +192,7 @@ def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[st
         info(f"trackio does not answer ({_first_line(fault)}); training goes on without it, log.jsonl has it all")
         return None
     # its log and finish warn and go on where they fail; these are what could still come through
-    return Careful("trackio", Trackio(trackio, run, known), (OSError, HTTPError))
+    return FaultTolerant("trackio", Trackio(trackio, run, known), (OSError, HTTPError))
 
 
 def _positions(path: Path, x_axis: str) -> Iterator[int]:
@@ -210,12 +210,12 @@ def _is_there(name: str) -> bool:
 
 def _remember(folder: Path, key: str, make: Callable[[], str]) -> str:
     """What the run folder knows under a key, made at first."""
-    path = folder / REMEMBERED
+    path = folder / TRACKER_IDS
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if key not in known:
         known[key] = make()
         folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{REMEMBERED}.tmp")
+        new = path.with_name(f".{TRACKER_IDS}.tmp")
         new.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
         os.replace(new, path)
     return known[key]

@@ -63,5 +63,5 @@ class RunFolder:
     def picture(self, path: Path, image: Image.Image, progress: Progress, weights: str) -> None:
         """A grid of samples was drawn."""
         if self._log is not None:
-            self._log.picture(f"samples/{weights}", image, **progress.counts())
+            self._log.image(f"samples/{weights}", image, **progress.counts())
         self.log("sample", **progress.counts(), weights=weights, file=str(path.relative_to(self.path)))

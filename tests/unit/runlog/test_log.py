@@ -37,7 +37,7 @@ class Recorder:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.points.append((step, dict(values)))
 
-    def picture(self, name: str, image: Image.Image, step: int) -> None:
+    def image(self, name: str, image: Image.Image, step: int) -> None:
         self.pictures.append((step, name, image.size))
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ def test_numbers_of_steps_and_evals_are_points_of_curves_with_their_own_names(tm
 def test_a_picture_is_shown_and_adds_no_line(tmp_path: Path) -> None:
     tracker = Recorder()
     with RunLog(tmp_path, tensorboard=False, trackers=[tracker], x_axis="samples") as log:
-        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=10, samples=640)
+        log.image("samples/ema", Image.new("RGB", (8, 4)), step=10, samples=640)
     assert tracker.pictures == [(640, "samples/ema", (8, 4))]
     assert events(tmp_path) == []
 
@@ -214,7 +214,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     set_main_process(False)
     with RunLog(tmp_path / "run") as log:
         log.event("step", step=1, loss=1.0)
-        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=1)
+        log.image("samples/ema", Image.new("RGB", (8, 4)), step=1)
     assert not (tmp_path / "run").exists()
 
 

@@ -68,22 +68,22 @@ def test_a_run_that_begins_anew_in_its_folder_hides_the_first_try(tmp_path: Path
 
 
 def test_a_picture_is_there_as_it_was(tmp_path: Path) -> None:
-    picture = Image.fromarray(np.arange(8 * 5 * 3, dtype=np.uint8).reshape(8, 5, 3))
+    image = Image.fromarray(np.arange(8 * 5 * 3, dtype=np.uint8).reshape(8, 5, 3))
     with RunLog(tmp_path) as log:
-        log.picture("samples/ema", picture, step=42)
+        log.image("samples/ema", image, step=42)
     (point,) = read(tmp_path).Tensors("samples/ema")
     width, height, data = point.tensor_proto.string_val
     assert (point.step, width, height) == (42, b"5", b"8")
     (tmp_path / "shown.png").write_bytes(data)
     with Image.open(tmp_path / "shown.png") as shown:
-        assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(picture))
+        assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(image))
 
 
 def test_a_large_picture_is_shown_smaller_and_is_not_touched() -> None:
-    picture = Image.new("RGBA", (2 * LARGEST_SIDE, 30))
-    shown = bounded(picture)
+    image = Image.new("RGBA", (2 * LARGEST_SIDE, 30))
+    shown = bounded(image)
     assert (shown.size, shown.mode) == ((LARGEST_SIDE, 15), "RGB")
-    assert (picture.size, picture.mode) == ((2 * LARGEST_SIDE, 30), "RGBA")
+    assert (image.size, image.mode) == ((2 * LARGEST_SIDE, 30), "RGBA")
 
 
 def test_a_run_without_curves_has_no_tensorboard_folder(tmp_path: Path) -> None:

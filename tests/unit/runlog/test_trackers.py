@@ -13,7 +13,7 @@ from PIL import Image
 
 from sd3_light.config import MonitoringConfig, UserError
 from sd3_light.runlog import RunLog, open_trackers, set_main_process
-from sd3_light.runlog.trackers import REMEMBERED
+from sd3_light.runlog.trackers import TRACKER_IDS
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"seed": 1, "model": {"size": "tiny2"}}
@@ -127,14 +127,14 @@ def train(folder: Path, monitoring: MonitoringConfig, first: int, last: int) -> 
         for step in range(first, last + 1):
             log.event("step", step=step, loss=1 / step)
         log.event("eval", step=last, set="held", weights="ema", flow=0.25)
-        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=last)
+        log.image("samples/ema", Image.new("RGB", (8, 4)), step=last)
 
 
 def test_nothing_is_opened_unasked_or_on_other_ranks(tmp_path: Path, wandb: FakeWandb) -> None:
     assert open_trackers(wish(), tmp_path, CONFIG) == []
     set_main_process(False)
     assert open_trackers(wish(enable_wandb=True), tmp_path, CONFIG) == []
-    assert not (tmp_path / REMEMBERED).exists()
+    assert not (tmp_path / TRACKER_IDS).exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -165,7 +165,7 @@ def test_a_restart_goes_on_with_the_same_wandb_run_and_repeats_nothing(tmp_path:
     wandb.last_step = 5
     train(tmp_path, monitoring, 3, 6)
     first, second = (run.init for run in wandb.runs)
-    assert first["id"] == second["id"] == json.loads((tmp_path / REMEMBERED).read_text())["wandb_id"]
+    assert first["id"] == second["id"] == json.loads((tmp_path / TRACKER_IDS).read_text())["wandb_id"]
     assert (second["resume"], second["name"]) == ("allow", "named")
     assert [step for step, _ in wandb.runs[1].logged] == [5, 6, 6, 6]
     train(tmp_path / "other", monitoring, 1, 1)
@@ -209,7 +209,7 @@ def test_a_wandb_that_fails_later_is_said_once(
     with RunLog(tmp_path, tensorboard=False, trackers=trackers) as log:
         for step in range(3):
             log.event("step", step=step, loss=1.0)
-        log.picture("samples/ema", Image.new("RGB", (8, 4)), step=2)
+        log.image("samples/ema", Image.new("RGB", (8, 4)), step=2)
     assert capsys.readouterr().err.count("wandb fails (gone)") == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
@@ -307,7 +307,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 1, 3)
     train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 3, 4)
     real.teardown()
-    known = json.loads((folder / REMEMBERED).read_text())["wandb_id"]
+    known = json.loads((folder / TRACKER_IDS).read_text())["wandb_id"]
     assert len(list(folder.glob(f"wandb/offline-run-*-{known}"))) in (1, 2)  # named by the second
     data = b"".join(path.read_bytes() for path in folder.glob("wandb/*/run-*.wandb"))
     for text in (b"train/loss", b"eval/held/ema/flow", b"samples/ema", b"tiny2"):
@@ -326,7 +326,7 @@ def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(folder, wish(enable_trackio=True), 3, 4)
     with sqlite3.connect(tmp_path / "trackio" / "sd3-light.db") as data:
         points = data.execute("select run_name, step, metrics from metrics").fetchall()
-    assert {name for name, _, _ in points} == {json.loads((folder / REMEMBERED).read_text())["trackio_name"]}
+    assert {name for name, _, _ in points} == {json.loads((folder / TRACKER_IDS).read_text())["trackio_name"]}
     losses = [(step, json.loads(text)["train/loss"]) for _, step, text in points if b"train/loss" in bytes(text)]
     assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3), (3, 1 / 3), (4, 0.25)]
     assert len(list(tmp_path.glob("trackio/media/**/*.png"))) == 2
