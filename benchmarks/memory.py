@@ -43,7 +43,7 @@ from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
-from sd3_light.training.feed import make_order, open_cache
+from sd3_light.training.data import make_order, open_cache
 
 A_TAR = 10_000
 SIZES = ((16, 16), (32, 16), (16, 32))

@@ -236,12 +236,12 @@ def train(folder: Path, engine: str, saves: bool) -> None:
     from sd3_light.checkpoint.background import CheckpointKeeper
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
-    from sd3_light.stages.train.duties import Duties
+    from sd3_light.stages.train.hooks import RunHooks
 
-    Duties.export = lambda self, progress: None  # type: ignore[method-assign]  # there are no frozen parts to export
+    RunHooks.export = lambda self, progress: None  # type: ignore[method-assign]  # there are no frozen parts to export
 
     if not saves:
-        Duties.checkpoint = lambda self, progress: None  # type: ignore[method-assign]
+        RunHooks.checkpoint = lambda self, progress: None  # type: ignore[method-assign]
         CheckpointKeeper.prepare = lambda self, pieces: None  # type: ignore[method-assign]
 
     loaded = load_config(folder / "train.toml")
@@ -255,8 +255,8 @@ def train(folder: Path, engine: str, saves: bool) -> None:
 def feed(folder: Path, args: argparse.Namespace) -> float:
     """Samples a second that come out of the loader when nobody computes; the first ``warm`` steps do not count."""
     from sd3_light.encoders.vae import LatentScale
-    from sd3_light.training.feed import make_order, open_cache, training_steps
-    from sd3_light.training.light_sd3 import InputPreparer
+    from sd3_light.training.data import make_order, open_cache, training_steps
+    from sd3_light.training.sd3 import InputPreparer
 
     loaded, launch = load_config(folder / "train.toml"), Launch()
     config = loaded.train

@@ -20,8 +20,8 @@ from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora import Lora, add_loras
 from sd3_light.training.evaluation import Evaluator
-from sd3_light.training.light_sd3 import InputPreparer
-from sd3_light.training.module import SD3TrainingModule, fast_obstacle
+from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
+from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import prompts
 
 
@@ -36,7 +36,7 @@ def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) 
     denoiser = SD3Transformer2DModel.from_pretrained(model / "transformer", dtype=torch.float32, local_files_only=True)
     device = launch.device()
     start_process_group(launch, device, config.dist_timeout_sec)
-    fast = fast_obstacle(config, denoiser, device.type, launch.world) is None
+    fast = why_stock_blocks(config, denoiser, device.type, launch.world) is None
     engine = TorchEngine(SD3TrainingModule(denoiser, config, fast), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with peers_in_words():

@@ -19,9 +19,9 @@ from sd3_light.export.places import refuse_existing, unnamed_folder, writing
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import info
-from sd3_light.training.adapter import adapter_spec
-from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config, whole_state
+from sd3_light.training.sd3 import starting_transformer
+from sd3_light.training.trainable import adapter_spec
 
 RAW = "raw"
 SNAPSHOTS = "ema"

@@ -9,8 +9,8 @@ from sd3_light.config import LoadedConfig
 from sd3_light.export.folder import write_folder
 from sd3_light.export.places import refuse_existing, writing
 from sd3_light.model.start import MARKER, where_weights_start
-from sd3_light.training.light_sd3 import starting_transformer
 from sd3_light.training.saver import export_spec, model_config
+from sd3_light.training.sd3 import starting_transformer
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:

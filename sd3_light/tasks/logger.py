@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sd3_light.config.faults import UserError
 from sd3_light.export.trained import write_trained
 from sd3_light.runlog import info, is_main_process
-from sd3_light.training.blame import blame
+from sd3_light.training.errors import as_user_error
 
 
 class ModelLogger:
@@ -76,7 +76,7 @@ class ModelLogger:
     def _converted(self, plain: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.state_dict_converter is None:
             return plain
-        with blame("state_dict_converter"):
+        with as_user_error("state_dict_converter"):
             found: dict[str, Any] = dict(self.state_dict_converter(plain))
         wrong = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)]
         if wrong or not found:

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import replacing
 from sd3_light.runlog import progress
-from sd3_light.tasks.feed import item_of, length_of
-from sd3_light.training.blame import blame
+from sd3_light.tasks.batches import item_of, length_of
+from sd3_light.training.errors import as_user_error
 
 Make = Callable[[str, int], Image.Image]
 """(prompt, seed) -> a picture, by the model before it is trained."""
@@ -41,7 +41,7 @@ class ClassPictures(Dataset[Any]):
     ) -> None:
         if count < 1:
             raise UserError(f"{count} class pictures: give a number from 1 on")
-        with blame("made_by of ClassPictures", "give JSON: texts, numbers and lists by name"):
+        with as_user_error("made_by of ClassPictures", "give JSON: texts, numbers and lists by name"):
             recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
         self.folder = Path(cache) / hashlib.sha256(recipe.encode()).hexdigest()[:16]
         self.prompt, self.count, self.names = prompt, count, (image, text)
@@ -57,7 +57,10 @@ class ClassPictures(Dataset[Any]):
     def _draw(self, make: Make, missing: list[int]) -> None:
         with progress("class pictures", len(missing), "pictures") as bar:
             for done, index in enumerate(missing, start=1):
-                with replacing(self._path(index)) as temporary, blame("make(prompt, seed)", "let it give a picture"):
+                with (
+                    replacing(self._path(index)) as temporary,
+                    as_user_error("make(prompt, seed)", "let it give a picture"),
+                ):
                     make(self.prompt, index).save(temporary, format="PNG")
                 bar.reach(done, len(missing))
 

@@ -14,16 +14,16 @@ from sd3_light.data.processed import Processed, ProcessedWriter, fingerprint, fi
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_of
 from sd3_light.runlog import info, progress, set_main_process
-from sd3_light.tasks.feed import item_of, length_of
+from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.train import leaving_on_fault, require_parts
-from sd3_light.training.blame import blame, faults_in_words
-from sd3_light.training.task_module import DiffusionTrainingModule
+from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 
 @leaving_on_fault()
-@faults_in_words()
+@explain_runtime_errors()
 def launch_data_process_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
@@ -53,7 +53,7 @@ def launch_data_process_task(
         model.to(accelerator.device)
     model.freeze_the_rest()
     recipe = recipe_of(model)
-    with blame(f"output_path {folder}", "choose another"):
+    with as_user_error(f"output_path {folder}", "choose another"):
         writer = ProcessedWriter(folder, launch.rank, shard_size)
     mine = list(range(launch.rank, count, launch.world))
     reused = 0
@@ -63,7 +63,7 @@ def launch_data_process_task(
             if writer.known.get(index) == made_of:
                 reused += 1
             else:
-                with blame(f"bucket_of({index})", "let it give a name or number for every index"):
+                with as_user_error(f"bucket_of({index})", "let it give a name or number for every index"):
                     bucket = "all" if bucket_of is None else str(bucket_of(index))
                 writer.add(Processed(index, bucket, made_of, _storable(model.process(item), index)))
             bar.reach(done, len(mine))

@@ -7,7 +7,7 @@ from torch import nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.processed import ProcessedDataset, fingerprint
-from sd3_light.training.task_module import DiffusionTrainingModule
+from sd3_light.tasks.module import DiffusionTrainingModule
 
 
 def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:

@@ -26,17 +26,17 @@ from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import RunLog, info, set_main_process
-from sd3_light.tasks import parts
-from sd3_light.tasks.feed import Samples, TaskBatches, length_of, steps_of
+from sd3_light.tasks import setup
+from sd3_light.tasks.batches import Samples, TaskBatches, length_of, steps_of
 from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.blame import blame, faults_in_words
-from sd3_light.training.feed import order_facts
-from sd3_light.training.loop import Duty, Run, every, train
+from sd3_light.training.data import order_facts
+from sd3_light.training.errors import as_user_error, explain_runtime_errors
+from sd3_light.training.loop import Hook, Run, every, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.task_module import DiffusionTrainingModule
-from sd3_light.training.watch import NUM_WISHES, Watch
+from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def leaving_on_fault() -> Iterator[None]:
 
 
 @leaving_on_fault()
-@faults_in_words()
+@explain_runtime_errors()
 def launch_training_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
@@ -84,7 +84,7 @@ def launch_training_task(
     require_parts(model, model_logger)
     with _folder(model_logger.output_path) as take:
         task = _Task.of(accelerator, dataset, model, model_logger, wishes, take)
-        with task.log_open(), task.run.watch:
+        with task.log_open(), task.run.requests:
             return task.train()
 
 
@@ -137,19 +137,19 @@ class _Task:
         take: Callable[[], None],
     ) -> "_Task":
         """Put the parts together; ``take`` the folder first, on the one process that writes there."""
-        launch, device = parts.place_of(accelerator, wishes)
+        launch, device = setup.place_of(accelerator, wishes)
         set_main_process(launch.is_main)
         groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
         groups.by_first(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
-        micro = parts.accumulation_of(accelerator, wishes)
+        micro = setup.accumulation_of(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
         model.freeze_the_rest()
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
-        if model.adapter is not None and parts.computes_in_bf16(accelerator, wishes):
+        if model.adapter is not None and setup.computes_in_bf16(accelerator, wishes):
             narrow_linears(model.transformer, torch.bfloat16)
-        engine = parts.engine_of(model, wishes, micro, launch, device, accelerator, groups)
+        engine = setup.engine_of(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch
         total = total if wishes.max_steps is None else min(total, wishes.max_steps)
@@ -159,10 +159,10 @@ class _Task:
             engine=engine,
             steps=steps_of(batches, wishes.num_workers),
             samples_in=samples.order.batch_size,
-            learning_rate=lambda step: parts.rate_of(wishes, step, total),
+            learning_rate=lambda step: setup.rate_of(wishes, step, total),
             total_steps=total,
             averages=averages,
-            watch=Watch(place, None, Agreement(groups.control, NUM_WISHES)),
+            requests=RunRequests(place, None, Agreement(groups.control, NUM_FLAGS)),
             begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
             steps_per_epoch=samples.order.steps_per_epoch,
             max_nonfinite_steps=wishes.max_nonfinite_steps,
@@ -195,9 +195,9 @@ class _Task:
         self.logger.num_steps = begun.step
         facts = {"total": total, "steps_per_epoch": self.run.steps_per_epoch, "world": self.launch.world}
         self.run.log("resume" if begun.step else "start", **begun.as_dict(), **facts, engine=self.wishes.engine)
-        self.run.duties = self._duties(total)
+        self.run.hooks = self._hooks(total)
         try:
-            with faults_in_words():
+            with explain_runtime_errors():
                 done = train(self.run)
         except UserError as fault:
             told = self._saved_from(fault, begun)
@@ -226,19 +226,19 @@ class _Task:
 
     # --- duties ----------------------------------------------------------------------------------
 
-    def _duties(self, total: int) -> list[Duty]:
-        wishes, per_epoch, watch = self.wishes, self.run.steps_per_epoch, self.run.watch
+    def _hooks(self, total: int) -> list[Hook]:
+        wishes, per_epoch, requests = self.wishes, self.run.steps_per_epoch, self.run.requests
         own_hook = type(self.logger).on_step_end is not ModelLogger.on_step_end
         save = every(1 if own_hook else wishes.save_steps)  # a hook of the user's own is called after every step
         check, judge, draw = every(wishes.checkpoint_steps), every(wishes.eval_steps), every(wishes.draw_steps)
         epoch, last = every(epochs=1, steps_per_epoch=per_epoch), every(steps=total)
         return [
-            Duty("tell", lambda a, b: self.keeper.has_news(), lambda _: self.tell(self.keeper.poll())),
-            Duty("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
-            Duty("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
-            Duty("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
-            Duty("epoch", lambda a, b: wishes.save_steps is None and epoch(a, b), self.save_epoch),
-            Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
+            Hook("tell", lambda a, b: self.keeper.has_news(), lambda _: self.tell(self.keeper.poll())),
+            Hook("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
+            Hook("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
+            Hook("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
+            Hook("epoch", lambda a, b: wishes.save_steps is None and epoch(a, b), self.save_epoch),
+            Hook("checkpoint", lambda a, b: check(a, b) | last(a, b) | requests.save, self.checkpoint),
         ]
 
     @contextmanager
@@ -246,7 +246,7 @@ class _Task:
         """The model has the average's weights inside the block, where there is one, and computes as in a step."""
         averaged = EMA in self.averages.tracks
         weights = self.averages.in_place_of(EMA, self.engine.weights) if averaged else nullcontext()
-        with weights, parts.autocast_of(self.accelerator, self.wishes):  # in this order: autocast caches weights
+        with weights, setup.autocast_of(self.accelerator, self.wishes):  # in this order: autocast caches weights
             yield
 
     def save_step(self, progress: Progress) -> None:
@@ -276,7 +276,7 @@ class _Task:
     def draw(self, progress: Progress) -> None:
         """The picture that the user's function gives, on the main process; with cut weights all call it."""
         assert self.wishes.draw is not None
-        with self.best(), torch.no_grad(), blame("draw(model)"):
+        with self.best(), torch.no_grad(), as_user_error("draw(model)"):
             picture = self.wishes.draw(self.model)
         if picture is not None and not hasattr(picture, "save"):
             raise UserError(f"draw(model) gave a {type(picture).__name__}; return a PIL picture, or None")
@@ -341,8 +341,8 @@ class _Task:
         if self._failed:
             raise UserError(f"{self._failed}; make room, then resume")
         if done.step < total:
-            self.run.log("stop", **done.counts(), reason=self.run.watch.reason)
-            raise Stopped(f"{self.run.watch.reason} at step {done.step} of {total}; resume=True goes on from there")
+            self.run.log("stop", **done.counts(), reason=self.run.requests.reason)
+            raise Stopped(f"{self.run.requests.reason} at step {done.step} of {total}; resume=True goes on from there")
         if (steps := done.step - begun.step) and steps == done.skipped - begun.skipped:
             raise UserError(
                 f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or look "

@@ -9,7 +9,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import Prepared
 from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
-from sd3_light.training.feed import make_loader, open_cache, unread
+from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Evaluator:
         share = self.launch.of_data(self.stages)
         if not self.launch.is_fed(self.stages):
             sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
-            return [unread(size) for size in sizes for _ in QUANTILES]
+            return [placeholder_batch(size) for size in sizes for _ in QUANTILES]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
         items = AtQuantiles(batches, order.steps_per_epoch)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))

@@ -14,14 +14,14 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
-from sd3_light.training.watch import NUM_WISHES, Watch
+from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
-HUNGRY = 50
+STARVATION_WINDOW = 50
 """Steps that are looked at to say whether data come too late."""
 
 
 @dataclass(frozen=True)
-class Duty:
+class Hook:
     """Something to do now and then: ``act(progress)`` whenever ``due(before, after)`` a step."""
 
     name: str
@@ -29,8 +29,8 @@ class Duty:
     act: Callable[[Progress], None]
 
 
-def _nobody() -> Watch:
-    return Watch(None, None, Agreement(None, NUM_WISHES))
+def _nobody() -> RunRequests:
+    return RunRequests(None, None, Agreement(None, NUM_FLAGS))
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Run:
     total_steps: int
     progress: Progress = field(default_factory=Progress)
     averages: Averages | None = None
-    duties: Sequence[Duty] = ()
+    hooks: Sequence[Hook] = ()
     log: Callable[..., None] = lambda *args, **fields: None
     meter: Meter = field(default_factory=Meter)
-    watch: Watch = field(default_factory=_nobody)
+    requests: RunRequests = field(default_factory=_nobody)
     flops_in: Callable[[Sequence[Prepared]], int] = lambda batches: 0
     begin_step: Callable[[int], None] = lambda step: None
     steps_per_epoch: int = 1
@@ -59,7 +59,7 @@ class Run:
     steps_per_print: int = 1
     faster_data: str = ""
     _skipped_in_a_row: int = 0
-    _late: deque[bool] = field(default_factory=lambda: deque(maxlen=HUNGRY))
+    _late: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
 
 
 def train(run: Run) -> Progress:
@@ -69,7 +69,7 @@ def train(run: Run) -> Progress:
         closing(run.steps(run.progress.position)) as batches,
         progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
     ):
-        while run.progress.step < run.total_steps and not run.watch.quit:
+        while run.progress.step < run.total_steps and not run.requests.quit:
             before = run.progress
             micro_batches, coming = coming or _next_step(run, batches), None
             lr = run.learning_rate(before.step)
@@ -82,8 +82,8 @@ def train(run: Run) -> Progress:
             samples = run.samples_in(before.position)
             run.progress = before.after(samples)
             run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
-            run.watch.ask()
-            due = [duty for duty in run.duties if duty.due(before, run.progress)]
+            run.requests.ask()
+            due = [hook for hook in run.hooks if hook.due(before, run.progress)]
             is_last = run.progress.step == run.total_steps
             record = run.progress.step % run.logging_steps == 0 or is_last
             try:
@@ -93,9 +93,9 @@ def train(run: Run) -> Progress:
                 _settle(run, wait=record or bool(due))
                 if record:
                     _log_step(run, lr, bar)
-            with run.meter.away():
-                for duty in due:
-                    duty.act(run.progress)
+            with run.meter.excluded():
+                for hook in due:
+                    hook.act(run.progress)
     return run.progress
 
 
@@ -103,16 +103,16 @@ def _next_step(run: Run, batches: Steps) -> Sequence[Prepared]:
     """What the next step learns from."""
     with run.meter.waiting():
         found = next(batches)
-    _look_at_hunger(run)
+    _warn_if_data_starved(run)
     return found
 
 
-def _look_at_hunger(run: Run) -> None:
+def _warn_if_data_starved(run: Run) -> None:
     """Say once where data come too late more often than not; when workers start they always do."""
     if run.faster_data:
         run._late.append(run.meter.is_idle)
-        if len(run._late) == HUNGRY and sum(run._late) > HUNGRY / 2:
-            times = f"in {sum(run._late)} of the last {HUNGRY} steps"
+        if len(run._late) == STARVATION_WINDOW and sum(run._late) > STARVATION_WINDOW / 2:
+            times = f"in {sum(run._late)} of the last {STARVATION_WINDOW} steps"
             info(f"the GPU was done before its next data came, {times}: {run.faster_data}")
             run.faster_data = ""
 

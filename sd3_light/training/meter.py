@@ -60,7 +60,7 @@ class Meter:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._since, self._away, self._waited = time.perf_counter(), 0.0, 0.0
+        self._since, self._excluded, self._waited = time.perf_counter(), 0.0, 0.0
         self._samples = self._steps = self._flops = 0
 
     @contextmanager
@@ -71,11 +71,11 @@ class Meter:
         self._waited += time.perf_counter() - start
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Around what is not training: its time does not count."""
         start = time.perf_counter()
         yield
-        self._away += time.perf_counter() - start
+        self._excluded += time.perf_counter() - start
 
     def add(self, step: int, result: StepResult, samples: int, flops: int) -> None:
         """A step was asked of the device: ``samples`` and ``flops`` of all processes."""
@@ -103,7 +103,7 @@ class Meter:
     def record(self) -> dict[str, Any]:
         """All of it since the last record, which then begins anew; every result has been settled."""
         assert not self._pending, "settle before a record"
-        seconds = max(time.perf_counter() - self._since - self._away, 1e-9)
+        seconds = max(time.perf_counter() - self._since - self._excluded, 1e-9)
         fields = {**self.window.means(), **self._speed(seconds), **memory()}
         self.window = Window()
         self._start_anew()

@@ -23,7 +23,7 @@ Label = tuple[Tensor | None, ...]
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
-def fast_obstacle(
+def why_stock_blocks(
     config: TrainConfig, transformer: SD3Transformer2DModel, device: str, world: int = 1, by_deepspeed: bool = False
 ) -> str | None:
     """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""

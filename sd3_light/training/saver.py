@@ -16,7 +16,7 @@ from sd3_light.checkpoint.state import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.export.folder import ExportError, ExportSpec, write_folder
-from sd3_light.training.about import about_run
+from sd3_light.training.card_facts import card_facts
 
 RAW = "raw"
 
@@ -51,7 +51,7 @@ def export_spec(
     run: Path | None = None,
 ) -> ExportSpec:
     """What an export of a run must be; its card tells what the folder ``run`` knows."""
-    about = {} if run is None else about_run(config, run, weights, progress)
+    about = {} if run is None else card_facts(config, run, weights, progress)
     return model_spec(
         config.model,
         transformer_config,

@@ -141,12 +141,12 @@ def patch() -> None:
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import folder
     from sd3_light.stages import train
-    from sd3_light.stages.train import restore
+    from sd3_light.stages.train import resume
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     folder.prove = lambda *_: {}  # type: ignore[assignment]
-    load = restore.Saved.load
+    load = resume.ResumePoint.load
 
     def checked(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
         found = load(saved, engine, averages, *more)
@@ -156,14 +156,14 @@ def patch() -> None:
             assert torch.equal(piece.values.cpu(), wanted), f"{piece.name} is not what was saved"
         return found
 
-    restore.Saved.load = checked  # type: ignore[method-assign]
-    finish = train.Duties.finish
+    resume.ResumePoint.load = checked  # type: ignore[method-assign]
+    finish = train.RunHooks.finish
 
     def noting(duties: Any, progress: Any) -> None:
         note_held(duties.folder.path, duties.engine, duties.averages)
         finish(duties, progress)
 
-    train.Duties.finish = noting  # type: ignore[method-assign]
+    train.RunHooks.finish = noting  # type: ignore[method-assign]
 
 
 def note_held(run: Path, engine: Any, averages: Any) -> None:

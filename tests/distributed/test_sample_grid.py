@@ -16,7 +16,7 @@ from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.pictures import Sampler
+from sd3_light.training.samples import Sampler
 
 Project = Any  # the class is in tests/conftest.py
 PROMPTS = ["a large red circle", "two small blue squares", "a star"]

@@ -15,15 +15,15 @@ from sd3_light.engines.processes import Agreement, lost_peer
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.stages.train.duties import Duties, make_sampler
+from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.learner import Learner, make_learner, require_blocks, what_starts
-from sd3_light.stages.train.restore import Restored, Resume, require_start
-from sd3_light.stages.train.scene import Scene, open_scene
-from sd3_light.training.feed import flops_counter, training_steps
+from sd3_light.stages.train.hooks import RunHooks, make_sampler
+from sd3_light.stages.train.resume import Restored, Resume, require_start
+from sd3_light.stages.train.train_state import TrainState, make_train_state, require_blocks, what_starts
+from sd3_light.training.data import flops_counter, training_steps
 from sd3_light.training.loop import Run, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.watch import NUM_WISHES, SAVE_QUIT, Watch
+from sd3_light.training.requests import NUM_FLAGS, SAVE_QUIT, RunRequests
 
 __all__ = ["Resume", "require_start", "run"]
 
@@ -41,48 +41,48 @@ def run(
     if launch.device().type == "cuda":
         torch.cuda.set_device(launch.device())
     with RunFolder(loaded, launch.is_main) as folder, _faults_in_words():
-        scene = open_scene(loaded, launch, folder, resume, by_deepspeed)
+        context = open_context(loaded, launch, folder, resume, by_deepspeed)
         # before the engine takes the GPU: prompts that the cache does not have are encoded now
-        sampler = make_sampler(scene)
-        learner, saved, start = make_learner(scene), scene.saved, resume or Resume()
-        restored = saved.load(learner.engine, learner.averages, scene.order, start) if saved else Restored()
-        training = _plan(scene, learner, restored)
+        sampler = make_sampler(context)
+        state, saved, start = make_train_state(context), context.saved, resume or Resume()
+        restored = saved.load(state.engine, state.averages, context.order, start) if saved else Restored()
+        training = _plan(context, state, restored)
         progress, total = restored.progress, training.total_steps
-        scene.announce(what_starts(scene.config), progress, total)
-        with training.watch, Duties(scene, learner, sampler, training) as duties:
-            training.duties = duties.of_run(total)
-            if scene.config.eval_before_first_step and progress.step == 0:
-                duties.evaluate(progress)
+        context.announce(what_starts(context.config), progress, total)
+        with training.requests, RunHooks(context, state, sampler, training) as hooks:
+            training.hooks = hooks.of_run(total)
+            if context.config.eval_before_first_step and progress.step == 0:
+                hooks.evaluate(progress)
             if saved and saved.is_own(folder.path) and progress.position:
-                duties.catch_up(progress)
+                hooks.catch_up(progress)
             done = train(training)
-            duties.finish(done)
+            hooks.finish(done)
     _require_progress(progress, done)
-    _require_end(training.watch, done, total)
+    _require_end(training.requests, done, total)
     return done
 
 
-def _plan(scene: Scene, learner: Learner, restored: Restored) -> Run:
+def _plan(context: RunContext, state: TrainState, restored: Restored) -> Run:
     """The run that the loop will walk, without its duties."""
-    config, launch, device, order = scene.config, scene.launch, scene.device, scene.order
-    engine, share = learner.engine, scene.share
+    config, launch, device, order = context.config, context.launch, context.device, context.order
+    engine, share = state.engine, context.share
     total = total_steps(config, order, restored.progress)
-    place = scene.folder.path if launch.is_main else None
+    place = context.folder.path if launch.is_main else None
     ahead = device if device.type == "cuda" and engine.in_turn else None
-    dropout = learner.module.dropout
+    dropout = state.module.dropout
     return Run(
         engine=engine,
         steps=training_steps(
-            config, scene.data, order, share, engine, learner.pipeline.preparer, ahead, launch.is_fed(scene.stages)
+            config, context.data, order, share, engine, state.pipeline.preparer, ahead, launch.is_fed(context.stages)
         ),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
         progress=restored.progress,
-        averages=learner.averages,
-        log=scene.folder.log,
+        averages=state.averages,
+        log=context.folder.log,
         meter=Meter(launch.world, _peak(device, config), restored.window),
-        watch=Watch(place, config.checkpoint_every_n_minutes, Agreement(scene.groups.control, NUM_WISHES)),
+        requests=RunRequests(place, config.checkpoint_every_n_minutes, Agreement(context.groups.control, NUM_FLAGS)),
         flops_in=flops_counter(where_weights_start(config.model), share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
@@ -144,9 +144,9 @@ def _peak(device: torch.device, config: TrainConfig) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
 
 
-def _require_end(watch: Watch, done: Progress, total: int) -> None:
-    if watch.quit and watch.reason != SAVE_QUIT and done.step < total:
-        raise Stopped(f"{watch.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
+def _require_end(requests: RunRequests, done: Progress, total: int) -> None:
+    if requests.quit and requests.reason != SAVE_QUIT and done.step < total:
+        raise Stopped(f"{requests.reason} at step {done.step} of {total}; the checkpoint is saved: resume to go on")
 
 
 def _require_progress(before: Progress, after: Progress) -> None:

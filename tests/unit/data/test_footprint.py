@@ -36,7 +36,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.model.cost import Amount
 from sd3_light.model.folder import TextShape
-from sd3_light.training.light_sd3 import InputPreparer
+from sd3_light.training.sd3 import InputPreparer
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)
 WIDE = TextShape(clip_tokens=77, t5_tokens=64, clip_l_width=256, clip_g_width=256, t5_width=1024, pooled_width=512)

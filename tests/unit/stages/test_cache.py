@@ -29,8 +29,8 @@ from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.encode import Builder
 from sd3_light.stages.cache.state import State, compare, render
 from sd3_light.stages.check import disk_faults
-from sd3_light.training.feed import make_order, open_cache
-from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.training.data import make_order, open_cache
+from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
 
 Project = Any  # the class is in tests/conftest.py

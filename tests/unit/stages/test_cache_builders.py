@@ -19,7 +19,7 @@ from sd3_light.data.files import file_sha256
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.engines import Launch
 from sd3_light.stages import cache as stage
-from sd3_light.training.feed import open_cache
+from sd3_light.training.data import open_cache
 
 Project = Any  # the class is in tests/conftest.py
 WORKERS = "caching_num_workers=2"

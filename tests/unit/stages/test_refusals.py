@@ -8,7 +8,7 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.export import places
-from sd3_light.training.adapter import freeze
+from sd3_light.training.trainable import freeze
 
 
 def test_freezing_everything_is_refused() -> None:

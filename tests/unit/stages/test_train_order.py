@@ -3,7 +3,7 @@
 from typing import Any
 
 from sd3_light.data.order import Segment, make_order
-from sd3_light.training.feed import order_facts
+from sd3_light.training.data import order_facts
 
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
 

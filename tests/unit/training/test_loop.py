@@ -16,9 +16,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import Agreement
 from sd3_light.engines.protocol import Piece, Prepared, StepNumbers, Steps
 from sd3_light.optim.ema import Averages
-from sd3_light.training.loop import HUNGRY, Duty, Run, every, train
+from sd3_light.training.loop import STARVATION_WINDOW, Hook, Run, every, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.watch import NUM_WISHES, Watch
+from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 
 class Result:
@@ -93,9 +93,9 @@ def run(total: int, engine: Counting | None = None, **keys: Any) -> Run:
 def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 4, first: int = 0) -> list[int]:
     """The steps after which a duty acts."""
     found: list[int] = []
-    duty = Duty("watch", due, lambda progress: found.append(progress.step))
+    hook = Hook("watch", due, lambda progress: found.append(progress.step))
     start = Progress(step=first, samples=first * samples, position=first)
-    train(run(total, duties=[duty], progress=start, samples_in=lambda step: samples))
+    train(run(total, hooks=[hook], progress=start, samples_in=lambda step: samples))
     return found
 
 
@@ -163,7 +163,7 @@ def test_who_makes_batches_is_let_go_at_the_end_whoever_holds_them(fault: UserEr
             raise fault
 
     with pytest.raises(UserError) if fault is not None else nullcontext():
-        train(replace(run(3), steps=steps, duties=[Duty("fail", every(steps=2), act)]))
+        train(replace(run(3), steps=steps, hooks=[Hook("fail", every(steps=2), act)]))
     assert next(made[0], None) is None
 
 
@@ -176,10 +176,10 @@ def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> 
                 raise UserError("a shard is gone")
             yield batch
 
-    duty = Duty("note", every(steps=3), lambda progress: done.append(progress.step))
-    for duties in ([], [duty]):
+    hook = Hook("note", every(steps=3), lambda progress: done.append(progress.step))
+    for hooks in ([], [hook]):
         logged.clear()
-        broken = replace(run(6), steps=steps, duties=duties, logging_steps=1)
+        broken = replace(run(6), steps=steps, hooks=hooks, logging_steps=1)
         broken.log = lambda event, **fields: logged.append(fields["step"])
         with pytest.raises(UserError, match="gone"):
             train(broken)
@@ -226,11 +226,11 @@ def test_no_interval_never_fires() -> None:
 def test_duties_act_after_the_step_in_their_order() -> None:
     engine = Counting()
     acts: list[str] = []
-    duties = [
-        Duty("one", every(steps=2), lambda progress: acts.append(f"one@{progress.step}:{int(engine.weight)}")),
-        Duty("two", every(steps=2), lambda progress: acts.append(f"two@{progress.step}:{progress.samples}")),
+    hooks = [
+        Hook("one", every(steps=2), lambda progress: acts.append(f"one@{progress.step}:{int(engine.weight)}")),
+        Hook("two", every(steps=2), lambda progress: acts.append(f"two@{progress.step}:{progress.samples}")),
     ]
-    train(run(4, engine, duties=duties))
+    train(run(4, engine, hooks=hooks))
     assert acts == ["one@2:2", "two@2:8", "one@4:4", "two@4:16"]
 
 
@@ -247,9 +247,9 @@ def test_a_skipped_step_is_counted_and_the_order_goes_on() -> None:
 def test_it_stops_after_too_many_in_a_row() -> None:
     engine = Counting(bad=range(3, 100))
     acted: list[int] = []
-    duty = Duty("checkpoint", every(steps=1), lambda progress: acted.append(progress.step))
+    hook = Hook("checkpoint", every(steps=1), lambda progress: acted.append(progress.step))
     with pytest.raises(UserError, match=r"not finite in 3 steps in a row \(at step 6\)"):
-        train(run(100, engine, max_nonfinite_steps=2, duties=[duty]))
+        train(run(100, engine, max_nonfinite_steps=2, hooks=[hook]))
     assert len(engine.seen) == 6
     assert acted == [1, 2, 3, 4, 5]
 
@@ -342,7 +342,7 @@ def test_a_record_is_the_mean_of_its_steps() -> None:
 def test_a_resumed_run_logs_the_same_means() -> None:
     """What the open window held is part of a checkpoint."""
     whole = [line["loss"] for line in logged(8, logging_steps=4)]
-    first = run(8, logging_steps=4, watch=AskedToQuit(after=6), duties=[Duty("all", every(steps=1), lambda p: None)])
+    first = run(8, logging_steps=4, requests=AskedToQuit(after=6), hooks=[Hook("all", every(steps=1), lambda p: None)])
     progress = train(first)
     assert progress.step == 6
     window = first.meter.window.as_dict()
@@ -350,11 +350,11 @@ def test_a_resumed_run_logs_the_same_means() -> None:
     assert [line["loss"] for line in second] == whole[1:]
 
 
-class AskedToQuit(Watch):
+class AskedToQuit(RunRequests):
     """Somebody asks to stop after some steps."""
 
     def __init__(self, after: int) -> None:
-        super().__init__(None, None, Agreement(None, NUM_WISHES))
+        super().__init__(None, None, Agreement(None, NUM_FLAGS))
         self.after = after
 
     def ask(self) -> None:
@@ -365,9 +365,9 @@ class AskedToQuit(Watch):
 def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
     engine = Counting()
     acted: list[int] = []
-    watch = AskedToQuit(after=3)
-    duty = Duty("checkpoint", lambda a, b: watch.save, lambda progress: acted.append(progress.step))
-    assert train(run(10, engine, watch=watch, duties=[duty])).step == 3
+    requests = AskedToQuit(after=3)
+    hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
+    assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
 
 
@@ -426,10 +426,10 @@ def test_a_device_that_waits_for_data_is_told_of_once(
 
 
 def test_a_start_is_no_hunger(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not lines_of(Device(0.5), HUNGRY - 1, capsys)
-    assert lines_of(Device(0.5), HUNGRY, capsys)
+    assert not lines_of(Device(0.5), STARVATION_WINDOW - 1, capsys)
+    assert lines_of(Device(0.5), STARVATION_WINDOW, capsys)
 
 
 def test_without_a_remedy_nothing_is_said_of_waiting(capsys: pytest.CaptureFixture[str]) -> None:
-    train(run(3 * HUNGRY, faster_data=""))
+    train(run(3 * STARVATION_WINDOW, faster_data=""))
     assert "next data" not in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_speed_is_of_training_alone(clock: list[float]) -> None:
             clock[0] += 1
         clock[0] += 2
         one.add(step, result(), samples=12, flops=600)
-        with one.away():
+        with one.excluded():
             clock[0] += 60
     one.settle(wait=True)
     fields = one.record()

@@ -12,10 +12,10 @@ from sd3_light.checkpoint.state import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.export.folder import ExportSpec
 from sd3_light.model.initial import new_transformer
-from sd3_light.training import light_sd3
 from sd3_light.training import saver as module
-from sd3_light.training.light_sd3 import LightSD3Pipeline
+from sd3_light.training import sd3
 from sd3_light.training.saver import Saver
+from sd3_light.training.sd3 import LightSD3Pipeline
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
 
@@ -132,7 +132,7 @@ def test_a_pipeline_saves_a_whole_state_into_a_folder(
     tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`LightSD3Pipeline.save_model(dir, state_dict)`."""
-    monkeypatch.setattr(light_sd3, "write_folder", module.write_folder)
+    monkeypatch.setattr(sd3, "write_folder", module.write_folder)
     pipeline = LightSD3Pipeline.__new__(LightSD3Pipeline)
     pipeline.model = config(tmp_path).model
     pipeline.transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)

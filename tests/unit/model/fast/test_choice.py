@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
 from sd3_light.model.initial import new_transformer
-from sd3_light.stages.train.learner import choose_blocks, require_blocks
+from sd3_light.stages.train.train_state import choose_blocks, require_blocks
 
 SIZE = SIZES["tiny2"]
 

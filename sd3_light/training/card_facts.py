@@ -10,7 +10,7 @@ from sd3_light.config.load_dataset import load_directories
 from sd3_light.runlog import read_log
 
 
-def about_run(config: TrainConfig, run: Path, weights: str, progress: Progress) -> dict[str, Any]:
+def card_facts(config: TrainConfig, run: Path, weights: str, progress: Progress) -> dict[str, Any]:
     """What is known of the model with these weights at this point of the run; what is not there is left out."""
     return {
         "name": run.name,

@@ -27,10 +27,10 @@ _USUAL = (
 
 
 @contextmanager
-def blame(what: str, remedy: str = "mend it") -> Iterator[None]:
+def as_user_error(what: str, remedy: str = "mend it") -> Iterator[None]:
     """What usually goes wrong inside the block is a fault of the user: ``what`` raised it. Its trace is the cause.
 
-    Too little memory, a dead worker and a lost process show in any code; they are said as `faults_in_words` does.
+    Too little memory, a dead worker and a lost process show in any code; they are said as `explain_runtime_errors` does.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def blame(what: str, remedy: str = "mend it") -> Iterator[None]:
 
 
 @contextmanager
-def faults_in_words() -> Iterator[None]:
+def explain_runtime_errors() -> Iterator[None]:
     """Inside the block too little GPU memory, a dead worker and a lost process are one line each."""
     try:
         yield

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.training.task_module import DiffusionTrainingModule, stacked
-from sd3_light.training.units import PipelineUnit, split_units
+from sd3_light.tasks.module import DiffusionTrainingModule, stacked
+from sd3_light.tasks.units import PipelineUnit, split_units
 
 
 class Encode(PipelineUnit):

@@ -17,15 +17,15 @@ from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
-from sd3_light.stages.train.scene import Scene
-from sd3_light.training.adapter import choose_what_trains, saver_of
-from sd3_light.training.light_sd3 import LightSD3Pipeline
-from sd3_light.training.module import SD3TrainingModule, fast_obstacle
+from sd3_light.stages.train.context import RunContext
+from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
 from sd3_light.training.saver import ExportSeries
+from sd3_light.training.sd3 import LightSD3Pipeline
+from sd3_light.training.trainable import choose_what_trains, saver_of
 
 
 @dataclass(frozen=True)
-class Learner:
+class TrainState:
     """The parts that hold or use weights. ``saver`` exports them."""
 
     pipeline: LightSD3Pipeline
@@ -35,23 +35,23 @@ class Learner:
     saver: ExportSeries
 
 
-def make_learner(scene: Scene) -> Learner:
+def make_train_state(context: RunContext) -> TrainState:
     """The model as training starts, on its device and in the engine's hands; all processes call it together."""
-    config, launch, device = scene.config, scene.launch, scene.device
-    pipeline = LightSD3Pipeline(config.model, config.seed, scene.data.empty_text())
+    config, launch, device = context.config, context.launch, context.device
+    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text())
     choose_what_trains(pipeline.transformer, config, device)
-    saver = saver_of(config, pipeline.transformer, scene.folder.path / "exports")
+    saver = saver_of(config, pipeline.transformer, context.folder.path / "exports")
     if config.compile:
         compile_blocks(pipeline.transformer)
-    fast = choose_blocks(config, pipeline.transformer, launch, device, scene.by_deepspeed)
+    fast = choose_blocks(config, pipeline.transformer, launch, device, context.by_deepspeed)
     module = SD3TrainingModule(pipeline.transformer, config, fast)
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
-    make = deepspeed.make_engine if scene.by_deepspeed else TorchEngine
-    engine: Engine = make(module, config, launch, device, scene.groups.writers)
-    share_patience(scene.groups, config.dist_timeout_sec)
+    make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
+    engine: Engine = make(module, config, launch, device, context.groups.writers)
+    share_patience(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.whole(engine.weights)
-    return Learner(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
+    return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
 
 def require_blocks(config: TrainConfig, launch: Launch, by_deepspeed: bool) -> None:
@@ -65,7 +65,7 @@ def choose_blocks(
     config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
 ) -> bool:
     """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
-    reason = fast_obstacle(config, transformer, device.type, launch.world, by_deepspeed)
+    reason = why_stock_blocks(config, transformer, device.type, launch.world, by_deepspeed)
     _refuse(config, reason, where_weights_start(config.model).size, device)
     if device.type == "cuda" and launch.is_main:
         kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"

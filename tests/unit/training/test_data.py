@@ -7,7 +7,7 @@ import torch
 from sd3_light.data.order import Segment, make_order
 from sd3_light.engines import Launch
 from sd3_light.model.start import WeightsStart
-from sd3_light.training.feed import flops_counter, training_steps
+from sd3_light.training.data import flops_counter, training_steps
 
 
 class Config:

@@ -9,7 +9,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
 from sd3_light.engines.protocol import Steps
-from sd3_light.training.blame import blame
+from sd3_light.training.errors import as_user_error
 
 Batch = list[dict[str, Any]]
 
@@ -23,7 +23,7 @@ class Samples:
         bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
         found: dict[Hashable, list[int]] = {}
         for index in range(length_of(dataset)):
-            with blame(f"bucket_of({index})", "let it give a name or number for every index"):
+            with as_user_error(f"bucket_of({index})", "let it give a name or number for every index"):
                 found.setdefault(None if bucket_of is None else bucket_of(index), []).append(index)
         self.buckets = [found[key] for key in sorted(found, key=repr)]
         self.order: Order = make_order(seed, [([Segment(len(one))], global_batch) for one in self.buckets])
@@ -48,7 +48,7 @@ def length_of(dataset: Any) -> int:
 
 def item_of(dataset: Any, index: int) -> Mapping[str, Any]:
     """One sample's values by name; what the data set raises names the sample."""
-    with blame(f"sample {index}: the data set", "mend the sample, or leave it out"):
+    with as_user_error(f"sample {index}: the data set", "mend the sample, or leave it out"):
         item = dataset[index]
     if not isinstance(item, Mapping):
         raise UserError(f"sample {index} is a {type(item).__name__}; a data set gives dicts of values by name")

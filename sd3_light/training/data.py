@@ -94,11 +94,11 @@ def training_steps(
     """From a position in the order on, the micro-batches of step after step, for ever.
 
     With a device to send them ``ahead`` to they come to it while it computes the ones before. A process that is not
-    ``fed`` reads and prepares nothing: see `unread`.
+    ``fed`` reads and prepares nothing: see `placeholder_batch`.
     """
     micro = config.gradient_accumulation_steps
     if not fed:
-        return lambda first: _unread_steps(order, first, launch.world, micro)
+        return lambda first: _placeholder_steps(order, first, launch.world, micro)
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 
     def steps(first: int) -> Steps:
@@ -110,14 +110,14 @@ def training_steps(
     return steps
 
 
-def unread(samples: int) -> Prepared:
+def placeholder_batch(samples: int) -> Prepared:
     """A micro-batch of which only its size is known, for stages of a pipeline that look at no other thing of it."""
     return (torch.empty(samples, device="meta"),), (None,)
 
 
-def _unread_steps(order: Order, first: int, world: int, micro: int) -> Steps:
+def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Steps:
     for step in count(first):
-        yield [unread(order.batch_size(step) // world // micro)] * micro
+        yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
 def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[Prepared]], int]:

@@ -19,35 +19,40 @@ from sd3_light.export.folder import ExportError
 from sd3_light.export.verify import ProofError
 from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
 from sd3_light.runlog import info
-from sd3_light.stages.train.learner import Learner
-from sd3_light.stages.train.restore import rate_settings
-from sd3_light.stages.train.scene import Scene
+from sd3_light.stages.train.context import RunContext
+from sd3_light.stages.train.resume import rate_settings
+from sd3_light.stages.train.train_state import TrainState
+from sd3_light.training.data import order_facts
 from sd3_light.training.evaluation import Evaluator
-from sd3_light.training.feed import order_facts
-from sd3_light.training.loop import Duty, Run, every
-from sd3_light.training.pictures import Sampler
+from sd3_light.training.loop import Hook, Run, every
+from sd3_light.training.samples import Sampler
 
 RAW = "raw"
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
 
 
-def make_sampler(scene: Scene) -> Sampler | None:
+def make_sampler(context: RunContext) -> Sampler | None:
     """What draws the config's prompts; None where there are none."""
-    if not scene.config.sampling.prompts:
+    if not context.config.sampling.prompts:
         return None
-    place = scene.loaded.dataset.cache_dir
-    return Sampler.of_config(scene.config, place, scene.data, scene.launch, scene.device, scene.stages)
+    place = context.loaded.dataset.cache_dir
+    return Sampler.of_config(context.config, place, context.data, context.launch, context.device, context.stages)
 
 
-class Duties:
+class RunHooks:
     """The duties of a run, over its parts. Writing goes on in the background while the run trains."""
 
-    def __init__(self, scene: Scene, learner: Learner, sampler: Sampler | None, training: Run) -> None:
-        self.scene, self.sampler, self.training = scene, sampler, training
-        self.config, self.folder, self.groups, self.order = scene.config, scene.folder, scene.groups, scene.order
-        self.engine, self.averages, self.saver = learner.engine, learner.averages, learner.saver
-        engine, launch, path = learner.engine, scene.launch, scene.folder.path
-        self.evaluator = Evaluator(scene.loaded, launch, engine, learner.pipeline.preparer, scene.stages)
+    def __init__(self, context: RunContext, state: TrainState, sampler: Sampler | None, training: Run) -> None:
+        self.context, self.sampler, self.training = context, sampler, training
+        self.config, self.folder, self.groups, self.order = (
+            context.config,
+            context.folder,
+            context.groups,
+            context.order,
+        )
+        self.engine, self.averages, self.saver = state.engine, state.averages, state.saver
+        engine, launch, path = state.engine, context.launch, context.folder.path
+        self.evaluator = Evaluator(context.loaded, launch, engine, state.pipeline.preparer, context.stages)
         keep = self.config.keep_last_n_checkpoints
         self.keeper = CheckpointKeeper(path / "checkpoints", launch.rank, engine.writers, self.groups.saving, keep)
         self.keeper.prepare(self.pieces())
@@ -64,25 +69,25 @@ class Duties:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         # after a fault the others may be gone: a save would wait for them
-        if kind is None or self.scene.launch.world == 1:
+        if kind is None or self.context.launch.world == 1:
             for part in (self.keeper, self.snapshots, self.exports):
                 part.close()
 
-    def of_run(self, total: int) -> list[Duty]:
+    def of_run(self, total: int) -> list[Hook]:
         """All duties and when they are due; what is asked for from outside, and the end, make a checkpoint too."""
-        c, per_epoch, watch = self.config, self.order.steps_per_epoch, self.training.watch
+        c, per_epoch, requests = self.config, self.order.steps_per_epoch, self.training.requests
         last = every(steps=total)
         save = every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, per_epoch)
         check = every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=per_epoch)
         judge = every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, per_epoch)
         draw, snap = every(c.sampling.every_n_steps), every(snapshot_interval(c.ema, total))
         return [
-            Duty("tell", lambda a, b: self._has_news(), lambda _: self.tell()),
-            Duty("evaluate", lambda a, b: bool(self.scene.loaded.eval_datasets) and judge(a, b), self.evaluate),
-            Duty("sample", lambda a, b: self.sampler is not None and draw(a, b), self.sample),
-            Duty("checkpoint", lambda a, b: check(a, b) | last(a, b) | watch.save, self.checkpoint),
-            Duty("snapshot", lambda a, b: bool(power_tracks(c.ema)) and snap(a, b) | last(a, b), self.snapshot),
-            Duty("export", lambda a, b: save(a, b) | last(a, b), self.export),
+            Hook("tell", lambda a, b: self._has_news(), lambda _: self.tell()),
+            Hook("evaluate", lambda a, b: bool(self.context.loaded.eval_datasets) and judge(a, b), self.evaluate),
+            Hook("sample", lambda a, b: self.sampler is not None and draw(a, b), self.sample),
+            Hook("checkpoint", lambda a, b: check(a, b) | last(a, b) | requests.save, self.checkpoint),
+            Hook("snapshot", lambda a, b: bool(power_tracks(c.ema)) and snap(a, b) | last(a, b), self.snapshot),
+            Hook("export", lambda a, b: save(a, b) | last(a, b), self.export),
         ]
 
     # --- weights -------------------------------------------------------------------------------
@@ -144,10 +149,10 @@ class Duties:
 
     def checkpoint(self, progress: Progress) -> None:
         """Copy all that the run needs to go on, and write it while the run goes on."""
-        self.training.watch.tell()
+        self.training.requests.tell()
         self.groups.wait_together(self.keeper.is_idle)
         self.keeper.save(progress.step, self.pieces(), self.facts(progress))
-        self.training.watch.saved()
+        self.training.requests.saved()
 
     def snapshot(self, progress: Progress) -> None:
         """The power-function averages as they are now: an average of any length is rebuilt from several of these."""
@@ -180,14 +185,14 @@ class Duties:
         name = checkpoint_name(progress.step)
 
         def missing() -> str:
-            return " ".join(duty for duty, place in places.items() if not (self.folder.path / place / name).exists())
+            return " ".join(hook for hook, place in places.items() if not (self.folder.path / place / name).exists())
 
-        wanted = (self.groups.by_first(self.scene.launch.is_main, missing) or "").split()
+        wanted = (self.groups.by_first(self.context.launch.is_main, missing) or "").split()
         samples = progress.samples - self.order.batch_size(progress.position - 1)
         before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
-        for duty in self.training.duties:
-            if duty.name in wanted and duty.due(before, progress):
-                duty.act(progress)
+        for hook in self.training.hooks:
+            if hook.name in wanted and hook.due(before, progress):
+                hook.act(progress)
 
     # --- what the background has done ----------------------------------------------------------
 
@@ -241,7 +246,7 @@ class Duties:
         self.tell()
         for failure in self._failed.values():
             raise UserError(f"{failure}; what was saved before is intact: make room, then resume")
-        self.folder.log("stop", **progress.counts(), reason=self.training.watch.reason or "finished")
+        self.folder.log("stop", **progress.counts(), reason=self.training.requests.reason or "finished")
 
 
 def _kind(item: Saved | Failed) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import PeerLost, UserError
-from sd3_light.training.blame import blame, faults_in_words
+from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nOf the allocated"
 
@@ -16,7 +16,10 @@ MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capa
     "error", [AssertionError("odd"), EOFError(), RuntimeError("shapes\nand more"), struct.error("odd"), zlib.error("x")]
 )
 def test_what_people_s_code_raises_is_theirs(error: Exception) -> None:
-    with pytest.raises(UserError, match=rf"^draw raised {type(error).__name__}.*; mend it$") as told, blame("draw"):
+    with (
+        pytest.raises(UserError, match=rf"^draw raised {type(error).__name__}.*; mend it$") as told,
+        as_user_error("draw"),
+    ):
         raise error
     assert told.value.__cause__ is error
 
@@ -30,7 +33,7 @@ def test_what_people_s_code_raises_is_theirs(error: Exception) -> None:
     ],
 )
 def test_what_may_show_in_any_code_is_nobody_s(error: Exception, kind: type[UserError], words: str) -> None:
-    for block in (blame("unit Encode"), faults_in_words()):
+    for block in (as_user_error("unit Encode"), explain_runtime_errors()):
         with pytest.raises(kind) as told, block:
             raise error
         assert words in str(told.value)
@@ -39,5 +42,5 @@ def test_what_may_show_in_any_code_is_nobody_s(error: Exception, kind: type[User
 
 
 def test_other_errors_are_not_put_into_words() -> None:
-    with pytest.raises(RuntimeError, match="a defect"), faults_in_words():
+    with pytest.raises(RuntimeError, match="a defect"), explain_runtime_errors():
         raise RuntimeError("a defect")

@@ -11,8 +11,8 @@ from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_of
 from sd3_light.engines.processes import Groups
 from sd3_light.optim.schedules import learning_rate as rate_at
+from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.task_module import DiffusionTrainingModule
 
 
 def place_of(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Launch, torch.device]:

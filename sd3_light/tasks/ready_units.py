@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
-from sd3_light.training.units import Draw, PipelineUnit, Values
+from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 Function = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from sd3_light.data.order import Order
 from sd3_light.engines import Engine
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
-from sd3_light.training.feed import order_facts
+from sd3_light.training.data import order_facts
 
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
@@ -116,12 +116,12 @@ def rate_settings(config: TrainConfig) -> dict[str, Any]:
     return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
 
 
-def open_saved(path: str | None) -> "Saved | None":
+def open_resume_point(path: str | None) -> "ResumePoint | None":
     """An opened checkpoint; its index is read, its tensors are not."""
-    return None if path is None else Saved(Path(path), open_checkpoint(Path(path)))
+    return None if path is None else ResumePoint(Path(path), open_checkpoint(Path(path)))
 
 
-def settings_in_force(config: TrainConfig, saved: "Saved | None", resume: Resume | None) -> TrainConfig:
+def settings_in_force(config: TrainConfig, saved: "ResumePoint | None", resume: Resume | None) -> TrainConfig:
     """The config with the checkpoint's optimizer settings, which hold on unless a flag takes the config's."""
     if saved is None or resume is None or resume.reset_optimizer:
         return config
@@ -142,7 +142,7 @@ def settings_in_force(config: TrainConfig, saved: "Saved | None", resume: Resume
 
 
 @dataclass(frozen=True)
-class Saved:
+class ResumePoint:
     """A checkpoint that a run goes on from."""
 
     path: Path

@@ -18,9 +18,9 @@ from sd3_light.model.adapter import AdapterDropout
 from sd3_light.model.lora import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
-from sd3_light.training.adapter import put_adapter
-from sd3_light.training.blame import blame
-from sd3_light.training.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
+from sd3_light.tasks.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
+from sd3_light.training.errors import as_user_error
+from sd3_light.training.trainable import put_adapter
 
 Sample = Mapping[str, Any]
 """An item of the data set with its identity: ``{"data": item, "data_id": int, "epoch": int, "repeat": int}``."""
@@ -123,7 +123,7 @@ class DiffusionTrainingModule(nn.Module):
         return self._judged(self._values(batch, quantile))
 
     def _judged(self, values: Values) -> Tensor:
-        with blame(f"the loss {type(self.loss).__name__}"):
+        with as_user_error(f"the loss {type(self.loss).__name__}"):
             each: Any = self.loss(self._denoised, values, self._reference)
         count = len(values["quantile"])
         if not isinstance(each, Tensor) or each.shape != (count,):
@@ -133,7 +133,7 @@ class DiffusionTrainingModule(nn.Module):
         return found_B
 
     def _denoised(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
-        with blame(f"denoise of {type(self).__name__}"):
+        with as_user_error(f"denoise of {type(self).__name__}"):
             return self.denoise(noisy, t, inputs)
 
     def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:

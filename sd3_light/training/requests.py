@@ -14,13 +14,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVE_QUIT = "save_quit"
 LOOK_EVERY = 1.0
 """Seconds between two looks for the files."""
-NUM_WISHES = 3
+NUM_FLAGS = 3
 """What ranks agree on: to save, to quit for a file, to quit for a signal."""
 IMPATIENT = 3.0
 """Seconds after which a second Ctrl-C means at once. Launchers pass the first one on, so it may come twice."""
 
 
-class Watch:
+class RunRequests:
     """Asked once a step, it says whether to ``save`` and whether to ``quit`` after this step, the same on all ranks.
 
     Files are looked for in ``folder`` (None on ranks that do not speak for the run) and removed when seen; a checkpoint

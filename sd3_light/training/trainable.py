@@ -20,7 +20,7 @@ from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris, na
 from sd3_light.model.lora import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base
 from sd3_light.model.start import where_weights_start
-from sd3_light.training.about import about_run
+from sd3_light.training.card_facts import card_facts
 from sd3_light.training.saver import RAW, ExportSeries, Saver, config_toml, live_weights, text_policy
 
 
@@ -111,6 +111,6 @@ def adapter_spec(config: TrainConfig, weights: str, progress: Progress, run: Pat
         save_dtype=getattr(torch, config.save_dtype),
         text=text_policy(config.model),
         facts={"weights": weights, **progress.as_dict()},
-        about={} if run is None else about_run(config, run, weights, progress),
+        about={} if run is None else card_facts(config, run, weights, progress),
         files={"config.toml": config_toml(config)},
     )

@@ -22,9 +22,9 @@ from sd3_light.engines import Launch
 from sd3_light.model.initial import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import TextPolicy, encode, joined
-from sd3_light.training import pictures
+from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.pictures import Sampler, deal, smallest
+from sd3_light.training.samples import Sampler, deal, smallest
 
 Project = Any  # the class is in tests/conftest.py
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
@@ -304,8 +304,8 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
         loads.append(arguments[2])
         return load(*arguments)
 
-    load = pictures.load_vae
-    monkeypatch.setattr(pictures, "load_vae", load_vae)
+    load = samples_module.load_vae
+    monkeypatch.setattr(samples_module, "load_vae", load_vae)
     made = sampler(caches["padded"], *overrides())
     assert loads == []
     for _ in range(2):

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from sd3_light.engines.processes import Agreement
-from sd3_light.training import watch
-from sd3_light.training.watch import NUM_WISHES, Watch
+from sd3_light.training import requests
+from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requests.time, "monotonic", lambda: now[0])
     return now
 
 
-def asked(watch: Watch) -> tuple[bool, bool]:
+def asked(watch: RunRequests) -> tuple[bool, bool]:
     watch.ask()
     return watch.save, watch.quit
 
 
-def make(folder: Path | None = None, minutes: float | None = None) -> Watch:
-    return Watch(folder, minutes, Agreement(None, NUM_WISHES))
+def make(folder: Path | None = None, minutes: float | None = None) -> RunRequests:
+    return RunRequests(folder, minutes, Agreement(None, NUM_FLAGS))
 
 
 def test_nothing_is_wished(tmp_path: Path, clock: list[float]) -> None:
@@ -102,8 +102,8 @@ class OneStepLate(Agreement):
     """Answers as it does among several ranks: a call later."""
 
     def __init__(self) -> None:
-        super().__init__(None, NUM_WISHES)
-        self.told: tuple[bool, ...] = (False,) * NUM_WISHES
+        super().__init__(None, NUM_FLAGS)
+        self.told: tuple[bool, ...] = (False,) * NUM_FLAGS
 
     def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
         answer, self.told = self.told, wishes
@@ -111,7 +111,7 @@ class OneStepLate(Agreement):
 
 
 def test_the_clock_wishes_for_one_checkpoint_though_the_answer_comes_late(tmp_path: Path, clock: list[float]) -> None:
-    one = Watch(tmp_path, 1, OneStepLate())
+    one = RunRequests(tmp_path, 1, OneStepLate())
     found = []
     for step in range(1, 16):
         clock[0] += 10.0
@@ -126,7 +126,7 @@ def test_a_file_and_a_signal_are_told_apart_by_every_rank(tmp_path: Path, clock:
 
     class Told(Agreement):
         def __init__(self, answer: tuple[bool, ...]) -> None:
-            super().__init__(None, NUM_WISHES)
+            super().__init__(None, NUM_FLAGS)
             self.answer = answer
 
         def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -137,6 +137,6 @@ def test_a_file_and_a_signal_are_told_apart_by_every_rank(tmp_path: Path, clock:
         ((False, False, True), "another process was asked to stop"),
         ((False, True, True), "save_quit"),
     ):
-        one = Watch(None, None, Told(answer))
+        one = RunRequests(None, None, Told(answer))
         assert asked(one) == (True, True)
         assert one.reason == reason

@@ -13,12 +13,12 @@ from sd3_light.engines.processes import Groups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.restore import Resume, Saved, choose_checkpoint, open_saved, settings_in_force
-from sd3_light.training.feed import make_order, open_cache
+from sd3_light.stages.train.resume import Resume, ResumePoint, choose_checkpoint, open_resume_point, settings_in_force
+from sd3_light.training.data import make_order, open_cache
 
 
 @dataclass(frozen=True)
-class Scene:
+class RunContext:
     """What the parts of a run share. ``config`` are the settings in force, some of them those of ``saved``."""
 
     loaded: LoadedConfig
@@ -30,7 +30,7 @@ class Scene:
     groups: Groups
     data: CachedDataset
     order: Order
-    saved: Saved | None
+    saved: ResumePoint | None
 
     @property
     def stages(self) -> int:
@@ -76,19 +76,19 @@ class Scene:
             self.folder.log("dropped", buckets=buckets)
 
 
-def open_scene(
+def open_context(
     loaded: LoadedConfig, launch: Launch, folder: RunFolder, resume: Resume | None, by_deepspeed: bool
-) -> Scene:
+) -> RunContext:
     """Open the cache, meet the other processes, and settle where the run starts."""
     train, device = loaded.train, launch.device()
     fed = launch.is_fed(train.pipeline_stages)
     data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
-    saved = open_saved(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+    saved = open_resume_point(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
     config = settings_in_force(train, saved, resume)
     share = launch.of_data(config.pipeline_stages)
     order = make_order(data, loaded, share)
     if saved is None and fed:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
-    return Scene(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)
+    return RunContext(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)

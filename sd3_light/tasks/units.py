@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.training.blame import blame
+from sd3_light.training.errors import as_user_error
 
 Values = Mapping[str, Any]
 Draw = Callable[[str, tuple[int, ...]], Tensor]
@@ -124,7 +124,7 @@ def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None 
         if getattr(module, part, None) is None:
             raise UserError(f"unit {kind} uses {part!r}, which the module lacks; set self.{part}")
     extra = {"draw": draw} if unit.draws else {}
-    with blame(f"unit {kind}"):
+    with as_user_error(f"unit {kind}"):
         written = unit.run(module, **given, **extra)
     if not isinstance(written, Mapping):
         raise UserError(f"unit {kind} gave a {type(written).__name__}; return a dict of {list(unit.writes)}")
