@@ -30,7 +30,7 @@ _USUAL = (
 def as_user_error(what: str, remedy: str = "mend it") -> Iterator[None]:
     """What usually goes wrong inside the block is a fault of the user: ``what`` raised it. Its trace is the cause.
 
-    Too little memory, a dead worker and a lost process show in any code; they are said as `explain_runtime_errors` does.
+    Out of memory, a dead worker and a lost process get the messages of `explain_runtime_errors`.
     """
     try:
         yield
