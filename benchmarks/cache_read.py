@@ -21,7 +21,7 @@ import torch
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
-from sd3_light.data.slots import Allocate, InPlaceDataset
+from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 
@@ -87,7 +87,7 @@ class SideBySide(InPlaceDataset):
         self.path, self.batches, self.row_bytes, self.samples = path, batches, row_bytes, samples
         self.file: int | None = None
 
-    def fetch(self, item: int, allocate: Allocate) -> Any:
+    def fetch(self, item: int, allocate: AllocateBytes) -> Any:
         self.file = self.file or os.open(self.path, os.O_RDONLY)
         picks = self.batches.order.picks(item)
         memory = allocate(len(picks.index) * self.row_bytes)

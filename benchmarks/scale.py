@@ -27,7 +27,7 @@ from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.footprint import open_shard_bytes, sample_bytes
-from sd3_light.data.manifest import FORMAT, Manifest
+from sd3_light.data.manifest import CACHE_FORMAT, Manifest
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
 from sd3_light.engines.processes import sockets
 from sd3_light.model.folder import TextShape
@@ -80,7 +80,7 @@ def reading(order: Order, world: int, looks: int = 8) -> Reading:
         first, machine = look * order.steps_per_epoch // looks, (look * 7) % machines
         part = rank_slice(bucket.batch, machine, machines, 0, 1)
         steps = range(first, min(first + 32 * stride, order.steps_per_epoch), stride)
-        seen = {shard for step in steps for shard in order.reading(step, *part).tolist()}
+        seen = {shard for step in steps for shard in order.segments_at(step, *part).tolist()}
         hashed.append(len(seen) / (stride * len(steps)))
         rank = rank_slice(bucket.batch, machine * PER_MACHINE, world, 0, 1)
         opened.append(len(np.unique(order.picks(first, *rank).segment)))
@@ -155,7 +155,7 @@ def manifest_json(shards: int) -> bytes:
             "fingerprint": digest[:32],
         }
 
-    found = {"format": FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
+    found = {"format": CACHE_FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
     return json.dumps({**found, "shards": [entry(number) for number in range(shards)]}, indent=1).encode()
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd3_light.data.reader import Located, ShardReader
+from sd3_light.data.reader import RowOffsets, ShardReader
 from sd3_light.data.shards import POOLED, TOKENS
-from sd3_light.data.slots import Allocate, aligned, carve
+from sd3_light.data.slots import AllocateBytes, aligned, carve
 
 _Place = tuple[int, torch.dtype, tuple[int, ...]]
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One sample of a batch: its reader, where its parts lie there, its id, and the variant of its picture."""
 
     reader: ShardReader
-    at: Located
+    at: RowOffsets
     sample_id: int
     variant: int
 
@@ -44,7 +44,9 @@ class _Layout:
         return offset, dtype.itemsize * math.prod(shape[1:])
 
 
-def read_batch(rows: Sequence[Row], order: Sequence[int], lengths: bool, allocate: Allocate) -> dict[str, Tensor]:
+def read_batch(
+    rows: Sequence[BatchRow], order: Sequence[int], lengths: bool, allocate: AllocateBytes
+) -> dict[str, Tensor]:
     """The tensors of a batch, its rows read in some order: sample_id, moments, text as long as the longest caption with
     zeros behind the others, pooled text; ``mask`` where any shard has masks; ``ENCODER.length`` where ``lengths`` are
     wanted."""
@@ -64,7 +66,7 @@ def read_batch(rows: Sequence[Row], order: Sequence[int], lengths: bool, allocat
     return batch
 
 
-def _layout(rows: Sequence[Row], longest: Sequence[int], lengths: bool) -> _Layout:
+def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> _Layout:
     count, first, layout = len(rows), rows[0].reader, _Layout()
     layout.add("sample_id", torch.int64, count)
     layout.add("moments", torch.float16, count, *first.latent_shape)
@@ -79,7 +81,7 @@ def _layout(rows: Sequence[Row], longest: Sequence[int], lengths: bool) -> _Layo
     return layout
 
 
-def _read_rows(rows: Sequence[Row], order: Sequence[int], layout: _Layout, memory: memoryview) -> None:
+def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _Layout, memory: memoryview) -> None:
     """Everything that comes from files."""
     moments, moment_bytes = layout.row("moments")
     mask, mask_bytes = layout.row("mask") if "mask" in layout.places else (0, 0)
@@ -100,7 +102,7 @@ def _read_rows(rows: Sequence[Row], order: Sequence[int], layout: _Layout, memor
             read(memory[start : start + row_bytes], offset)
 
 
-def _finish_masks(rows: Sequence[Row], masks: Tensor) -> None:
+def _finish_masks(rows: Sequence[BatchRow], masks: Tensor) -> None:
     """White where a shard has no masks, and mirrored where the picture is."""
     for at, row in enumerate(rows):
         if row.at.mask is None:

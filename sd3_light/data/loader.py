@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.slots import Empty, InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
-from sd3_light.data.stream import Batch, fresh
+from sd3_light.data.slots import AllocateTensor, InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
+from sd3_light.data.stream import CachedBatch, new_buffer
 
-Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
+PreparedBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
 """(features, label): what the model takes, and what the loss compares it with."""
 
 Ticket = tuple[int, int | None]
@@ -27,14 +27,16 @@ Ticket = tuple[int, int | None]
 class PreparesInputs(Protocol):
     """What the loader asks of a model."""
 
-    def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """Cached features in, (features, label) out; runs in a worker process."""
 
 
 class PreparesInPlace(PreparesInputs, Protocol):
     """A model that can lay what is large where it is wanted, which saves a copy."""
 
-    def prepare_into(self, batch: Batch, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_into(
+        self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
+    ) -> PreparedBatch:
         """What `prepare_inputs` gives; ``empty`` gives tensors to be filled, with old bytes in them."""
 
 
@@ -51,12 +53,12 @@ class _PreparedItems(Dataset[Any]):
     def __init__(
         self,
         dataset: Dataset[Any],
-        prepare: Callable[[Batch], Prepared],
-        into: Callable[[Batch, Empty], Prepared] | None,
+        prepare: Callable[[CachedBatch], PreparedBatch],
+        into: Callable[[CachedBatch, AllocateTensor], PreparedBatch] | None,
     ) -> None:
         self.dataset, self.prepare, self._into = dataset, prepare, into
         self.pool = SlotPool(0)
-        self._scratch = fresh(0)
+        self._scratch = new_buffer(0)
         self._handed_on = False  # whether what was read is part of what is prepared
 
     def __getitem__(self, ticket: Ticket) -> Any:
@@ -70,15 +72,15 @@ class _PreparedItems(Dataset[Any]):
 
     def _read_here(self, item: int, slot: int | None) -> Any:
         if slot is None:
-            return self._read(item, fresh)
+            return self._read(item, new_buffer)
         if isinstance(self.dataset, InPlaceDataset):
             return self._read(item, lambda nbytes: self.pool.lease(slot, nbytes))
-        self.pool.give_back(slot)
-        return self._read(item, fresh)
+        self.pool.release(slot)
+        return self._read(item, new_buffer)
 
     def _in_worker(self, item: int, slot: int | None) -> Any:
         if slot is None:  # batches travel in the background, so each needs memory of its own
-            return self.prepare(self._read(item, fresh))
+            return self.prepare(self._read(item, new_buffer))
         packer = Packer(self.pool, slot)
         # what is read goes to the slot where it is handed on, else to memory that is read into each time
         batch = self._read(item, packer.allocate if self._handed_on else self._take_scratch)
@@ -94,7 +96,7 @@ class _PreparedItems(Dataset[Any]):
 
     def _take_scratch(self, nbytes: int) -> Tensor:
         if len(self._scratch) < nbytes:
-            self._scratch = fresh(nbytes)
+            self._scratch = new_buffer(nbytes)
         return self._scratch[:nbytes]
 
 
@@ -106,7 +108,7 @@ class _Tickets:
 
     def __iter__(self) -> Iterator[Ticket]:
         pool = self.prepared.pool
-        return ((item, pool.lend()) for item in self.items)
+        return ((item, pool.acquire()) for item in self.items)
 
 
 class PipelineDataLoader:
@@ -130,7 +132,7 @@ class PipelineDataLoader:
         prefetch_batches_per_worker: int = 1,
         items: range | None = None,
         pin: Pin | None = None,
-        prepare_into: Callable[[Any, Empty], Prepared] | None = None,
+        prepare_into: Callable[[Any, AllocateTensor], PreparedBatch] | None = None,
     ) -> None:
         self.engine, self._pin = engine, pin
         self.gradient_accumulation_steps = gradient_accumulation_steps
@@ -148,7 +150,7 @@ class PipelineDataLoader:
             worker_init_fn=_outlive_signals,
         )
 
-    def __iter__(self) -> Generator[Prepared, None, None]:
+    def __iter__(self) -> Generator[PreparedBatch, None, None]:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin)
         batches = iter(self.dataloader)  # workers start here, with this pool
         _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
@@ -158,7 +160,7 @@ class PipelineDataLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if fault := worker_fault(error):
+                if fault := worker_exit_error(error):
                     raise fault from error
                 raise
             if isinstance(prepared, _Failed):
@@ -168,12 +170,12 @@ class PipelineDataLoader:
             yield prepared
             del prepared  # before the next is waited for
 
-    def steps(self) -> Generator[list[Prepared], None, None]:
+    def steps(self) -> Generator[list[PreparedBatch], None, None]:
         """The micro-batches of one optimizer step after another.
 
         A step's list is emptied when the next step is asked for, so that no two are alive.
         """
-        batches: list[Prepared] = []
+        batches: list[PreparedBatch] = []
         with closing(iter(self)) as source:
             while True:
                 try:
@@ -206,7 +208,7 @@ def _end_workers() -> None:
         worker.kill()
 
 
-def worker_fault(error: RuntimeError) -> UserError | None:
+def worker_exit_error(error: RuntimeError) -> UserError | None:
     """A worker's death as a fault of the user in one line; None for other errors.
 
     torch tells of it wherever the main thread happens to be, so whoever trains asks too.

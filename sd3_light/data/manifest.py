@@ -10,7 +10,7 @@ from typing import Any
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import write_atomically
 
-FORMAT = 2
+CACHE_FORMAT = 2
 MANIFEST = "manifest.json"
 SHARDS = "shards"
 
@@ -48,7 +48,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write it atomically into a cache folder."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
+        text = json.dumps({"format": CACHE_FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         write_atomically(folder / MANIFEST, text.encode())
 
     @staticmethod
@@ -64,8 +64,8 @@ class Manifest:
         """A manifest from the bytes of its file; ``where`` names it in a fault."""
         try:
             found = json.loads(data, object_hook=_as_entry)  # millions of dicts would be more than what is kept
-            if found["format"] != FORMAT:
-                raise UserError(f"{where} has format {found['format']}, this version reads {FORMAT}; build it anew")
+            if found["format"] != CACHE_FORMAT:
+                raise UserError(f"{where} has format {found['format']}, this version reads {CACHE_FORMAT}; rebuild it")
             entries, empty = tuple(found["shards"]), found["empty"]
             if not all(isinstance(entry, ShardEntry) for entry in (*entries, empty)):
                 raise TypeError("a shard's entry has other fields")

@@ -200,7 +200,7 @@ class Picks:
 
 
 @dataclass(frozen=True)
-class Coming:
+class WindowRange:
     """Windows ``first`` to ``last`` of a bucket in an epoch."""
 
     epoch: int
@@ -232,7 +232,7 @@ class Order:
         """Numbers of the buckets that are left out because they are smaller than a batch."""
         return tuple(number for number, bucket in enumerate(self.buckets) if bucket.dropped)
 
-    def place(self, step: int) -> tuple[int, int, int]:
+    def position(self, step: int) -> tuple[int, int, int]:
         """(epoch, bucket, batch within the bucket) of the global batch that step ``step`` trains on.
 
         Batch j of a bucket's n has the time (j + u) / n with its own random u in [0, 1), and steps follow time. So of
@@ -263,11 +263,11 @@ class Order:
 
     def batch_size(self, step: int) -> int:
         """Samples in the global batch of ``step``."""
-        return self.buckets[self.place(step)[1]].batch
+        return self.buckets[self.position(step)[1]].batch
 
     def picks(self, step: int, start: int = 0, stop: int | None = None) -> Picks:
         """The samples ``start`` to ``stop`` of the global batch of ``step``."""
-        epoch, bucket, batch = self.place(step)
+        epoch, bucket, batch = self.position(step)
         plan, table = self.buckets[bucket], self._table(epoch, bucket)
         places = batch * plan.batch + np.arange(start, plan.batch if stop is None else stop, dtype=np.int64)
         lap, places = np.divmod(places, plan.length)  # lap > 0: padding
@@ -281,30 +281,30 @@ class Order:
         index = permute(places - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
-    def reading(self, step: int, start: int = 0, stop: int | None = None) -> Indices:
+    def segments_at(self, step: int, start: int = 0, stop: int | None = None) -> Indices:
         """The segments of the windows that the samples ``start`` to ``stop`` of ``step`` come from."""
-        epoch, bucket, batch = self.place(step)
+        epoch, bucket, batch = self.position(step)
         plan = self.buckets[bucket]
         first, last = plan.within(batch * plan.batch + start, batch * plan.batch + (stop or plan.batch))
         return self._in_windows(epoch, bucket, first, last)
 
-    def coming(self, step: int, start: int = 0, stop: int | None = None) -> Coming:
+    def next_windows(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
         """What the bucket of ``step`` reads after that step: a window ahead or, where a batch is longer than that, what
         the samples ``start`` to ``stop`` of the next batch come from. Whoever reads a share of a long batch has no use
         for the others' windows."""
-        epoch, bucket, batch = self.place(step)
+        epoch, bucket, batch = self.position(step)
         plan = self.buckets[bucket]
         first = (batch + 1) * plan.batch
         if first >= plan.length:
             epoch, first = epoch + 1, 0
         own = plan.batch > plan.span
         first, last = plan.within(first + own * start, first + (stop or plan.batch if own else plan.span))
-        return Coming(epoch, bucket, first // plan.span, (last - 1) // plan.span)
+        return WindowRange(epoch, bucket, first // plan.span, (last - 1) // plan.span)
 
-    def segments(self, coming: Coming) -> Indices:
+    def segments_in(self, windows: WindowRange) -> Indices:
         """The segments of some windows."""
-        span = self.buckets[coming.bucket].span
-        return self._in_windows(coming.epoch, coming.bucket, coming.first * span, coming.last * span + 1)
+        span = self.buckets[windows.bucket].span
+        return self._in_windows(windows.epoch, windows.bucket, windows.first * span, windows.last * span + 1)
 
     def _in_windows(self, epoch: int, bucket: int, first: int, last: int) -> Indices:
         """The segments of the windows that hold the places ``first`` to ``last``."""

@@ -26,13 +26,13 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.files import file_sha256, replacing, write_atomically
 
-FORMAT = 1
+PROCESSED_FORMAT = 1
 MANIFEST, SHARDS = "manifest.json", "shards"
 _ID = "data_id"
 
 
 @dataclass(frozen=True)
-class Processed:
+class ProcessedSample:
     """One sample: its index in the user's data set, what may share a batch with it, and what was computed."""
 
     data_id: int
@@ -87,7 +87,7 @@ class ProcessedWriter:
 
     def __init__(self, folder: Path, process: int, shard_size: int = 256) -> None:
         self.folder, self.process, self.shard_size = folder, process, shard_size
-        self._waiting: dict[Hashable, list[Processed]] = {}
+        self._waiting: dict[Hashable, list[ProcessedSample]] = {}
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         (folder / str(process)).mkdir(exist_ok=True)
         self.known = self._whole_before()
@@ -109,7 +109,7 @@ class ProcessedWriter:
                 found[int(path.stem)] = made_of
         return found
 
-    def add(self, sample: Processed) -> None:
+    def add(self, sample: ProcessedSample) -> None:
         """One more sample; full shards are written at once."""
         row = self._waiting.setdefault(sample.layout(), [])
         row.append(sample)
@@ -121,7 +121,7 @@ class ProcessedWriter:
         for layout in list(self._waiting):
             self._write(self._waiting.pop(layout))
 
-    def _write(self, samples: Sequence[Processed]) -> None:
+    def _write(self, samples: Sequence[ProcessedSample]) -> None:
         file = f"{SHARDS}/{self.process:05d}-{self._next:05d}.safetensors"
         self._next += 1
         path = self.folder / file
@@ -139,7 +139,7 @@ class ProcessedWriter:
         for row, one in enumerate(samples):
             self._show(file, row, one)
 
-    def _show(self, file: str, row: int, sample: Processed) -> None:
+    def _show(self, file: str, row: int, sample: ProcessedSample) -> None:
         """The view of one sample, written after its shard."""
         names = {name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in sample.tensors.items()}
         view = {"shard": file, "row": row, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
@@ -147,7 +147,7 @@ class ProcessedWriter:
         write_atomically(self.folder / str(self.process) / f"{sample.data_id}.json", text.encode())
 
 
-def _rows(samples: Sequence[Processed]) -> bytes:
+def _rows(samples: Sequence[ProcessedSample]) -> bytes:
     table = pa.table(
         {
             _ID: [one.data_id for one in samples],
@@ -161,7 +161,7 @@ def _rows(samples: Sequence[Processed]) -> bytes:
     return data
 
 
-def finish(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
+def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     """Write the manifest when all processes are done: the views say which rows hold the samples now."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / SHARDS).glob("*.json"))]
     where: dict[int, tuple[str, int]] = {}
@@ -174,7 +174,13 @@ def finish(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     used = {file for file, _ in where.values()}
     shards = [entry for entry in entries if entry["file"] in used]
     samples = [list(where[number]) for number in range(count)]
-    found = {"format": FORMAT, "kind": "processed", "recipe": dict(recipe), "shards": shards, "samples": samples}
+    found = {
+        "format": PROCESSED_FORMAT,
+        "kind": "processed",
+        "recipe": dict(recipe),
+        "shards": shards,
+        "samples": samples,
+    }
     write_atomically(folder / MANIFEST, json.dumps(found, ensure_ascii=False).encode())
 
 
@@ -193,8 +199,8 @@ class ProcessedDataset(Dataset[Any]):
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
-        if not isinstance(found, dict) or (found.get("kind"), found.get("format")) != ("processed", FORMAT):
-            raise UserError(f"{path} is no manifest of processed data of format {FORMAT}; make it anew")
+        if not isinstance(found, dict) or (found.get("kind"), found.get("format")) != ("processed", PROCESSED_FORMAT):
+            raise UserError(f"{path} is no manifest of processed data of format {PROCESSED_FORMAT}; make it anew")
         self.recipe: dict[str, Any] = found["recipe"]
         self._entries = {entry["file"]: entry for entry in found["shards"]}
         self._samples: list[tuple[str, int]] = [(file, row) for file, row in found["samples"]]

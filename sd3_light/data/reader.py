@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.shards import POOLED, TOKENS, Features
+from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
 
 REMEDY = "run `sd3-light cache CONFIG`: it is encoded again (or fetched again, where the cache is at a URL)"
 LATENT_STEP = 8
@@ -42,7 +42,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Field:
+class TensorSpan:
     """Where a tensor lies in a file."""
 
     dtype: str
@@ -60,7 +60,7 @@ class Field:
         return self.shape[0] * self.row_bytes
 
 
-class Located(NamedTuple):
+class RowOffsets(NamedTuple):
     """Where the parts of one sample lie in its file: offsets, and tokens of each encoder, in the order of `TOKENS` and
     `POOLED`."""
 
@@ -106,7 +106,7 @@ class ShardReader:
         self.close()
         raise UserError(f"shard {self.path} is damaged or no shard of this cache ({why}); {REMEDY}")
 
-    def _layout(self) -> dict[str, Field]:
+    def _layout(self) -> dict[str, TensorSpan]:
         size = os.fstat(self._file).st_size
         _expect(size == self.entry.bytes, f"it has {size} bytes, the manifest says {self.entry.bytes}")
         length = int.from_bytes(self._bytes(0, 8), "little")
@@ -162,12 +162,12 @@ class ShardReader:
         except OSError as error:
             raise UserError(f"cannot read shard {self.path}: {error.strerror}; mend the disk or {REMEDY}") from error
 
-    def locate(self, row: int, caption: int, variant: int) -> Located:
+    def locate(self, row: int, caption: int, variant: int) -> RowOffsets:
         """Where a sample's picture in a variant lies, its mask, and the features of one of its captions."""
         moments, mask = self.fields["moments"], self.fields.get("mask")
         distinct = self._caption[self._caption_start[row] + caption]
         tokens, pooled = self._text
-        return Located(
+        return RowOffsets(
             moments.offset + (row * moments.shape[1] + variant) * (moments.row_bytes // moments.shape[1]),
             None if mask is None else mask.offset + row * mask.row_bytes,
             [
@@ -211,7 +211,7 @@ class ShardReader:
         """Width of an encoder's ``.tokens`` or ``.pooled``."""
         return self.fields[field].shape[1]
 
-    def picture(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
+    def image(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
         """A sample's moments [2C, h, w] and its mask [h, w], or None where no sample of the shard has one."""
         at = self.locate(row, 0, variant)
         moments = self._tensor(at.moments, torch.float16, self.latent_shape)
@@ -220,10 +220,10 @@ class ShardReader:
         mask = self._tensor(at.mask, torch.uint8, self.latent_shape[1:])
         return moments, mask.flip(-1) if variant else mask
 
-    def caption(self, row: int, number: int) -> Features:
+    def caption(self, row: int, number: int) -> CaptionFeatures:
         """The features of a sample's caption."""
         at = self.locate(row, number, 0)
-        features: Features = {}
+        features: CaptionFeatures = {}
         for name, (offset, count) in zip(TOKENS, at.tokens, strict=True):
             features[name] = self._tensor(offset, torch.bfloat16, (count, self.width(f"{name}.tokens")))
         for name, offset in zip(POOLED, at.pooled, strict=True):
@@ -244,7 +244,7 @@ def _expect(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, Field]:
+def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
     """The tensors of a header: known names and dtypes, side by side from ``first`` to the end of the file."""
     fields, spans = {}, []
     for name, about in header.items():
@@ -253,7 +253,7 @@ def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, Field
         shape, (begin, end) = tuple(map(int, about["shape"])), map(int, about["data_offsets"])
         fits = about["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
         _expect(fits, f"{name} is {about['dtype']} {list(shape)}")
-        field = Field(dtype, shape, first + begin)
+        field = TensorSpan(dtype, shape, first + begin)
         _expect(end - begin == field.nbytes, f"{name} has {end - begin} bytes")
         fields[name] = field
         spans.append((begin, end))
@@ -265,7 +265,7 @@ def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, Field
     return fields
 
 
-def _check_shapes(fields: Mapping[str, Field], entry: ShardEntry) -> None:
+def _check_shapes(fields: Mapping[str, TensorSpan], entry: ShardEntry) -> None:
     """Shapes agree with the entry and with each other."""
     count = entry.count
     for name, rows in {"sample_id": count, "moments": count, "mask": count, "caption_start": count + 1}.items():

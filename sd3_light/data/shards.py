@@ -32,7 +32,7 @@ from sd3_light.data.manifest import ShardEntry
 TOKENS = ("clip_l", "clip_g", "t5")
 POOLED = ("clip_l", "clip_g")
 
-Features = dict[str, Tensor]
+CaptionFeatures = dict[str, Tensor]
 """One caption's features: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width]."""
 
 

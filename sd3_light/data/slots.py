@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Allocate = Callable[[int], Tensor]
+AllocateBytes = Callable[[int], Tensor]
 """Bytes wanted -> a flat uint8 tensor of so many."""
 
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+AllocateTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Shape and type -> a tensor that is to be filled."""
 
 Pin = Callable[[int, int], Callable[[], Any] | None]
@@ -37,7 +37,7 @@ _GROWTH = 1 << 20
 class InPlaceDataset(Dataset[Any]):
     """A data set that can write an item into memory that it is given."""
 
-    def fetch(self, item: int, allocate: Allocate) -> Any:
+    def fetch(self, item: int, allocate: AllocateBytes) -> Any:
         """The item; its tensors lie in what ``allocate`` gave, asked for once."""
         raise NotImplementedError
 
@@ -75,11 +75,11 @@ class SlotPool:
         for file in self._files:
             weakref.finalize(self, os.close, file)
 
-    def lend(self) -> int | None:
+    def acquire(self) -> int | None:
         """A free slot, the last one returned first (its pages are there); None when all are in use."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """A slot that was lent and not used."""
         self._free.append(slot)
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.batch import Row, read_batch
+from sd3_light.data.batch import BatchRow, read_batch
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.memory import too_large
-from sd3_light.data.order import WINDOW, Coming, Order, Picks, Segment, make_order, open_shards, rank_slice
+from sd3_light.data.order import WINDOW, Order, Picks, Segment, WindowRange, make_order, open_shards, rank_slice
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import Features
-from sd3_light.data.slots import Allocate, InPlaceDataset
-from sd3_light.data.store import ShardStore, opened
+from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.slots import AllocateBytes, InPlaceDataset
+from sd3_light.data.store import ShardStore, open_shard
 from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
-Batch = dict[str, Any]
+CachedBatch = dict[str, Any]
 _SEEN_AHEAD = 256  # forgetting one costs a look at its shards' marks, no more
 
 
@@ -52,7 +52,7 @@ def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:
     )
 
 
-def fresh(nbytes: int) -> Tensor:
+def new_buffer(nbytes: int) -> Tensor:
     """Memory of its own for one batch."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -112,14 +112,14 @@ class CachedDataset:
         self.max_open = open_shards(window, len(self.buckets))
         return order
 
-    def empty_text(self) -> Features:
+    def empty_text(self) -> CaptionFeatures:
         """The features of the empty caption: tokens [L, W] by encoder name, of a cache of real tokens just its own
         ones, and pooled vectors [W]."""
         return self._readers([self.manifest.empty])[0].caption(0, 0)
 
     # --- a batch -------------------------------------------------------------------------------
 
-    def read(self, picks: Picks, seed: int, allocate: Allocate = fresh) -> Batch:
+    def read(self, picks: Picks, seed: int, allocate: AllocateBytes = new_buffer) -> CachedBatch:
         """The picked samples as one batch; caption and flip are each sample's own draw (law 1).
 
         ``mask`` is None where no shard of the batch has one. Text is as long as the longest caption of the batch, zeros
@@ -131,7 +131,7 @@ class CachedDataset:
         epoch = torch.full((len(picks.repeat),), picks.epoch)
         return {"mask": None, **tensors, "epoch": epoch, "repeat": torch.from_numpy(picks.repeat)}
 
-    def _rows(self, picks: Picks, seed: int) -> list[Row]:
+    def _rows(self, picks: Picks, seed: int) -> list[BatchRow]:
         shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
         needed = sorted(set(segments))
         readers = dict(zip(needed, self._readers([shards[at] for at in needed]), strict=True))
@@ -142,7 +142,7 @@ class CachedDataset:
             captions, variants = reader.num_captions(row), reader.num_variants
             caption = _choose(seed, "caption", *occurrence, captions) if captions > 1 else 0
             variant = _choose(seed, "flip", *occurrence, variants) if variants > 1 else 0
-            rows.append(Row(reader, reader.locate(row, caption, variant), occurrence[2], variant))
+            rows.append(BatchRow(reader, reader.locate(row, caption, variant), occurrence[2], variant))
         return rows
 
     # --- shards --------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class CachedDataset:
         return reader
 
     def _opened(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
-        return opened(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
+        return open_shard(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
 
     def _read_all(self, processes: int) -> dict[str, ShardReader]:
         if problem := too_large(sum(entry.bytes for entry in self.manifest.shards), processes):
@@ -178,7 +178,7 @@ class CachedDataset:
             found[entry.file] = self._opened(entry, in_memory=True)
         return found
 
-    def look_ahead(self, bucket: int, segments: Sequence[int]) -> bool:
+    def prefetch(self, bucket: int, segments: Sequence[int]) -> bool:
         """Fetch and hash in the background what will be read later; False where an earlier such work is under way."""
         if self._resident:
             return True
@@ -200,7 +200,7 @@ class CachedDataset:
             try:
                 path = self.store.path(entry)
                 if self._verifier is not None:
-                    self._verifier.look_ahead((entry, path))
+                    self._verifier.prefetch((entry, path))
             except (UserError, OSError):
                 return  # it is told when the shard is read
 
@@ -216,12 +216,12 @@ class MicroBatches(InPlaceDataset):
         self.data, self.order = data, order
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
         # the steps of all buckets interleave, and a step asks for what its neighbours asked for
-        self._seen_ahead: deque[Coming] = deque(maxlen=_SEEN_AHEAD)
+        self._seen_ahead: deque[WindowRange] = deque(maxlen=_SEEN_AHEAD)
 
-    def __getitem__(self, item: int) -> Batch:
-        return self.fetch(item, fresh)
+    def __getitem__(self, item: int) -> CachedBatch:
+        return self.fetch(item, new_buffer)
 
-    def fetch(self, item: int, allocate: Allocate) -> Batch:
+    def fetch(self, item: int, allocate: AllocateBytes) -> CachedBatch:
         """The micro-batch, its tensors in one piece of ``allocate``'s memory."""
         step, micro = divmod(item, self.micro_batches)
         size = self.order.batch_size(step)
@@ -230,17 +230,17 @@ class MicroBatches(InPlaceDataset):
         self._look_ahead(step)
         return batch
 
-    def warm(self, step: int) -> None:
+    def prefetch_step(self, step: int) -> None:
         """Begin to hash, in the background, what ``step`` will read; the trainer may load its model meanwhile."""
-        self.data.look_ahead(self.order.place(step)[1], self.order.reading(step, *self._share(step)).tolist())
+        self.data.prefetch(self.order.position(step)[1], self.order.segments_at(step, *self._share(step)).tolist())
 
     def _share(self, step: int) -> tuple[int, int]:
         """This rank's part of the global batch of ``step``, over all micro-batches."""
         return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
 
     def _look_ahead(self, step: int) -> None:
-        coming = self.order.coming(step, *self._share(step))
-        if coming in self._seen_ahead:
+        windows = self.order.next_windows(step, *self._share(step))
+        if windows in self._seen_ahead:
             return
-        if self.data.look_ahead(coming.bucket, self.order.segments(coming).tolist()):
-            self._seen_ahead.append(coming)
+        if self.data.prefetch(windows.bucket, self.order.segments_in(windows).tolist()):
+            self._seen_ahead.append(windows)

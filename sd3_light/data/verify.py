@@ -67,7 +67,7 @@ class Verifier:
             if not done:
                 self._check(one, wait=True)
 
-    def look_ahead(self, one: Wanted) -> None:
+    def prefetch(self, one: Wanted) -> None:
         """Hash a shard that will be wanted, unless another is at it; what is wrong with it shows when it is read."""
         with suppress(UserError):
             self._check(one, wait=False)

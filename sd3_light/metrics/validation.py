@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd3_light.data.loader import Prepared, PreparesInPlace
-from sd3_light.data.slots import Empty
-from sd3_light.data.stream import Batch
+from sd3_light.data.loader import PreparedBatch, PreparesInPlace
+from sd3_light.data.slots import AllocateTensor
+from sd3_light.data.stream import CachedBatch
 
 QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-class AtQuantiles(Dataset[tuple[Batch, float]]):
+class AtQuantiles(Dataset[tuple[CachedBatch, float]]):
     """Every batch of a data set at every quantile: item ``batch * len(QUANTILES) + quantile``.
 
     The batch read last is kept, as the items that follow are of the same one.
     """
 
-    def __init__(self, batches: Dataset[Batch], count: int) -> None:
+    def __init__(self, batches: Dataset[CachedBatch], count: int) -> None:
         self.batches, self.count = batches, count
-        self._last: tuple[int, Batch] | None = None
+        self._last: tuple[int, CachedBatch] | None = None
 
     def __len__(self) -> int:
         return self.count * len(QUANTILES)
 
-    def __getitem__(self, item: int) -> tuple[Batch, float]:
+    def __getitem__(self, item: int) -> tuple[CachedBatch, float]:
         number, quantile = divmod(item, len(QUANTILES))
         if self._last is None or self._last[0] != number:
             self._last = None  # no two at a time
@@ -41,26 +41,26 @@ class EvalPreparer:
     def __init__(self, model: PreparesInPlace) -> None:
         self.model = model
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
         """The batch of an item at its quantile; the label's last tensor weighs samples, 0 for padding.
 
         A set is seen once, so an occurrence after a sample's first only fills the last batch.
         """
         return _weighed(batch, self.model.prepare_inputs(*batch))
 
-    def prepare_into(self, batch: Any, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
         """The same, what is large in memory that ``empty`` gives."""
         return _weighed(batch, self.model.prepare_into(batch[0], empty, batch[1]))
 
 
-def _weighed(batch: Any, prepared: Prepared) -> Prepared:
+def _weighed(batch: Any, prepared: PreparedBatch) -> PreparedBatch:
     features, label = prepared
     return features, (*label, (batch[0]["repeat"] == 0).float())
 
 
 def validate(
-    prepared: Iterable[Prepared],
-    evaluate: Callable[[Prepared], Tensor],
+    prepared: Iterable[PreparedBatch],
+    evaluate: Callable[[PreparedBatch], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
 ) -> dict[str, float]:
     """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `AtQuantiles`.

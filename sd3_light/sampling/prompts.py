@@ -20,7 +20,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import Place
 from sd3_light.data.files import write_atomically
-from sd3_light.data.store.protocols import Missing, reading
+from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.encoders.text import PARTS
 
@@ -52,9 +52,9 @@ def read_prompt(cache: Place, prompt: str, recipe: Mapping[str, Any]) -> Feature
     try:
         if isinstance(cache, Path):
             return _parse((cache / name).read_bytes())
-        with reading(f"{cache}/{name}") as (files, path):
+        with remote_filesystem(f"{cache}/{name}") as (files, path):
             return _parse(files.cat_file(path))
-    except (FileNotFoundError, Missing):
+    except (FileNotFoundError, RemoteNotFound):
         return None
 
 

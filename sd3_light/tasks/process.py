@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.processed import Processed, ProcessedWriter, fingerprint, finish
+from sd3_light.data.processed import ProcessedSample, ProcessedWriter, fingerprint, write_processed_manifest
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_of
 from sd3_light.runlog import info, progress, set_main_process
@@ -65,13 +65,13 @@ def launch_data_process_task(
             else:
                 with as_user_error(f"bucket_of({index})", "let it give a name or number for every index"):
                     bucket = "all" if bucket_of is None else str(bucket_of(index))
-                writer.add(Processed(index, bucket, made_of, _storable(model.process(item), index)))
+                writer.add(ProcessedSample(index, bucket, made_of, _storable(model.process(item), index)))
             bar.reach(done, len(mine))
     writer.close()
     if accelerator is not None:
         accelerator.wait_for_everyone()
     if launch.is_main:
-        finish(folder, recipe, count)
+        write_processed_manifest(folder, recipe, count)
         info(f"processed data: {count} samples in {folder} ({reused} of this process were there)")
     if accelerator is not None:
         accelerator.wait_for_everyone()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.loader import worker_fault
+from sd3_light.data.loader import worker_exit_error
 from sd3_light.engines.processes import lost_peer
 
 _USUAL = (
@@ -60,4 +60,4 @@ def _nobodys(error: BaseException, where: str = "") -> UserError | None:
             f"{where}{said or 'out of GPU memory'}; lower batch_size (and raise gradient_accumulation_steps) or the "
             "size of the samples, or train an adapter (base_bits=4 needs least)"
         )
-    return worker_fault(error) or lost_peer(error) if isinstance(error, RuntimeError) else None
+    return worker_exit_error(error) or lost_peer(error) if isinstance(error, RuntimeError) else None

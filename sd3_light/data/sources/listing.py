@@ -27,12 +27,12 @@ TABLE_FILES = ("captions.json", "metadata.jsonl", "metadata.csv", "metadata.json
 """What a caption table is called; an earlier one wins where two know the same file."""
 
 
-def is_picture(name: str) -> bool:
+def is_image_name(name: str) -> bool:
     """Whether a file's name is a picture's."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def places_apart(directory: DirectoryConfig) -> frozenset[str]:
+def mask_paths(directory: DirectoryConfig) -> frozenset[str]:
     """Paths that hold masks, and no pictures even where they lie below the directory."""
     return frozenset(str(place) for place in (directory.mask_path, directory.default_mask_file) if place)
 

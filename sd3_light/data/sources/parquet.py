@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, decode_text, texts
-from sd3_light.data.sources.records import Found, file_version
+from sd3_light.data.sources.records import ScanItem, file_version
 from sd3_light.data.sources.scope import Scope
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
@@ -53,7 +53,7 @@ class ParquetCell:
         return file_version(self.path)
 
 
-def scan_parquet(scope: Scope, path: str, name: str, may_lack_images: bool) -> Iterator[Found]:
+def scan_parquet(scope: Scope, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
     """The samples of one Parquet file, in its order; their names are their row numbers."""
     try:
         with pq.ParquetFile(path) as file:
@@ -81,7 +81,7 @@ def _columns(schema: Any, columns: Columns) -> tuple[str, str]:
     raise Reject("no_image_column" if image is None else "no_caption_column", detail)
 
 
-def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) -> Iterator[Found]:
+def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) -> Iterator[ScanItem]:
     number = 0
     masks = name.removesuffix(".parquet")
     for group in range(file.num_row_groups):

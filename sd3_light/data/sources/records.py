@@ -105,4 +105,4 @@ class Rejected:
     image: Location | None = None
 
 
-Found = Record | Rejected
+ScanItem = Record | Rejected

@@ -14,7 +14,7 @@ FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "f
 """Column names of a picture's file, in order of precedence, compared in lower case."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A file, as the table spells its name, and what the table holds for its captions."""
 
     name: str
@@ -31,7 +31,7 @@ class BrokenRow(NamedTuple):
 _Raw = tuple[str, Any]  # a row's place; then a row as a dict, a Row, or a Reject
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[Row | BrokenRow]:
+def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
     """All rows of a table, in its order. Raises Reject("broken_table"), perhaps late, when it is none."""
     read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[path.suffix]
     lacking = _Lacking(columns)
@@ -48,11 +48,11 @@ def read_rows(path: Path, columns: Columns) -> Iterator[Row | BrokenRow]:
     lacking.check()
 
 
-def _row(raw: Any, columns: Columns) -> Row:
+def _row(raw: Any, columns: Columns) -> TableRow:
     if isinstance(raw, Reject):
         raise raw
     name: Any
-    if isinstance(raw, Row):
+    if isinstance(raw, TableRow):
         name, value = raw
         value = named(value, columns.caption_names()) if isinstance(value, dict) else value
     elif isinstance(raw, Mapping):
@@ -62,7 +62,7 @@ def _row(raw: Any, columns: Columns) -> Row:
     if not isinstance(name, str) or not name.strip():
         where = f" in {columns.image!r} (image_column)" if columns.image else ""
         raise Reject("broken_row", f"it names no file{where}")
-    return Row(name, value)
+    return TableRow(name, value)
 
 
 class _Lacking:
@@ -92,7 +92,7 @@ def _document(path: Path, columns: Columns) -> Iterator[_Raw]:
     """``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
     with path.open(encoding="utf-8-sig") as file:
         for number, (key, value) in enumerate(members(file)):
-            yield str(number), value if key is None else Row(key, value)
+            yield str(number), value if key is None else TableRow(key, value)
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
+from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.parquet import scan_parquet
-from sd3_light.data.sources.records import Found
+from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scope import Scope
-from sd3_light.data.sources.shelf import Shelf
 from sd3_light.data.sources.tars import scan_tar
 from sd3_light.data.sources.walk import scan_folder
 
 
-def scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
+def scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
     """All samples of a directory, lazily, always in the same order; what cannot be used comes as Rejected.
 
     ``index`` becomes part of every key and must tell directories of the same name apart (see `occurrences`). What
@@ -35,11 +35,11 @@ def scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
     return _scan(directory, index)
 
 
-def _scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
+def _scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
     path = directory.path
     try:
-        with closing(Shelf()) as shelf:
-            scope = Scope(directory, index, shelf)
+        with closing(NameStore()) as name_store:
+            scope = Scope(directory, index, name_store)
             if path.is_dir():
                 yield from scan_folder(scope, path)
             elif path.suffix.lower() == ".tar":
@@ -51,7 +51,7 @@ def _scan(directory: DirectoryConfig, index: int) -> Iterator[Found]:
         raise UserError(f"{path}: the names that a scan keeps on disk: {fault}; {hint}") from fault
 
 
-def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Found]:
+def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[ScanItem]:
     """All samples of a data set, directory by directory."""
     directories = tuple(directories)
     scans = [scan(directory, index) for directory, index in zip(directories, occurrences(directories), strict=True)]

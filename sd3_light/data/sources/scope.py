@@ -7,26 +7,26 @@ from pathlib import PurePosixPath
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, is_utf8, prepare
-from sd3_light.data.sources.listing import is_picture, places_apart
-from sd3_light.data.sources.records import FileBytes, Found, Location, Record, Rejected
-from sd3_light.data.sources.shelf import Shelf
+from sd3_light.data.sources.listing import is_image_name, mask_paths
+from sd3_light.data.sources.name_store import NameStore
+from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected, ScanItem
 from sd3_light.randomness import sample_id
 
 
 class Scope:
     """One directory of the data set during a scan. Names are relative to its root, with forward slashes.
 
-    ``columns`` are the configured ones, ``apart`` the paths that hold masks, ``shelf`` keeps names on disk.
+    ``columns`` are the configured ones, ``apart`` the paths that hold masks, ``name_store`` keeps names on disk.
     """
 
-    def __init__(self, directory: DirectoryConfig, index: int, shelf: Shelf) -> None:
+    def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore) -> None:
         self.columns = Columns(directory.image_column, directory.caption_column)
-        self.apart = places_apart(directory)
-        self.shelf = shelf
+        self.apart = mask_paths(directory)
+        self.name_store = name_store
         self._directory = directory
         # the index comes last: whatever characters a name holds, two different pairs never meet in one prefix
         self._prefix = f"{directory.path.name}#{index}"
-        self._masks = _Masks(directory, shelf)
+        self._masks = _Masks(directory, name_store)
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def key(self, name: str) -> str:
@@ -35,7 +35,7 @@ class Scope:
 
     def found(
         self, name: str, image: Location, raw_captions: Callable[[], Sequence[str]], mask_name: str | None = None
-    ) -> Iterator[Found]:
+    ) -> Iterator[ScanItem]:
         """The record of a picture, or why it is none; nothing at all when the subsample leaves it out.
 
         Captions are fetched only for what is wanted. ``mask_name`` is looked up in ``mask_path`` without its suffix.
@@ -67,11 +67,11 @@ class Scope:
 class _Masks:
     """Finds masks: ``mask_path/NAME.*`` for a picture NAME, else the default mask, else none."""
 
-    def __init__(self, directory: DirectoryConfig, shelf: Shelf) -> None:
+    def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
         self._root = directory.mask_path
         self._default = FileBytes(str(directory.default_mask_file)) if directory.default_mask_file else None
         self._folder: str | None = None
-        self._names = shelf.names()
+        self._names = name_store.names()
 
     def find(self, name: str) -> Location | None:
         if self._root is None:
@@ -81,7 +81,7 @@ class _Masks:
         # pictures come folder by folder: one folder's listing at a time is kept
         if folder != self._folder:
             self._list(folder)
-        file = next(filter(is_picture, self._names.with_stem(where.stem)), None)
+        file = next(filter(is_image_name, self._names.with_stem(where.stem)), None)
         return FileBytes(os.path.join(folder, file)) if file else self._default
 
     def _list(self, folder: str) -> None:

@@ -17,8 +17,8 @@ from sd3_light.data.sources.listing import (
     UNREAD_SUFFIXES,
     depth_first,
     is_folder,
-    is_picture,
-    places_apart,
+    is_image_name,
+    mask_paths,
     visible,
 )
 
@@ -60,12 +60,12 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     The place of the directory is not part of it, its name is: a set that was moved whole is the same set. Files of
     kinds that a scan passes over do not count.
     """
-    apart = places_apart(directory)
+    apart = mask_paths(directory)
     total = _hash(f"version {SCAN_VERSION}\0{directory.path.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
     total += _place("path", directory.path, _Rules(lambda path: visible(path, apart), _is_seen))
-    masks = _Rules(_everything, is_picture)
+    masks = _Rules(_everything, is_image_name)
     for key in ("mask_path", "default_mask_file"):
         place: Path | None = getattr(directory, key)
         total += 0 if place is None else _place(key, place, masks)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, texts
-from sd3_light.data.sources.rows import BrokenRow, Row, read_rows
-from sd3_light.data.sources.shelf import temporary_database
+from sd3_light.data.sources.name_store import temporary_database
+from sd3_light.data.sources.rows import BrokenRow, TableRow, read_rows
 
 Fetch = Callable[[], Sequence[str]]
 
@@ -76,7 +76,7 @@ class CaptionTable:
         """Give the disk back."""
         self._rows.close()
 
-    def _entry(self, row: Row | BrokenRow) -> tuple[str, str | None, str | None]:
+    def _entry(self, row: TableRow | BrokenRow) -> tuple[str, str | None, str | None]:
         if isinstance(row, BrokenRow):
             return row.name, None, row.detail.encode("utf-8", "backslashreplace").decode()
         return _normal(row.name, self._folder), json.dumps(row.value), None

@@ -13,17 +13,17 @@ from typing import Any
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, named, texts
 from sd3_light.data.sources.listing import IMAGE_SUFFIXES
-from sd3_light.data.sources.records import FileRange, Found
+from sd3_light.data.sources.name_store import NameSet
+from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scope import Scope
-from sd3_light.data.sources.shelf import Names
 
 _Group = dict[str, FileRange]
 _FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 
-def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
+def scan_tar(scope: Scope, path: str, name: str) -> Iterator[ScanItem]:
     """The samples of one tar, in its order."""
-    seen = scope.shelf.names()
+    seen = scope.name_store.names()
     groups = _groups(path)
     while True:
         try:
@@ -37,7 +37,7 @@ def scan_tar(scope: Scope, path: str, name: str) -> Iterator[Found]:
     seen.clear()
 
 
-def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: Names) -> Iterator[Found]:
+def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
     image = next((suffix for suffix in members if suffix in IMAGE_SUFFIXES), None)
     if image is None:
         detail = f"no picture among {', '.join(members)}; a sample's name ends at its first dot"

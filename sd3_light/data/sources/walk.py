@@ -22,10 +22,10 @@ from sd3_light.data.sources.listing import (
     is_folder,
     visible,
 )
+from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.parquet import scan_parquet
-from sd3_light.data.sources.records import FileBytes, Found
+from sd3_light.data.sources.records import FileBytes, ScanItem
 from sd3_light.data.sources.scope import Scope
-from sd3_light.data.sources.shelf import Names
 from sd3_light.data.sources.tables import CaptionTable
 from sd3_light.data.sources.tars import scan_tar
 
@@ -42,13 +42,13 @@ class _Folder:
     above: frozenset[tuple[int, int]] = frozenset()
 
 
-def scan_folder(scope: Scope, root: Path) -> Iterator[Found]:
+def scan_folder(scope: Scope, root: Path) -> Iterator[ScanItem]:
     """All samples below ``root``: in each folder its files by name, then its folders by name."""
     return depth_first(_Folder(str(root), ""), _Folder, partial(_scan, scope))
 
 
-def _scan(scope: Scope, folder: _Folder) -> Iterator[Found | _Folder]:
-    files, folders = scope.shelf.names(), scope.shelf.names()
+def _scan(scope: Scope, folder: _Folder) -> Iterator[ScanItem | _Folder]:
+    files, folders = scope.name_store.names(), scope.name_store.names()
     try:
         here = os.stat(folder.path)
         if (here.st_dev, here.st_ino) in folder.above:
@@ -77,12 +77,12 @@ def _scan(scope: Scope, folder: _Folder) -> Iterator[Found | _Folder]:
             yield from _leftovers(scope, folder.path, base, table_here)
 
 
-def _list(scope: Scope, path: str, files: Names, folders: Names) -> None:
+def _list(scope: Scope, path: str, files: NameSet, folders: NameSet) -> None:
     for entry in visible(path, scope.apart):
         (folders if is_folder(entry) else files).add(entry.name)
 
 
-def _scan_files(scope: Scope, folder: _Folder, files: Names) -> Iterator[Found]:
+def _scan_files(scope: Scope, folder: _Folder, files: NameSet) -> Iterator[ScanItem]:
     last = ""  # the stem of the last file that is no caption
     for file in files:
         stem, suffix = os.path.splitext(file)
@@ -106,7 +106,7 @@ def _scan_files(scope: Scope, folder: _Folder, files: Names) -> Iterator[Found]:
             last = stem
 
 
-def _has_picture(files: Names, stem: str) -> bool:
+def _has_picture(files: NameSet, stem: str) -> bool:
     """Whether a caption file stands beside any other file of its name."""
     return any(os.path.splitext(name)[1].lower() != ".txt" for name in files.with_stem(stem))
 
@@ -133,7 +133,7 @@ def _read_text(path: str) -> str:
         raise Reject("unreadable", str(fault)) from fault
 
 
-def _leftovers(scope: Scope, path: str, base: str, table: CaptionTable) -> Iterator[Found]:
+def _leftovers(scope: Scope, path: str, base: str, table: CaptionTable) -> Iterator[ScanItem]:
     try:
         for name, reason, detail in table.leftovers():
             # a table may name what is there but is no picture

@@ -26,10 +26,10 @@ class ShardStore(Protocol):
     """Whether bytes were compared with their hash on the way; where not, the reader does that."""
 
     def path(self, entry: ShardEntry) -> Path:
-        """A local file with the shard's bytes. It may go away before it is opened: open it by `opened`."""
+        """A local file with the shard's bytes. It may go away before it is opened: open it by `open_shard`."""
 
 
-def opened(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]) -> T:
+def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]) -> T:
     """``reader(path)`` of a shard; again where another process's eviction took the file before ``reader`` opened it.
 
     ``reader`` raises FileNotFoundError where there is no file, as `open` and safetensors do.
@@ -87,10 +87,10 @@ def open_store(place: Place, folder: Path | None, limit_bytes: int, window: int 
     the system's temp folder)."""
     if isinstance(place, Path):
         return LocalStore(place)
-    return RemoteStore(place, folder or own_temporary_folder(place), limit_bytes, window)
+    return RemoteStore(place, folder or private_temp_folder(place), limit_bytes, window)
 
 
-def own_temporary_folder(url: str) -> Path:
+def private_temp_folder(url: str) -> Path:
     """A folder for a URL in the system's temp folder that is this user's alone, made where it is missing."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"sd3-light-{os.getuid()}-{digest}"

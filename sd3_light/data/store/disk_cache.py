@@ -42,7 +42,7 @@ class DiskCache:
 
         ``fetch`` writes into the file that it is given and raises unless that is now whole. Of several processes that
         want one file at a time, one fetches it. The file may be evicted before the caller opens it: see
-        `store.opened`.
+        `store.open_shard`.
         """
         assert size <= self.limit
         whole = self.folder / f"{digest}.safetensors"

@@ -26,11 +26,11 @@ _LIBRARY_ERRORS = (
 )
 
 
-class Missing(UserError):
+class RemoteNotFound(UserError):
     """Nothing lies at a URL."""
 
 
-class Unreachable(UserError):
+class RemoteUnreachable(UserError):
     """A URL could not be read, and may be readable a moment later."""
 
 
@@ -49,18 +49,20 @@ def protocol_problem(url: str) -> str | None:
 
 
 @contextmanager
-def reading(url: str) -> Iterator[tuple[Any, str]]:
+def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
     """(file system, path in it) of a URL; errors of the network and its libraries become faults of the user."""
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
     try:
         yield fsspec.core.url_to_fs(url)
     except FileNotFoundError as error:
-        raise Missing(f"nothing lies at {url}; copy the whole cache folder there, or correct cache_dir") from error
+        raise RemoteNotFound(
+            f"nothing lies at {url}; copy the whole cache folder there, or correct cache_dir"
+        ) from error
     except PermissionError as error:
         raise UserError(f"{url} may not be read ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
-        raise Unreachable(f"{url} cannot be read ({_first_line(error)}); {_remedy(url)}") from error
+        raise RemoteUnreachable(f"{url} cannot be read ({_first_line(error)}); {_remedy(url)}") from error
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:

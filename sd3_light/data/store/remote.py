@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry
-from sd3_light.data.store.protocols import Missing, Unreachable, reading
+from sd3_light.data.store.protocols import RemoteNotFound, RemoteUnreachable, remote_filesystem
 
 CHUNK_BYTES = 16 << 20
 PAUSES_SEC = (0.5, 2.0)
@@ -18,9 +18,9 @@ def remote_manifest(url: str) -> Manifest | None:
     """The manifest of the cache at a URL; None where there is none."""
     where = f"{url}/{MANIFEST}"
     try:
-        with reading(where) as (files, path):
+        with remote_filesystem(where) as (files, path):
             data: bytes = files.cat_file(path)
-    except Missing:
+    except RemoteNotFound:
         return None
     return Manifest.from_json(data, where)
 
@@ -51,7 +51,7 @@ def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
                 f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, there came {came} "
                 f"with sha256 {digest[:16]}; copy the cache folder there again"
             )
-        except Unreachable as error:
+        except RemoteUnreachable as error:
             fault = error
         if pause is not None:
             time.sleep(pause)
@@ -72,6 +72,6 @@ def _copy(url: str, file: BinaryIO, most: int) -> tuple[int, str]:
 
 
 def _chunks(url: str) -> Iterator[bytes]:
-    with reading(url) as (files, path), files.open(path, "rb", cache_type="none") as source:
+    with remote_filesystem(url) as (files, path), files.open(path, "rb", cache_type="none") as source:
         while chunk := source.read(CHUNK_BYTES):
             yield chunk

@@ -21,11 +21,11 @@ from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.units import Plan, Unit, make_plan
 from sd3_light.data.files import damaged_mark, sweep
-from sd3_light.data.manifest import FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
-from sd3_light.data.store import own_temporary_folder
+from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.data.verify import is_whole
 from sd3_light.encoders.fingerprint import parts_fingerprint
@@ -96,7 +96,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | Non
 def make_recipe(train: TrainConfig, memory: Path | None = None) -> dict[str, Any]:
     """All that determines a sample's features besides the sample."""
     return {
-        "format": FORMAT,
+        "format": CACHE_FORMAT,
         "preprocess": PREPROCESS_VERSION,
         "text_tokens": train.model.text_tokens,
         "t5_max_length": train.model.t5_max_length,
@@ -109,7 +109,7 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
     url = dataset.cache_dir
     if isinstance(url, Path):
         return False
-    memory = (train.stream_cache_dir or own_temporary_folder(url)) / "parts.json"
+    memory = (train.stream_cache_dir or private_temp_folder(url)) / "parts.json"
     remedy = "correct [model], or build the cache anew with a local cache_dir and copy the folder there"
     _require_recipe(url, load_remote_manifest(url), make_recipe(train, memory), remedy)
     info(f"the cache at {url} is taken as it is")

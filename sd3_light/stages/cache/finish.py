@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.units import Plan, Unit
 from sd3_light.data.files import replacing
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry, read_entry
-from sd3_light.data.sources.shelf import Shelf
+from sd3_light.data.sources.name_store import NameStore
 from sd3_light.stages.cache.encode import reject_line
 
 REJECTS = "rejects.jsonl"
@@ -63,8 +63,8 @@ def _rejects(plan: Plan, shards: Path) -> Iterator[dict[str, str]]:
     """What the scan and the look rejected, then what only decoding showed."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)
-    with closing(Shelf()) as shelf:
-        seen = shelf.names()
+    with closing(NameStore()) as name_store:
+        seen = name_store.names()
         for unit in plan.units:
             for line in _lines((shards / unit.file).with_suffix(".rejects.jsonl")):
                 # a picture is decoded once a resolution and fails in each

@@ -132,7 +132,7 @@ class _Shards:
         if self._open[1] is None:
             return None
         reader, origins = self._open[1]
-        return pick, origins[pick.row], *reader.picture(pick.row, 0)
+        return pick, origins[pick.row], *reader.image(pick.row, 0)
 
     def _shard(self, entry: ShardEntry) -> tuple[ShardReader, list[Origin]] | None:
         path = self.folder / entry.file

@@ -8,7 +8,7 @@ import torch
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.data.loader import worker_fault
+from sd3_light.data.loader import worker_exit_error
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import Agreement, lost_peer
@@ -110,7 +110,7 @@ def _faults_in_words() -> Iterator[None]:
             "`sd3-light check` foretells the need"
         ) from error
     except RuntimeError as error:
-        if fault := worker_fault(error) or lost_peer(error):
+        if fault := worker_exit_error(error) or lost_peer(error):
             raise fault from error
         raise
 

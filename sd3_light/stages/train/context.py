@@ -90,5 +90,5 @@ def open_context(
     share = launch.of_data(config.pipeline_stages)
     order = make_order(data, loaded, share)
     if saved is None and fed:
-        MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).warm(0)
+        MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
     return RunContext(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)

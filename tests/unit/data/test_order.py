@@ -118,7 +118,7 @@ def test_permutation_mixes_neighbours() -> None:
 def test_golden_values() -> None:
     """Written down once: another network or another hash would change the order of every run that is to be resumed."""
     assert permuted(1000, 7)[:6].tolist() == GOLDEN_PERMUTATION
-    assert [mixed().place(step)[1:] for step in range(6)] == GOLDEN_PLACES
+    assert [mixed().position(step)[1:] for step in range(6)] == GOLDEN_PLACES
     assert rows(mixed().picks(13, 0, 4)) == GOLDEN_ROWS
 
 
@@ -152,7 +152,7 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     """The rows of an epoch in the buckets' own order, the tail of each bucket's last batch cut off."""
     by_batch = {}
     for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
-        at, bucket, batch = order.place(step)
+        at, bucket, batch = order.position(step)
         assert at == epoch
         assert (bucket, batch) not in by_batch, "a batch came twice"
         by_batch[bucket, batch] = rows(order.picks(step))
@@ -456,15 +456,15 @@ def test_what_comes_is_what_the_next_steps_read(batch: int) -> None:
     for step in range(3 * order.steps_per_epoch):
         picks = order.picks(step)
         read = set(picks.segment.tolist())
-        reading = set(order.reading(step).tolist())
+        reading = set(order.segments_at(step).tolist())
         if picks.repeat.max() == 0:  # padding repeats the epoch's beginning
             assert read <= reading
             assert read <= told.get(picks.bucket, read)
-        coming = order.coming(step)
-        assert coming.bucket == picks.bucket
-        assert coming.epoch - picks.epoch in (0, 1)
-        segments = order.segments(coming)
-        told[coming.bucket] = set(segments.tolist())
+        windows = order.next_windows(step)
+        assert windows.bucket == picks.bucket
+        assert windows.epoch - picks.epoch in (0, 1)
+        segments = order.segments_in(windows)
+        told[windows.bucket] = set(segments.tolist())
         assert len(segments) <= 2 * 3 + batch / 7 + 4
 
 
@@ -483,7 +483,7 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
     assert [bucket.num_batches for bucket in order.buckets] == list(counts)
     for epoch in range(3):
         first = epoch * order.steps_per_epoch
-        places = [order.place(step) for step in range(first, first + order.steps_per_epoch)]
+        places = [order.position(step) for step in range(first, first + order.steps_per_epoch)]
         assert {at for at, _, _ in places} == {epoch}
         for bucket, count in enumerate(counts):
             assert [batch for _, found, batch in places if found == bucket] == list(range(count))
@@ -500,13 +500,13 @@ def test_place_agrees_with_sorting_all_batches() -> None:
             times = (batches + (words >> np.uint64(64 - _UNIT_BITS)) / 2**_UNIT_BITS) / plan.num_batches
             timed += [(time, bucket, batch) for batch, time in enumerate(times.tolist())]
         first = epoch * order.steps_per_epoch
-        places = [order.place(step)[1:] for step in range(first, first + order.steps_per_epoch)]
+        places = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]
         assert places == [(bucket, batch) for _, bucket, batch in sorted(timed)]
 
 
 def test_buckets_are_spread_over_the_epoch() -> None:
     order = make_order(0, [([Segment(800)], 8), ([Segment(80)], 8)])
-    steps = [step for step in range(order.steps_per_epoch) if order.place(step)[1] == 1]
+    steps = [step for step in range(order.steps_per_epoch) if order.position(step)[1] == 1]
     assert len(steps) == 10
     assert all(11 * at - 2 <= step <= 11 * at + 12 for at, step in enumerate(steps))
 

@@ -45,7 +45,7 @@ def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry], in_memory: bo
                 assert values.dtype == torch.bfloat16
                 assert (values[..., 0] == number).all()
                 assert (values[..., 1] == at).all()
-            moments, mask = reader.picture(row, at)
+            moments, mask = reader.image(row, at)
             assert moments.dtype == torch.float16
             assert torch.equal(moments, torch.full((4, 2, 4), 10.0 * number + at).half())
             assert mask is not None
@@ -65,7 +65,7 @@ def test_without_masks_there_is_none(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
     entry = make_shard(tmp_path, "one", make_content((1,)))
-    assert ShardReader(tmp_path / SHARDS / entry.file, entry).picture(0, 0)[1] is None
+    assert ShardReader(tmp_path / SHARDS / entry.file, entry).image(0, 0)[1] is None
 
 
 def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> None:
@@ -81,14 +81,14 @@ def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> 
     assert not is_open()
     shard[0].unlink()
     assert in_memory.identity(0) == 3
-    assert float(in_memory.picture(0, 0)[0][0, 0, 0]) == 30.0
+    assert float(in_memory.image(0, 0)[0][0, 0, 0]) == 30.0
 
 
 def test_a_file_cut_short_after_it_was_opened_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
     reader = ShardReader(*shard)
     os.truncate(shard[0], reader.locate(3, 0, 0).moments + 8)
     with pytest.raises(UserError, match="ends too early"):
-        reader.picture(3, 0)
+        reader.image(3, 0)
 
 
 def test_a_missing_file_is_told_as_such(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:

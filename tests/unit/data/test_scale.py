@@ -52,9 +52,11 @@ def test_an_order_of_a_billion_holds_a_row_a_shard_and_no_row_a_sample() -> None
 def test_a_rank_looks_ahead_at_what_it_will_read_and_not_at_what_others_will(step: int, window: int) -> None:
     made = make_order(3, [([Segment(512)] * 200_000, RANKS * MICRO)], window)
     for rank in (0, 511, 1023):
-        ahead = set(made.segments(made.coming(step, *share(rank))).tolist())
+        ahead = set(made.segments_in(made.next_windows(step, *share(rank))).tolist())
         assert set(made.picks(step + 1, *share(rank)).segment.tolist()) <= ahead
-        assert set(made.picks(step, *share(rank)).segment.tolist()) <= set(made.reading(step, *share(rank)).tolist())
+        assert set(made.picks(step, *share(rank)).segment.tolist()) <= set(
+            made.segments_at(step, *share(rank)).tolist()
+        )
         assert len(ahead) <= 2 * (window + 1), f"{len(ahead)} shards for {MICRO} samples"
 
 
@@ -62,7 +64,7 @@ def test_a_rank_whose_share_is_padding_looks_at_the_beginning() -> None:
     made = make_order(3, [([Segment(512)] * 100, RANKS * MICRO)])
     padded = share(1023)
     assert padded[0] > made.buckets[0].length
-    assert len(made.reading(0, *padded)) > 0
+    assert len(made.segments_at(0, *padded)) > 0
     assert len(made.segments(made.coming(0, *padded))) > 0
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
 from sd3_light.data.files import file_sha256, machine, replacing, sweep, write_atomically
-from sd3_light.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "pictures#0", 0, 0, "", "fingerprint")
@@ -249,12 +249,12 @@ def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+@pytest.mark.parametrize("other", [CACHE_FORMAT - 1, CACHE_FORMAT + 1])
 def test_another_format_is_refused(tmp_path: Path, manifest: Manifest, other: int) -> None:
     manifest.save(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "format": other}))
-    with pytest.raises(UserError, match=f"has format {other}, this version reads {FORMAT}"):
+    with pytest.raises(UserError, match=f"has format {other}, this version reads {CACHE_FORMAT}"):
         Manifest.load(tmp_path)
 
 
@@ -264,7 +264,7 @@ def test_another_format_is_refused(tmp_path: Path, manifest: Manifest, other: in
     ids=["empty", "cut", "list", "text", "not utf-8", "without shards", "a shard without fields"],
 )
 def test_a_damaged_manifest_is_the_users_fault_by_name(tmp_path: Path, content: bytes) -> None:
-    assert FORMAT == 2
+    assert CACHE_FORMAT == 2
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=rf"{tmp_path / MANIFEST} is damaged .*--regenerate_cache"):
         Manifest.load(tmp_path)

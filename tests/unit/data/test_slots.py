@@ -12,7 +12,7 @@ from sd3_light.data.slots import Packed, Packer, SlotPool, carve
 
 
 def packed_into(pool: SlotPool, value: Any) -> Packed:
-    slot = pool.lend()
+    slot = pool.acquire()
     assert slot is not None
     return Packer(pool, slot).pack(value)
 
@@ -40,22 +40,22 @@ def test_a_nested_value_comes_out_as_it_went_in() -> None:
 def test_a_slot_is_free_when_its_last_tensor_is_gone() -> None:
     pool = SlotPool(1)
     found = pool.unpack(packed_into(pool, {"a": torch.ones(4), "b": torch.zeros(4)}))
-    assert pool.lend() is None
+    assert pool.acquire() is None
     part = found["a"][1:3].view(2, 1)
     del found
-    assert pool.lend() is None, "a view of a view still reads it"
+    assert pool.acquire() is None, "a view of a view still reads it"
     as_array = part.numpy()
     del part
-    assert pool.lend() is None, "and so does an array"
+    assert pool.acquire() is None, "and so does an array"
     assert as_array.tolist() == [[1.0], [1.0]]
     del as_array
-    assert pool.lend() == 0
+    assert pool.acquire() == 0
 
 
 def test_a_value_without_tensors_keeps_no_slot() -> None:
     pool = SlotPool(1)
     assert pool.unpack(packed_into(pool, (1, "two"))) == (1, "two")
-    assert pool.lend() == 0
+    assert pool.acquire() == 0
 
 
 def test_the_slot_returned_last_is_lent_first() -> None:
@@ -63,14 +63,14 @@ def test_the_slot_returned_last_is_lent_first() -> None:
     pool = SlotPool(3)
     held = [pool.unpack(packed_into(pool, torch.ones(8))) for _ in range(2)]
     held.pop(0)
-    again = pool.lend()
+    again = pool.acquire()
     assert again == 2
     assert os.fstat(pool._files[0]).st_size == 0
 
 
 def test_what_lies_in_the_slot_already_is_not_copied() -> None:
     pool = SlotPool(1)
-    slot = pool.lend()
+    slot = pool.acquire()
     assert slot is not None
     packer = Packer(pool, slot)
     memory = packer.allocate(1024)
@@ -86,7 +86,7 @@ def test_what_lies_in_the_slot_already_is_not_copied() -> None:
 
 def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
     pool = SlotPool(1)
-    slot = pool.lend()
+    slot = pool.acquire()
     assert slot is not None
     packer = Packer(pool, slot)
     read = packer.allocate(100)
@@ -125,7 +125,7 @@ def test_slots_grow_and_old_views_stay_right() -> None:
 def test_a_forked_process_fills_what_this_one_reads() -> None:
     pool, context = SlotPool(2), multiprocessing.get_context("fork")
     queue = context.Queue()
-    slots = [pool.lend(), pool.lend()]
+    slots = [pool.acquire(), pool.acquire()]
 
     def work() -> None:
         for slot in slots:
@@ -162,7 +162,7 @@ def test_files_go_with_the_pool() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_slot_is_lent_twice(count: int) -> None:
     pool = SlotPool(count)
-    assert [pool.lend() for _ in range(count + 1)] == [*range(count), None]
+    assert [pool.acquire() for _ in range(count + 1)] == [*range(count), None]
 
 
 def test_a_trainers_view_is_pinned_once_and_let_go_before_its_memory() -> None:
@@ -175,14 +175,14 @@ def test_a_trainers_view_is_pinned_once_and_let_go_before_its_memory() -> None:
         return lambda: pinned.pop(address)
 
     pool = SlotPool(1, pin)
-    slot = pool.lend()
+    slot = pool.acquire()
     assert slot is not None
     small = pool.lease(slot, 100)
     assert pinned[small.data_ptr()] >= 100
     assert len(asked) == 1
     del small
     assert len(pinned) == 1, "the slot is still mapped"
-    slot = pool.lend()
+    slot = pool.acquire()
     assert slot is not None
     large = pool.lease(slot, 5 << 20)
     assert list(pinned) == [large.data_ptr()], "the view that was too small is gone"

@@ -340,7 +340,7 @@ def test_looking_ahead_is_tried_again_when_earlier_work_is_under_way(
     order = order_of(data, window=2)
     batches, answers = MicroBatches(data, order, 0, 1, 1), iter([False, True, True])
     asked: list[list[int]] = []
-    monkeypatch.setattr(data, "look_ahead", lambda bucket, segments: asked.append(segments) or next(answers))
+    monkeypatch.setattr(data, "prefetch", lambda bucket, segments: asked.append(segments) or next(answers))
     for _ in range(4):
         batches[0]
     assert len(asked) == 2, "again after a no, never after a yes"
@@ -349,7 +349,7 @@ def test_looking_ahead_is_tried_again_when_earlier_work_is_under_way(
 def test_the_first_steps_shards_are_hashed_while_the_trainer_gets_ready(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
-    MicroBatches(data, order, 0, 1, 1).warm(0)
+    MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
     assert data._ahead is not None
     data._ahead.join()
     assert data._verifier is not None

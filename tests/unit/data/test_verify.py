@@ -196,8 +196,8 @@ def test_looking_ahead_hashes_and_never_complains(folder: Path, log: Callable[[]
     good, bad = wanted(folder)[:2]
     bad[1].write_bytes(b"\0" * bad[0].bytes)
     own = verifier(folder)
-    own.look_ahead(good)
-    own.look_ahead(bad)
+    own.prefetch(good)
+    own.prefetch(bad)
     assert own.is_known(good[0])
     assert not own.is_known(bad[0])
     own.require([good])

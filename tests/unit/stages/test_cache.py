@@ -649,11 +649,11 @@ def test_flipped_pictures_are_those_of_the_mirrored_image(fresh_project: Project
     pixels = np.array(Image.open(fresh_project.pictures / origin.key.rsplit("/", 1)[1]))[None]
     plain, mirrored = encode_moments(vae, pixels)[0], encode_moments(vae, pixels[:, :, ::-1].copy())[0]
     for variant, (same, other) in enumerate(((plain, mirrored), (mirrored, plain))):
-        moments = reader.picture(0, variant)[0]
+        moments = reader.image(0, variant)[0]
         # in other batches convolutions round differently, and fp16 shows it
         assert (moments - same).abs().max() < 0.05 < (moments - other).abs().max(), variant
     drawn = {
-        torch.equal(moments, reader.picture(0, 1)[0])
+        torch.equal(moments, reader.image(0, 1)[0])
         for epoch in range(8)
         for batch in epoch_of(fresh_project, epoch=epoch)
         for number, moments in zip(batch["sample_id"].tolist(), batch["moments"], strict=True)

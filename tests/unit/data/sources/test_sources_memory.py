@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.sources import Record, Rejected, json_stream, scan, shelf, signature
+from sd3_light.data.sources import Record, Rejected, json_stream, name_store, scan, signature
 from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, write_tar
 
 NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")
@@ -20,18 +20,18 @@ ODD_NAMES = ["a", "a-b.jpg", "a.jpg", "a.", "a.b.jpg", "a.txt", "aé.jpg", NOT_U
 
 
 @pytest.fixture
-def names() -> Iterator[shelf.Names]:
-    keeper = shelf.Shelf()
+def names() -> Iterator[name_store.NameSet]:
+    keeper = name_store.NameStore()
     yield keeper.names()
     keeper.close()
 
 
 @pytest.mark.parametrize("page", [1, 2, 1000])
 def test_names_come_back_in_the_order_python_sorts_them(
-    names: shelf.Names, monkeypatch: pytest.MonkeyPatch, page: int
+    names: name_store.NameSet, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:
-    monkeypatch.setattr(shelf, "_WRITE", 3)
-    monkeypatch.setattr(shelf, "_READ", page)
+    monkeypatch.setattr(name_store, "_WRITE", 3)
+    monkeypatch.setattr(name_store, "_READ", page)
     expected = [*ODD_NAMES, *(f"{n}.jpg" for n in range(50))]
     for name in random.Random(0).sample(expected, len(expected)):
         names.add(name)
@@ -41,8 +41,8 @@ def test_names_come_back_in_the_order_python_sorts_them(
 
 
 @pytest.mark.parametrize("page", [1, 1000])
-def test_names_are_found_by_their_stem(names: shelf.Names, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    monkeypatch.setattr(shelf, "_FEW", page)
+def test_names_are_found_by_their_stem(names: name_store.NameSet, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    monkeypatch.setattr(name_store, "_FEW", page)
     for name in (*ODD_NAMES, "a.jpg.txt"):
         names.add(name)
     assert list(names.with_stem("a")) == ["a", "a.", "a.jpg", "a.txt"]
@@ -52,7 +52,7 @@ def test_names_are_found_by_their_stem(names: shelf.Names, monkeypatch: pytest.M
 
 
 def test_sets_of_names_do_not_mix() -> None:
-    keeper = shelf.Shelf()
+    keeper = name_store.NameStore()
     first, second = keeper.names(), keeper.names()
     assert first.add_new("x")
     assert not first.add_new("x")
@@ -101,7 +101,7 @@ FEW, MANY = 400, 1600
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages so small that both of the compared sizes fill them."""
-    for module, name, size in ((shelf, "_WRITE", 50), (shelf, "_READ", 50), (json_stream, "_CHUNK", 500)):
+    for module, name, size in ((name_store, "_WRITE", 50), (name_store, "_READ", 50), (json_stream, "_CHUNK", 500)):
         monkeypatch.setattr(module, name, size)
 
 
@@ -185,14 +185,14 @@ def test_a_long_tar_is_not_held(tmp_path: Path) -> None:
 
 
 def test_a_full_temporary_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    database = shelf.temporary_database
+    database = name_store.temporary_database
 
     def small() -> Any:
         opened = database()
         opened.execute("PRAGMA max_page_count = 8")
         return opened
 
-    monkeypatch.setattr(shelf, "temporary_database", small)
+    monkeypatch.setattr(name_store, "temporary_database", small)
     monkeypatch.setattr(os, "scandir", partial(Listing, 20_000))
     with pytest.raises(UserError, match=r"full.*SQLITE_TMPDIR"):
         count(tmp_path, Rejected)

@@ -24,9 +24,9 @@ from sd3_light.data.store import (
     LocalStore,
     RemoteStore,
     disk_cache,
+    open_shard,
     open_store,
-    opened,
-    own_temporary_folder,
+    private_temp_folder,
     protocols,
     remote,
 )
@@ -155,7 +155,7 @@ def content(number: int, size: int = SIZE) -> bytes:
 
 
 def read(store: Any, number: int) -> bytes:
-    return opened(store, store.manifest.shards[number], Path.read_bytes)
+    return open_shard(store, store.manifest.shards[number], Path.read_bytes)
 
 
 # --- what is read is what was written ---------------------------------------------------------
@@ -183,7 +183,7 @@ def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_p
     assert not store.verified
     assert store.manifest == Manifest.load(cache)
     assert [read(store, number) for number in range(COUNT)] == [content(number) for number in range(COUNT)]
-    assert opened(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
+    assert open_shard(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
     assert kept(tmp_path / "kept") == {
         f"{entry.sha256}.safetensors" for entry in (*store.manifest.shards, store.manifest.empty)
     }
@@ -271,7 +271,7 @@ def test_files_of_others_are_left_alone(s3: S3, cache: Path, tmp_path: Path) -> 
 
 def test_an_evicted_file_that_is_open_can_be_read_to_its_end(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", SIZE)
-    with opened(store, store.manifest.shards[0], lambda path: open(path, "rb")) as file:
+    with open_shard(store, store.manifest.shards[0], lambda path: open(path, "rb")) as file:
         read(store, 1)
         assert len(kept(tmp_path / "kept")) == 1
         assert file.read() == content(0)
@@ -287,7 +287,7 @@ def test_an_eviction_before_the_opening_is_no_fault(s3: S3, cache: Path, tmp_pat
             path.unlink()
         return path.read_bytes()
 
-    assert opened(store, store.manifest.shards[0], unlucky) == content(0)
+    assert open_shard(store, store.manifest.shards[0], unlucky) == content(0)
     assert len(calls) == 3
 
 
@@ -299,7 +299,7 @@ def test_a_file_that_is_always_evicted_is_a_fault(cache: Path, tmp_path: Path) -
         return path.read_bytes()
 
     with pytest.raises(UserError, match="evicted 8 times before it could be opened; raise stream_cache_gb"):
-        opened(store, store.manifest.shards[0], hopeless)
+        open_shard(store, store.manifest.shards[0], hopeless)
 
 
 def test_a_limit_without_room_for_the_window_is_refused(cache: Path, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_a_download_that_came_damaged_is_tried_again(
     def sometimes(url: str) -> Iterator[bytes]:
         calls.append(url)
         if len(calls) == 1:
-            raise protocols.Unreachable("cut off")
+            raise protocols.RemoteUnreachable("cut off")
         yield from [bytes(SIZE // 2)] if len(calls) == 2 else chunks(url)
 
     monkeypatch.setattr(remote, "_chunks", sometimes)
@@ -609,15 +609,15 @@ def test_the_default_folder_is_the_users_own(cache: Path, tmp_path: Path, monkey
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
     store = open_store(cache.as_uri(), None, 10**6)
     assert isinstance(store, RemoteStore)
-    assert store.disk.folder == own_temporary_folder(cache.as_uri())
+    assert store.disk.folder == private_temp_folder(cache.as_uri())
     assert store.disk.folder.parent == tmp_path / "temp"
     assert store.disk.folder.stat().st_mode & 0o777 == 0o700
-    assert own_temporary_folder("s3://bucket/x") != own_temporary_folder("s3://bucket/y")
+    assert private_temp_folder("s3://bucket/x") != private_temp_folder("s3://bucket/y")
     uid = os.getuid()
-    (tmp_path / "temp" / own_temporary_folder("s3://bucket/z").name.replace(f"-{uid}-", f"-{uid + 1}-")).mkdir()
+    (tmp_path / "temp" / private_temp_folder("s3://bucket/z").name.replace(f"-{uid}-", f"-{uid + 1}-")).mkdir()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(UserError, match="belongs to another user; give stream_cache_dir"):
-        own_temporary_folder("s3://bucket/z")
+        private_temp_folder("s3://bucket/z")
 
 
 def test_a_kept_shard_that_went_bad_is_found_and_fetched_again(

@@ -25,7 +25,7 @@ def temporary_database() -> sqlite3.Connection:
     return database
 
 
-class Shelf:
+class NameStore:
     """Any number of sets of names, in one temporary database."""
 
     def __init__(self) -> None:
@@ -33,16 +33,16 @@ class Shelf:
         self._database.execute("CREATE TABLE names (place INTEGER, name BLOB, PRIMARY KEY (place, name)) WITHOUT ROWID")
         self._places = itertools.count()
 
-    def names(self) -> "Names":
+    def names(self) -> "NameSet":
         """A new, empty set."""
-        return Names(self._database, next(self._places))
+        return NameSet(self._database, next(self._places))
 
     def close(self) -> None:
         """Give the disk back; the sets are gone."""
         self._database.close()
 
 
-class Names:
+class NameSet:
     """A set of names, read in their order (that of code points, as Python sorts texts)."""
 
     def __init__(self, database: sqlite3.Connection, place: int) -> None:
