@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd3_light.model.tensor_file import DTYPE_NAMES, DTYPES, header, read_tensor_file
+from sd3_light.tensor_file import DTYPE_NAMES, DTYPES, header_bytes, read_tensor_file
 
 __all__ = ["DTYPES", "DTYPE_NAMES", "read_offsets", "read_range", "write_ranges"]
 
@@ -23,7 +23,7 @@ def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
     hashes = []
     try:
         with open(path, "wb") as file:
-            file.write(header([(key, DTYPE_NAMES[values.dtype], [len(values)]) for key, values in ranges]))
+            file.write(header_bytes([(key, DTYPE_NAMES[values.dtype], [len(values)]) for key, values in ranges]))
             for _, values in ranges:
                 data = _bytes(values.detach().cpu().contiguous())
                 hashes.append(hashlib.sha256(data).hexdigest())

@@ -24,6 +24,7 @@ from sd3_light.checkpoint.ranges import DTYPE_NAMES, write_ranges
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import Piece
+from sd3_light.files import swap_folder
 
 __all__ = [
     "INDEX",
@@ -137,16 +138,9 @@ def _read_note(temporary: Path, rank: int) -> dict[str, Any]:
 def _put(temporary: Path, final: Path) -> Path:
     """Rename into place; a checkpoint of the same step steps aside whole, and comes back if the rename fails."""
     aside = final.with_name(f".{final.name}.old")
-    replaces = final.exists()
-    if replaces:
+    if final.exists():
         remove(aside)
-        os.replace(final, aside)
-    try:
-        os.replace(temporary, final)
-    except OSError:
-        if replaces:
-            os.replace(aside, final)
-        raise
+    swap_folder(temporary, final, aside)
     _sync_folder(final.parent)
     with suppress(OSError):  # the new one is in place; the next run sweeps this away
         remove(aside)
@@ -248,7 +242,7 @@ def sweep(folder: Path) -> list[str]:
         final = path.with_name(path.name.split(".")[1])
         if path.suffix == ".old" and not final.exists():
             os.replace(path, final)
-        elif path.suffix == ".part":
+        elif path.suffix in (".part", ".tmp") and path.is_file():  # an unfinished image
             path.unlink()
         elif path.suffix in (".old", ".tmp", ".gone"):
             remove(path)

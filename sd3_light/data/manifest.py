@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import write_atomically
+from sd3_light.files import write_atomically
 
 CACHE_FORMAT = 2
 MANIFEST = "manifest.json"
@@ -33,6 +33,11 @@ class ShardEntry:
 
 
 _NAMES = {field.name for field in fields(ShardEntry)}
+
+
+def damaged_mark(shard: Path) -> Path:
+    """Return the path of the file that marks a shard as damaged: the cache stage encodes such a shard again."""
+    return shard.with_name(f"{shard.name}.damaged")
 
 
 @dataclass(frozen=True)

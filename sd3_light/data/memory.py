@@ -3,17 +3,10 @@
 import json
 from pathlib import Path
 
+from sd3_light.system import available_memory
+
 LARGEST_SHARE = 0.8
 """Of the memory that is free now, what a cache may take."""
-
-
-def available_memory() -> int:
-    """Bytes that this machine can still give to programs, by the kernel's own estimate."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 def manifest_bytes(manifest: Path) -> int | None:
@@ -27,7 +20,7 @@ def manifest_bytes(manifest: Path) -> int | None:
 def too_large(nbytes: int, processes: int = 1) -> str | None:
     """Why a cache of so many bytes cannot be held in memory by each of ``processes``; None where it can."""
     free = available_memory()
-    if nbytes * processes <= LARGEST_SHARE * free:
+    if free is None or nbytes * processes <= LARGEST_SHARE * free:
         return None
     whose = f", {processes} times on this machine," if processes > 1 else ""
     return (

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import file_sha256, replacing, write_atomically
+from sd3_light.files import atomic_file, file_sha256, write_atomically
 
 PROCESSED_FORMAT = 1
 MANIFEST, SHARDS = "manifest.json", "shards"
@@ -127,7 +127,7 @@ class ProcessedWriter:
         path = self.folder / file
         columns = {name: torch.stack([one.tensors[name] for one in samples]) for name in samples[0].tensors}
         columns[_ID] = torch.tensor([one.data_id for one in samples])
-        with replacing(path) as temporary:
+        with atomic_file(path) as temporary:
             try:
                 save_file(columns, temporary, {"bucket": samples[0].bucket})
             except SafetensorError as error:

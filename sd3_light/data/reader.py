@@ -23,10 +23,10 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
+from sd3_light.tensor_file import read_header
 
 REMEDY = "run `sd3-light cache CONFIG`: it is encoded again (or fetched again, where the cache is at a URL)"
 LATENT_STEP = 8
-_LONGEST_HEADER = 100 << 20  # safetensors' own limit
 _ITEM_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 _FIELDS = {
     "sample_id": ("I64", 1),
@@ -109,12 +109,12 @@ class ShardReader:
     def _layout(self) -> dict[str, TensorSpan]:
         size = os.fstat(self._file).st_size
         _expect(size == self.entry.bytes, f"it has {size} bytes, the manifest says {self.entry.bytes}")
-        length = int.from_bytes(self._bytes(0, 8), "little")
-        _expect(length <= min(_LONGEST_HEADER, size - 8), "its header is longer than the file")
-        header = json.loads(self._bytes(8, length))
-        about = json.loads(header.pop("__metadata__")["shard"])
+        with open(self._file, "rb", closefd=False) as file:
+            header = read_header(file)
+        _expect("shard" in header.metadata, "its metadata has no entry 'shard'")
+        about = json.loads(header.metadata["shard"])
         _expect(about["fingerprint"] == self.entry.fingerprint, "it has another fingerprint")
-        fields = _fields(header, 8 + length, size)
+        fields = _fields(header.entries, header.start, size)
         _check_shapes(fields, self.entry)
         return fields
 

@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sd3_light.data.files import file_sha256, replacing, write_atomically
 from sd3_light.data.manifest import ShardEntry
+from sd3_light.files import atomic_file, file_sha256, write_atomically
 
 TOKENS = ("clip_l", "clip_g", "t5")
 POOLED = ("clip_l", "clip_g")
@@ -81,7 +81,7 @@ def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins:
     # one entry: safetensors writes several in an order of chance, and equal shards must be equal bytes
     about = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
     path = folder / entry.file
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         try:
             save_file(content.tensors(), temporary, {"shard": about})
         except SafetensorError as error:

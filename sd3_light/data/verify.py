@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import damaged_mark, file_sha256
-from sd3_light.data.manifest import Manifest, ShardEntry
+from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.reader import REMEDY
+from sd3_light.files import file_sha256
+from sd3_light.system import process_start
 
 Wanted = tuple[ShardEntry, Path]
 _MARKED = b"\x01"
@@ -154,17 +155,8 @@ def _mark_path(folder: Path, entries: Sequence[ShardEntry], owner: int) -> Path:
     digest.update("/".join(os.environ.get(name, "") for name in _LAUNCH).encode())
     for entry in entries:
         digest.update(f"{entry.file}/{entry.sha256}\n".encode())
-    name = f"sd3-light-{os.getuid()}-{owner}-{_started(owner)}-{digest.hexdigest()}{_SUFFIX}"
+    name = f"sd3-light-{os.getuid()}-{owner}-{process_start(owner)}-{digest.hexdigest()}{_SUFFIX}"
     return Path(tempfile.gettempdir()) / name
-
-
-def _started(process: int) -> str:
-    """When a process started, in the kernel's ticks; "" where that cannot be told."""
-    try:
-        about = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return about.rpartition(")")[2].split()[19]
 
 
 def _open_marks(path: Path) -> int | None:
@@ -183,5 +175,5 @@ def _open_marks(path: Path) -> int | None:
 def _sweep(path: Path) -> None:
     for old in path.parent.glob(f"sd3-light-{os.getuid()}-*{_SUFFIX}"):
         parts = old.name.split("-")
-        if len(parts) == 6 and parts[3].isdecimal() and _started(int(parts[3])) != parts[4]:
+        if len(parts) == 6 and parts[3].isdecimal() and process_start(int(parts[3])) != parts[4]:
             old.unlink(missing_ok=True)

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
-import socket
 import time
-import uuid
+from contextlib import suppress
 from pathlib import Path
+
+from sd3_light.files import atomic_unsynced_file
 
 PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 # scale and shift are applied on read, so that a change of them leaves the cache as it is
@@ -72,14 +72,7 @@ def _is_hash(text: str) -> bool:
 
 
 def _write_memory(memory: Path, notes: Memory) -> None:
-    """Atomically, by a name that no other process on any machine uses."""
-    temporary = memory.with_name(f".{memory.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with suppress(OSError):  # e.g. a read-only cache: the next start hashes again
         memory.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with atomic_unsynced_file(memory) as temporary:
             temporary.write_text(json.dumps(notes, indent=1), encoding="utf-8")
-            os.replace(temporary, memory)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError:  # a cache that may only be read, say: without notes the next start hashes again
-        return

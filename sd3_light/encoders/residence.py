@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sd3_light.encoders.batching import AREA
 from sd3_light.model.folder import stored_weights
+from sd3_light.system import available_memory
 
 GIB = 1 << 30
 RESERVE = GIB
@@ -30,9 +31,7 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that can be had on the device, or on the host for a CPU; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    path = Path("/proc/meminfo")
-    lines = path.read_text(encoding="ascii").splitlines() if path.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return available_memory()
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_layouts import Padding, Ranks, baked, from_layers, pad_names, to_single, unpad_names
 from sd3_light.export.lora_names import Role, find_layers, read_key
-from sd3_light.export.places import new_file, refuse_existing, writing
+from sd3_light.files import new_file, refuse_existing, write_errors
 from sd3_light.model.lora import LoraModule, lora_scale
 
 Layout = Literal["diffusers", "kohya", "peft"]
@@ -137,7 +137,7 @@ def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with writing(path), new_file(path) as temporary:
+    with write_errors(path), new_file(path) as temporary:
         save_file(tensors, temporary, metadata)
 
 

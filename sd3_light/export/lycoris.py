@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import replacing
 from sd3_light.export.lora import METADATA
+from sd3_light.files import atomic_file
 from sd3_light.model.adapter import LycorisModule
 
 PREFIX = "lycoris_"
@@ -42,7 +42,7 @@ def write_lycoris(
         raise UserError(f"nothing was saved: {broken[0]} has values that {save_dtype} cannot hold, or none at all")
     said = {"version": __version__, "layout": "lycoris", "facts": dict(facts or {}), "layers": names}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         save_file(tensors, temporary, {METADATA: json.dumps(said, sort_keys=True, ensure_ascii=False)})
     return path
 

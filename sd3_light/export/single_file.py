@@ -15,7 +15,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.folder import FACTS, FROZEN, read_facts
 from sd3_light.export.frozen import link_parts
 from sd3_light.export.lora_layouts import Padding
-from sd3_light.export.places import new_file, new_folder, refuse_existing, writing
 from sd3_light.export.real import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
@@ -33,9 +32,10 @@ from sd3_light.export.single_parts import (
     without_pads,
 )
 from sd3_light.export.verify import ProofError
+from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import folder_size, read_json
-from sd3_light.model.tensor_file import StoredTensor, same, write_tensor_file
+from sd3_light.tensor_file import StoredTensor, same, write_tensor_file
 
 ABOUT = "sd3_light"
 """The one metadata entry of our files, sorted JSON: see ``_about``."""
@@ -87,7 +87,7 @@ def write_single_file(
     blocks = blocks_in_file(model.configs["transformer"], pad_blocks)
     about = _about(folder, model, blocks)
     notes = tuple(reader_notes(model, blocks, about["scheduler"], about["facts"].get("text", {})))
-    with writing(out), new_file(out) as temporary:
+    with write_errors(out), new_file(out) as temporary:
         write_tensor_file(temporary, to_single(model, blocks), {ABOUT: json.dumps(about, sort_keys=True)})
         _require_same(_read_file(temporary, None, keep_pads=False).model, model, out)
     return Written(out, notes)
@@ -128,7 +128,7 @@ def read_single_file(path: Path, base: Path | None, out: Path, keep_pads: bool =
     if base is not None and not (base / _INDEX).is_file():
         raise UserError(f"{base} is no diffusers folder (no {_INDEX}); give a complete SD3 folder as base")
     read = _read_file(path, base, keep_pads)
-    with writing(out), new_folder(out) as temporary:
+    with write_errors(out), new_folder(out) as temporary:
         _write_folder(temporary, read, base)
         _require_same(_read_parts(temporary, read.model.tensors), read.model, out)
         if base is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.single_size import HEAD_WIDTH, config_of_shapes
-from sd3_light.model.tensor_file import StoredTensor, joined, same, zeros
+from sd3_light.tensor_file import StoredTensor, joined, same, zeros
 
 Tensors = Mapping[str, StoredTensor]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -26,7 +26,7 @@ from sd3_light.export.single_names import (
 )
 from sd3_light.model.folder import missing_weights
 from sd3_light.model.start import WEIGHTS, read_json
-from sd3_light.model.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
+from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
 
 Config = dict[str, Any]
 PREFIXES = {  # in the single file

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import replacing
 from sd3_light.export.adapter import Modules, adapter_facts, read_adapter
 from sd3_light.export.lora import METADATA, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
 from sd3_light.export.lycoris import write_lycoris
+from sd3_light.files import atomic_file
 from sd3_light.model.adapter import lycoris_modules
 from sd3_light.model.lora import ADAPTER, LoraModule, lora_scale
 
@@ -93,7 +93,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts:
         raise UserError(f"nothing was saved: {broken[0]} has values that are not finite in {dtype}")
     said = {"version": __version__, "facts": dict(facts)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         save_file(saved, temporary, {METADATA: json.dumps(said, sort_keys=True, ensure_ascii=False)})
         back = load_file(temporary)
         assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved), path

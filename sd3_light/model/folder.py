@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.start import WEIGHTS, read_json
+from sd3_light.tensor_file import read_header
 
 CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
 _UNSAID = 10**6  # transformers writes lengths above this for "no limit"
@@ -154,10 +155,8 @@ def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
     without naming a variant."""
     for path in _loaded_files(part):
         with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                yield name, math.prod(tensor["shape"])
+            entries = read_header(file).entries
+        yield from ((name, math.prod(entry["shape"])) for name, entry in entries.items())
 
 
 def _loaded_files(part: Path) -> list[Path]:

@@ -1,20 +1,19 @@
-"""Which SD3 denoiser a single file holds, by its header alone: no weight is read, and torch is not needed."""
+"""Which SD3 denoiser a single file holds, by its header alone: no weight is read."""
 
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
+from sd3_light.tensor_file import Header, read_header
 
 HEAD_WIDTH = 64  # of every SD3; readers know no other
 PREFIX = "model.diffusion_model."
 ABOUT = "sd3_light"
 _SAMPLE_SIZE = 128  # SD3's; no tensor depends on it
-_MOST_HEADER = 100_000_000
 _TELLING = (
     "x_embedder.proj.weight",
     "context_embedder.weight",
@@ -61,31 +60,25 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 def single_file_config(path: Path) -> dict[str, Any]:
     """The denoiser's config: what a file of ours says of itself, else what its shapes tell."""
     header = _header(path)
-    about = header.pop("__metadata__", {}).get(ABOUT)
+    about = header.metadata.get(ABOUT)
     if about is not None:
         try:
             config: dict[str, Any] = json.loads(about)["config"]
             return config
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file anew") from error
-    bare = not any(name.startswith(PREFIX) for name in header)
+    bare = not any(name.startswith(PREFIX) for name in header.entries)
     shapes = {
         name.removeprefix(PREFIX): tuple(entry["shape"])
-        for name, entry in header.items()
+        for name, entry in header.entries.items()
         if bare or name.startswith(PREFIX)
     }
     return config_of_shapes(shapes, str(path))
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> Header:
     try:
         with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MOST_HEADER:
-                raise ValueError("its header is too long")
-            found = json.loads(file.read(size))
-    except (OSError, ValueError, struct.error) as error:
+            return read_header(file)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is no safetensors file ({error}); give an SD3 single file") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no safetensors file (its header is no object); give an SD3 single file")
-    return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import MonitoringConfig
+from sd3_light.files import atomic_unsynced_file
 from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.log import CURVES, Tracker, read_log
 from sd3_light.runlog.tensorboard import bounded
@@ -215,9 +216,8 @@ def _remember(folder: Path, key: str, make: Callable[[], str]) -> str:
     if key not in known:
         known[key] = make()
         folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{TRACKER_IDS}.tmp")
-        new.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        with atomic_unsynced_file(path) as temporary:
+            temporary.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
     return known[key]
 
 

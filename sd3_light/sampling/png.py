@@ -5,13 +5,14 @@
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+
+from sd3_light.files import atomic_unsynced_file
 
 FACTS = "sd3_light"
 """The chunk with every parameter as JSON. None is called `prompt`: ComfyUI takes that for a graph in JSON."""
@@ -26,12 +27,8 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> Non
     for key, value in metadata.items():
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        image.save(unfinished, format="PNG", pnginfo=info)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_unsynced_file(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=info)
 
 
 def read_facts(path: Path) -> dict[str, Any]:

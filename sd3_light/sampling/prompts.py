@@ -9,6 +9,7 @@ makes another file. Prompts are encoded one at a time, so none depends on the ot
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import Place
-from sd3_light.data.files import write_atomically
 from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.encoders.text import PARTS
+from sd3_light.files import write_atomically
+from sd3_light.tensor_file import read_header
 
 FOLDER = "prompts"
 Features = dict[str, Tensor]
@@ -42,7 +44,7 @@ def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: 
     """Put a prompt's features into a cache folder, atomically."""
     folder = cache / FOLDER
     folder.mkdir(exist_ok=True)
-    about = {"prompt": prompt, "sha256": hashlib.sha256(_split(save(features))[1]).hexdigest()}
+    about = {"prompt": prompt, "sha256": _values_sha256(save(features))}
     write_atomically(folder / prompt_file(prompt, recipe), save(features, {"about": json.dumps(about)}))
 
 
@@ -58,19 +60,17 @@ def read_prompt(cache: Place, prompt: str, recipe: Mapping[str, Any]) -> Feature
         return None
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Header and tensors of a safetensors file."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    return data[8:end], data[end:]
-
-
 def _parse(data: bytes) -> Features | None:
     try:
-        header, tensors = _split(data)
-        about = json.loads(json.loads(header)["__metadata__"]["about"])
-        return load(data) if about["sha256"] == hashlib.sha256(tensors).hexdigest() else None
+        about = json.loads(read_header(BytesIO(data)).metadata["about"])
+        return load(data) if about["sha256"] == _values_sha256(data) else None
     except (SafetensorError, ValueError, LookupError, TypeError):  # cut short, or nothing that `write_prompt` wrote
         return None
+
+
+def _values_sha256(data: bytes) -> str:
+    """Return the hash of the tensor values in a safetensors file."""
+    return hashlib.sha256(data[read_header(BytesIO(data)).start :]).hexdigest()
 
 
 def encode_prompts(parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = PARTS) -> list[Features]:

@@ -15,8 +15,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter import write_adapter
 from sd3_light.export.folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
-from sd3_light.export.places import refuse_existing, unnamed_folder, writing
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
+from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
 from sd3_light.runlog import info
 from sd3_light.training.saver import export_spec, model_config, whole_state
@@ -92,11 +92,11 @@ def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, con
     transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
     spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
     state = whole_state(transformer, chosen.trained, train.freeze)
-    with writing(out):
+    with write_errors(out):
         if not is_single_file(out):
             write_folder(out, state, spec, replace=False)
             return
-        with unnamed_folder(out) as place:  # gone at the end, whatever happens
+        with scratch_folder(out) as place:  # gone at the end, whatever happens
             folder = write_folder(place / out.stem, state, spec)
             for note in write_single_file(folder, out, *(contents or Contents())).notes:
                 info(f"note: {note}")
@@ -105,11 +105,11 @@ def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, con
 def _write_adapter(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
     """A folder with the adapter's file, card and proof, or the file alone."""
     spec = adapter_spec(train, chosen.words, chosen.progress, run_folder)
-    with writing(out):
+    with write_errors(out):
         if not is_single_file(out):
             write_adapter(out, chosen.trained, spec)
             return
-        with unnamed_folder(out) as place:
+        with scratch_folder(out) as place:
             os.replace(write_adapter(place / out.stem, chosen.trained, spec) / spec.file, out)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig
 from sd3_light.export.folder import write_folder
-from sd3_light.export.places import refuse_existing, writing
+from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.saver import export_spec, model_config
 from sd3_light.training.sd3 import starting_transformer
@@ -22,5 +22,5 @@ def run(loaded: LoadedConfig, out: Path) -> Path:
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
     marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
     spec = replace(spec, files={**spec.files, MARKER: marker})
-    with writing(out):
+    with write_errors(out):
         return write_folder(out, transformer.state_dict(), spec, replace=False)

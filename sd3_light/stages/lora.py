@@ -13,14 +13,14 @@ from sd3_light.export.lora import Layout, check_new_lora, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract, merge
 from sd3_light.export.open import text_policy
-from sd3_light.export.places import refuse_existing, writing
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.export.verify import ProofError
+from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import read_json
-from sd3_light.model.tensor_file import DTYPES as STORED
 from sd3_light.sampling.lora import Lora
+from sd3_light.tensor_file import DTYPES as STORED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,7 +65,7 @@ def merged(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = No
     save_dtype = STORED[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
     state = merge(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
     try:
-        with writing(out):
+        with write_errors(out):
             return write_folder(out, state, _spec(model, config, save_dtype, loras), replace=False)
     except (ExportError, ProofError) as fault:
         raise UserError(f"{model} with {', '.join(str(lora.file) for lora in loras)}: {fault}") from fault

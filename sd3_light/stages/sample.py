@@ -23,7 +23,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.export.lora import diffusers_tensors
 from sd3_light.export.open import open_pipeline
-from sd3_light.export.places import writing
+from sd3_light.files import write_errors
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import draw, size_fault
 from sd3_light.sampling.grid import make_grid
@@ -122,7 +122,7 @@ def _name(out: Path, number: int) -> Path:
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists():
-            raise UserError(f"{path} exists already; choose another folder with --out, nothing was changed")
+            raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
 def _open(model: Path, wishes: Wishes, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
@@ -199,7 +199,7 @@ def _draw(
                 _refuse_to_overwrite([path])
                 facts = _facts(requests[numbers[index]], about)
                 metadata = {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), FACTS: facts}
-                with writing(path):
+                with write_errors(path):
                     save_png(image, path, metadata)
             bar.advance(len(drawn))
             slowest, before = max(slowest, time.monotonic() - before), time.monotonic()
@@ -226,7 +226,7 @@ def _make_grid(requests: dict[int, Request], total: int, out: Path) -> None:
     images = list(_thumbnails(requests, out))
     largest = max(max(image.size) for image in images)
     sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _GRID_SMALL // largest))
-    with writing(out / GRID):
+    with write_errors(out / GRID):
         save_png(sheet, out / GRID, {})
     if total > len(images):
         info(f"the grid shows the first {len(images)} of {total} pictures")

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import replacing
+from sd3_light.files import atomic_file
 from sd3_light.runlog import progress
 from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.training.errors import as_user_error
@@ -58,7 +58,7 @@ class ClassPictures(Dataset[Any]):
         with progress("class pictures", len(missing), "pictures") as bar:
             for done, index in enumerate(missing, start=1):
                 with (
-                    replacing(self._path(index)) as temporary,
+                    atomic_file(self._path(index)) as temporary,
                     as_user_error("make(prompt, seed)", "let it give a picture"),
                 ):
                     make(self.prompt, index).save(temporary, format="PNG")

@@ -1,19 +1,18 @@
 """What the log says of the steps since its last record: means, speed, utilisation and memory."""
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sd3_light.engines.protocol import StepNumbers, StepResult
 from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS
+from sd3_light.system import host_bytes
 
 _GIB = 1 << 30
 
@@ -130,34 +129,4 @@ def memory() -> dict[str, float]:
         found["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / _GIB
         found["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
         torch.cuda.reset_peak_memory_stats()
-    return found
-
-
-def host_bytes() -> int:
-    """Resident memory of this process, and what its children hold alone."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    resident, shared = _pages(os.getpid())
-    total = resident
-    for child in _children():
-        resident, shared = _pages(child)
-        total += resident - shared
-    return total * page
-
-
-def _pages(process: int) -> tuple[int, int]:
-    try:
-        fields = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
-    except (FileNotFoundError, ProcessLookupError):  # it ended just now
-        return 0, 0
-    return int(fields[1]), int(fields[2])
-
-
-def _children() -> list[int]:
-    threads = Path("/proc/self/task")
-    found: list[int] = []
-    for thread in threads.iterdir():
-        try:
-            found += map(int, (thread / "children").read_text(encoding="ascii").split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
     return found

@@ -30,7 +30,6 @@ from sd3_light.data.building.chunks import chunks
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Looked, Place, look, look_crashed
 from sd3_light.data.building.workers import Workers
-from sd3_light.data.files import replacing, sweep, write_atomically
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
 from sd3_light.data.sources import (
     Record,
@@ -41,6 +40,7 @@ from sd3_light.data.sources import (
     scan,
     signature,
 )
+from sd3_light.files import atomic_file, sweep_files, write_atomically
 from sd3_light.randomness import sample_id
 
 FOLDER = "catalogue"
@@ -162,7 +162,7 @@ class Catalogue:
                     if self.claims.started - path.stat().st_mtime > _KEEP_SECONDS:
                         path.unlink()
         for folder in (self.folder, self._parts):
-            sweep(folder)
+            sweep_files(folder)
 
     def _share_out(
         self, pieces: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
@@ -337,7 +337,7 @@ _SCHEMA = pa.schema(
 
 def _write_table(path: Path, rows: Sequence[Row]) -> None:
     columns = {name: [getattr(row, name) for row in rows] for name in Row.__dataclass_fields__}
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         # not compressed, so that a unit reads the rows it wants and no others
         feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="uncompressed")
 

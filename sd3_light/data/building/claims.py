@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import machine
+from sd3_light.system import machine, process_start
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
@@ -30,7 +30,7 @@ class Claims:
 
     def __init__(self, folder: Path, beat: float = BEAT_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
         self.folder, self._beat, self._patience = folder, beat, patience
-        self.owner = f"{machine()}-{os.getpid()}-{_start_of(os.getpid())}-{uuid.uuid4().hex[:6]}"
+        self.owner = f"{machine()}-{os.getpid()}-{process_start(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._sign = folder / f"{self.owner}{_ALIVE}"
         self._stop, self._life = threading.Event(), threading.Thread(target=self._show_life, daemon=True)
         self._held: set[str] = set()
@@ -131,7 +131,7 @@ class Claims:
             return False  # nothing that a process of ours wrote
         where, pid, start, _ = parts
         if where == machine() and start and pid.isdecimal():
-            return _start_of(int(pid)) == start
+            return process_start(int(pid)) == start
         return self._is_recent(self.folder / f"{owner}{_ALIVE}")
 
     def _is_recent(self, path: Path) -> bool:
@@ -167,13 +167,3 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
-
-
-def _start_of(pid: int) -> str:
-    """When a process started, in ticks since the boot; "" when there is none. A number that is used again differs."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state == "Z" else fields[18]

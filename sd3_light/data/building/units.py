@@ -28,9 +28,9 @@ from sd3_light.data.buckets import Bucket, fits
 from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
 from sd3_light.data.building.chunks import is_end
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.files import replacing, write_atomically
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources import caption_variants
+from sd3_light.files import atomic_file, write_atomically
 from sd3_light.randomness import sample_id
 
 PLAN_VERSION = 1
@@ -218,7 +218,7 @@ class _Planner:
     def write(self, path: Path, listings: Sequence[Listing]) -> None:
         """Write the plan, counts last."""
         with (
-            replacing(path) as temporary,
+            atomic_file(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
             pa.ipc.new_file(sink, _SCHEMA) as writer,
         ):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import damaged_mark
+from sd3_light.data.manifest import damaged_mark
 
 PART = ".part"
 _POLL_SEC = 0.1

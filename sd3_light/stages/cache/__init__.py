@@ -20,8 +20,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.units import Plan, Unit, make_plan
-from sd3_light.data.files import damaged_mark, sweep
-from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
@@ -31,6 +30,7 @@ from sd3_light.data.verify import is_whole
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen import FrozenParts
 from sd3_light.engines import Launch
+from sd3_light.files import sweep_files
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
 from sd3_light.stages.cache.encode import Builder, empty_content
@@ -279,8 +279,8 @@ class _Stage:
             places |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
             counts = write_manifest(dataset, plan, recipe, empty, places)
             catalogue.forget_but(listings)
-            sweep(folder)
-            sweep(folder / SHARDS)
+            sweep_files(folder)
+            sweep_files(folder / SHARDS)
             return counts
         deadline = time.monotonic() + self._train.sd3_manifest_timeout_sec
         while not has_manifest(folder, recipe, plan.units):

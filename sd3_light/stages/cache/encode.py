@@ -19,10 +19,10 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Decoded, DecodeTask, Looked, decode_all, decode_crashed
 from sd3_light.data.building.units import Member, Plan, Unit
 from sd3_light.data.building.workers import Workers
-from sd3_light.data.files import damaged_mark, write_atomically
-from sd3_light.data.manifest import read_entry
+from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.frozen import FrozenParts, Tokens
+from sd3_light.files import write_atomically
 from sd3_light.runlog import Bar
 
 WRITERS = 2

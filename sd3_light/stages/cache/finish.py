@@ -10,9 +10,9 @@ from typing import Any
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.units import Plan, Unit
-from sd3_light.data.files import replacing
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
+from sd3_light.files import atomic_file
 from sd3_light.stages.cache.encode import reject_line
 
 REJECTS = "rejects.jsonl"
@@ -25,7 +25,7 @@ def write_manifest(
     folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
     entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
-    with replacing(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_file(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for line in _rejects(plan, shards):
             rejected[line["reason"]] += 1
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

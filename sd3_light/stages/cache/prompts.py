@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import sweep
 from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.files import sweep_files
 from sd3_light.runlog import info
 from sd3_light.sampling.prompts import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.state import State
@@ -43,7 +43,7 @@ def cache_prompts(
         info(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
         for prompt, features in zip(prompts, encode_prompts(parts(), prompts), strict=True):
             write_prompt(cache, prompt, recipe, features)
-        sweep(cache / FOLDER)
+        sweep_files(cache / FOLDER)
 
 
 def await_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], patience: float) -> None:

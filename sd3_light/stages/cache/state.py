@@ -14,8 +14,7 @@ from rich.table import Table
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.units import Plan, Unit
-from sd3_light.data.files import damaged_mark
-from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sd3_light.data.files import write_atomically
+from sd3_light.files import write_atomically
 from sd3_light.runlog.page.frame import document, links, make_room, notes, section, size_text, tile
 from sd3_light.runlog.page.html import Html, join, rows, tag
 from sd3_light.stages.inspect.cards import reject_groups, sample_sheet

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from sd3_light.data.files import write_atomically
+from sd3_light.files import write_atomically
 from sd3_light.runlog.page.frame import document, links, make_room, notes, section, tile
 from sd3_light.runlog.page.html import Html, tag
 from sd3_light.stages.report import charts

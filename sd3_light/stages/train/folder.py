@@ -12,7 +12,7 @@ from PIL import Image
 from sd3_light.checkpoint.lock import take_folder
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
-from sd3_light.data.files import write_atomically
+from sd3_light.files import write_atomically
 from sd3_light.runlog import RunLog
 from sd3_light.runlog.trackers import open_trackers
 

@@ -27,7 +27,7 @@ from sd3_light.data.footprint import (
 )
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
-from sd3_light.data.memory import available_memory, too_large
+from sd3_light.data.memory import too_large
 from sd3_light.data.order import open_shards
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -245,11 +245,6 @@ def test_preparing_takes_thrice_the_latents(measured: dict[tuple[int, ...], list
 
 
 # --- all in memory ------------------------------------------------------------------------------
-
-
-def test_available_memory_is_the_kernels() -> None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_memory() <= total
 
 
 def test_what_is_too_large_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

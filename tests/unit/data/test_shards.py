@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +14,9 @@ from safetensors.torch import load_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
-from sd3_light.data.files import file_sha256, machine, replacing, sweep, write_atomically
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
+from sd3_light.files import file_sha256
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "pictures#0", 0, 0, "", "fingerprint")
 IDS = (2**62, 1, 2**63 - 1)
@@ -118,47 +115,6 @@ def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
-        with pytest.raises(UserError, match=rf"cannot write {path}: No space left on device; make room") as fault:
-            write_atomically(path, b"new")
-    assert "\n" not in str(fault.value)
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["file"]
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"
-
-
-def test_a_fault_of_the_writer_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def write() -> None:
-        with replacing(path) as temporary:
-            temporary.write_bytes(b"half")
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        write()
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with replacing(path) as first:
-        first.write_bytes(b"first")
-        with replacing(path) as second:
-            assert first != second
-            second.write_bytes(b"second")
-        assert path.read_bytes() == b"second"
-    assert path.read_bytes() == b"first"
-
-
 @pytest.mark.parametrize("survives", [0, 1, 2])
 def test_a_shard_never_stands_without_its_companions(
     tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int
@@ -192,24 +148,6 @@ def test_a_shard_that_does_not_fit_is_named(
     with pytest.raises(UserError, match=rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left"):
         written(tmp_path, content)
     assert os.listdir(tmp_path) == []
-
-
-def test_only_temporaries_of_the_dead_are_swept(tmp_path: Path) -> None:
-    """A process of this machine that is gone, or a day without a change wherever it ran."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    here, now = machine(), time.time()
-    mine = tmp_path / f".a~b.safetensors~{here}~{os.getpid()}~0.tmp"
-    killed = tmp_path / f".a.safetensors~{here}~{dead.pid}~0.tmp"
-    elsewhere = tmp_path / f".b.safetensors~elsewhere~{dead.pid}~0.tmp"
-    ancient = tmp_path / ".c.safetensors~elsewhere~1~0.tmp"
-    shard = tmp_path / "d.safetensors"
-    for path in (mine, killed, elsewhere, ancient, shard):
-        path.touch()
-    os.utime(ancient, (now - 90_000, now - 90_000))
-    os.utime(shard, (0, 0))
-    sweep(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, shard])
 
 
 # --- manifest ------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.files import machine
 from sd3_light.export import folder as folder_module
 from sd3_light.export import frozen, real_pipeline, reload, verify
 from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
 from sd3_light.export.open import open_pipeline
 from sd3_light.export.verify import ProofError, prove, weights_digest
 from sd3_light.model.initial import new_transformer
+from sd3_light.system import machine
 from sd3_light.training.saver import model_spec
 
 CONFIG = SIZES["tiny2"].transformer_config()

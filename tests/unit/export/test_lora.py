@@ -492,7 +492,7 @@ def test_what_cannot_be_saved_is_named(lora: dict[str, LoraModule], message: str
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_text("precious")
-    with pytest.raises(UserError, match=r"lora\.safetensors exists already"):
+    with pytest.raises(UserError, match=r"lora\.safetensors already exists"):
         write_lora(path, {Q: PLAIN})
     assert path.read_text() == "precious"
 

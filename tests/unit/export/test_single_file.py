@@ -21,7 +21,7 @@ from sd3_light.export.single_file import read_single_file, transformer_from_sing
 from sd3_light.export.single_names import deduced_config, denoiser_rules, fused, vae_name
 from sd3_light.export.single_parts import promised_shapes
 from sd3_light.export.verify import ProofError
-from sd3_light.model.tensor_file import zeros
+from sd3_light.tensor_file import zeros
 
 TINY = replace(SIZES["tiny2"], pos_embed_max_size=8)
 SHAPES = {
@@ -474,11 +474,11 @@ def test_damaged_metadata_is_refused(tmp_path: Path, folder_of: FolderOf, said: 
 def test_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
     before = file.read_bytes()
-    with pytest.raises(UserError, match=r"m\.safetensors exists already"):
+    with pytest.raises(UserError, match=r"m\.safetensors already exists"):
         write_single_file(folder_of("wide"), file)
     assert file.read_bytes() == before
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out exists already"):
+    with pytest.raises(UserError, match="out already exists"):
         read_single_file(file, None, tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
 

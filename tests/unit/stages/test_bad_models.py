@@ -237,12 +237,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(
         empty / "l.safetensors": ["lora", "convert", large, empty / "l.safetensors"],
     }
     for out, command in commands.items():
-        assert refused(*command).startswith(f"cannot write {out}: File too large; make room")
+        assert refused(*command).startswith(f"cannot write {out}: File too large; free disk space")
 
 
 def test_names_that_cannot_be_written_to(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
     (tmp_path / "link.safetensors").symlink_to("nowhere")
-    assert "exists already" in refused("convert", model, tmp_path / "link.safetensors")
+    assert "already exists" in refused("convert", model, tmp_path / "link.safetensors")
     assert "Not a directory" in refused("lora", "merge", model, lora / "out", lora)
     assert "ends in .safetensors" in refused("lora", "convert", lora, empty / "lora.pt")
     assert "merging writes a folder" in refused("lora", "merge", model, empty / "m.safetensors", lora)

@@ -15,9 +15,9 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.files import file_sha256
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.engines import Launch
+from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
 from sd3_light.training.data import open_cache
 

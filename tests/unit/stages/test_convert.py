@@ -125,7 +125,7 @@ def test_wishes_without_a_meaning_are_refused(square: Path, tmp_path: Path) -> N
     assert "--keep-pads has no meaning" in refused("convert", square, file, "--keep-pads")
     assert "nowhere does not exist" in refused("convert", "nowhere", file)
     run("convert", square, file)
-    assert "exists already" in refused("convert", square, file)
+    assert "already exists" in refused("convert", square, file)
     assert "is a single file already" in refused("convert", file, tmp_path / "other.safetensors")
     assert "choose what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
@@ -228,7 +228,7 @@ def test_faults_of_the_lora_verbs_are_one_line(square: Path, wide: Path, tmp_pat
     assert "choose among diffusers, kohya, peft" in refused("lora", "convert", lora, out, "--layout", "a1111")
     assert "choose among float32" in refused("lora", "convert", lora, out, "--dtype", "int8")
     assert "is not padded" in refused("lora", "convert", lora, out, "--padded-for", single)
-    assert "exists already" in refused("lora", "convert", lora, single)
+    assert "already exists" in refused("lora", "convert", lora, single)
     assert "does not exist" in refused("lora", "merge", square, tmp_path / "x", tmp_path / "none.safetensors")
     assert "sd3-light convert" in refused("lora", "merge", single, tmp_path / "x", lora)
     assert "is for" in refused("lora", "merge", wide, tmp_path / "x", lora)

@@ -147,7 +147,7 @@ def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
     """And it is said before the model is loaded."""
     (tmp_path / name).write_bytes(b"mine")
-    with pytest.raises(UserError, match=rf"{name} exists already; choose another folder with --out"):
+    with pytest.raises(UserError, match=rf"{name} already exists; choose another folder with --out"):
         sample.run(tmp_path / "no model", ROWS, [0], tmp_path, FAST)
     assert files(tmp_path) == {name: b"mine"}
 

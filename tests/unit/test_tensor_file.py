@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from sd3_light.model import tensor_file
-from sd3_light.model.tensor_file import DTYPES, header, joined, read_tensor_file, same, stored, write_tensor_file, zeros
+from sd3_light import tensor_file
+from sd3_light.tensor_file import DTYPES, header_bytes, joined, read_tensor_file, same, stored, write_tensor_file, zeros
 
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {
@@ -95,18 +95,18 @@ def shift(entries, by: int) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda data: data[:5], "its header does not end"),
-        (lambda data: data[:40], "its header does not end"),
-        (lambda data: data[:-1], "it ends too early"),
-        (lambda data: data + b"\0", "it goes on after its last tensor"),
+        (lambda data: data[:5], "its header is longer than the file"),
+        (lambda data: data[:40], "its header is longer than the file"),
+        (lambda data: data[:-1], "it is truncated"),
+        (lambda data: data + b"\0", "extra bytes after its last tensor"),
         (lambda data: data[:8] + b"x" + data[9:], "Expecting value"),
-        (lambda data: (2).to_bytes(8, "little") + b"[]", "no safetensors header"),
-        (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "no safetensors header"),
-        (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, not the \d+ of its shape"),
+        (lambda data: (2).to_bytes(8, "little") + b"[]", "not a safetensors header"),
+        (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "not a safetensors header"),
+        (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, but its shape needs \d+"),
         (lambda data: data.replace(b'"dtype":"F64"', b'"dtype":"F63"', 1), "tensors of type F63"),
-        (lambda data: respelt(data, lambda found: found.update(__metadata__=5)), "no table of texts"),
-        (lambda data: respelt(data, lambda found: shift(found, 8)), "does not begin where the tensor before it ends"),
-        (lambda data: respelt(data, lambda found: shift(found, -8)), "does not begin where the tensor before it ends"),
+        (lambda data: respelt(data, lambda found: found.update(__metadata__=5)), "not a table of strings"),
+        (lambda data: respelt(data, lambda found: shift(found, 8)), "does not start where the previous tensor ends"),
+        (lambda data: respelt(data, lambda found: shift(found, -8)), "does not start where the previous tensor ends"),
     ],
 )
 def test_a_file_that_is_not_whole_says_why(file: Path, spoil, reason: str) -> None:  # type: ignore[no-untyped-def]
@@ -118,18 +118,18 @@ def test_a_file_that_is_not_whole_says_why(file: Path, spoil, reason: str) -> No
 def test_a_file_that_shrinks_meanwhile_is_noticed(file: Path) -> None:
     tensors, _ = read_tensor_file(file)
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match="ends too early"):
+    with pytest.raises(ValueError, match="it is truncated"):
         tensors["a.F64"].load()
 
 
 def test_a_name_is_written_once() -> None:
     with pytest.raises(AssertionError, match="x is written twice"):
-        header([("x", "F32", (1,)), ("x", "F32", (1,))])
+        header_bytes([("x", "F32", (1,)), ("x", "F32", (1,))])
 
 
 def test_values_begin_on_a_multiple_of_eight() -> None:
     for length in range(8):
-        beginning = header([("x" * length, "F32", (1,))])
+        beginning = header_bytes([("x" * length, "F32", (1,))])
         assert len(beginning) % 8 == 0
         assert json.loads(beginning[8:])["x" * length]["data_offsets"] == [0, 4]
 

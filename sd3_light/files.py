@@ -1,0 +1,201 @@
+"""Atomic writes: a file or folder is absent, unchanged or complete, even after a kill.
+
+While it is written it has a hidden name in the same folder. The name contains the machine and the process, so two
+writers never collide and the leftovers of a killed process can be recognized.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from sd3_light.config.faults import UserError
+from sd3_light.system import machine, process_exists
+
+_DAY_SECONDS = 86400
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hash of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- replace a file ---------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file with `atomic_file`."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; when the block succeeds, flush it to disk and rename it to ``path``."""
+    try:
+        with atomic_unsynced_file(path) as temporary:
+            yield temporary
+            _sync(temporary)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; free disk space or fix the disk, then start again. "
+            "Finished files are kept"
+        ) from error
+
+
+@contextmanager
+def atomic_unsynced_file(path: Path) -> Iterator[Path]:
+    """Like `atomic_file`, for files that are cheap to lose: not flushed to disk, and an OSError is not converted."""
+    temporary = _hidden(path, ".tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- create a file or folder under a free name ------------------------------------------------
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise a UserError if ``path`` exists (dangling links included) or cannot exist."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another name") from error
+    raise UserError(f"{path} already exists; choose another name. Nothing was changed")
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Convert disk errors in this block to a UserError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot write {path}: {reason}; free disk space or choose another location") from error
+    except SafetensorError as error:
+        match = re.search(r"I/O error: (.*?) \(os error", str(error))  # the library has no class for I/O errors
+        if match is None:
+            raise
+        raise UserError(f"cannot write {path}: {match[1]}; free disk space or choose another location") from error
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; when the block succeeds, flush it to disk and rename it. Never replaces a file."""
+    sweep_leftovers(path)
+    temporary = _hidden(path, ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        _sync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            refuse_existing(path)
+        except OSError:  # no hard links on this disk: another process can still take the name between these two calls
+            refuse_existing(path)
+            os.rename(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder; when the block succeeds, rename it to ``path``, otherwise remove it.
+
+    An existing ``path`` is a UserError, or with ``replace`` it is removed after the rename.
+    """
+    with scratch_folder(path) as temporary:
+        yield temporary
+        if replace:
+            aside = _hidden(path, ".old")
+            swap_folder(temporary, path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            refuse_existing(path)
+            os.rename(temporary, path)  # fails if another process has created the folder meanwhile
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to ``path``, removed at the end unless it was renamed."""
+    sweep_leftovers(path)
+    temporary = _hidden(path, ".tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def swap_folder(new: Path, path: Path, aside: Path) -> None:
+    """Rename ``new`` to ``path``. An existing folder is first renamed to ``aside``, and back if that fails."""
+    exists = path.exists()
+    if exists:
+        os.replace(path, aside)
+    try:
+        os.replace(new, path)
+    except OSError:
+        if exists:
+            os.replace(aside, path)
+        raise
+
+
+# --- leftovers of killed processes ------------------------------------------------------------
+
+
+def sweep_files(folder: Path) -> None:
+    """Remove the temporary files in ``folder`` whose writer has ended."""
+    for path in (*folder.glob(".*~*.tmp"), *folder.glob(".tmp*")):  # the latter are the safetensors library's
+        if _is_left_over(path):
+            path.unlink(missing_ok=True)
+
+
+def sweep_leftovers(path: Path) -> None:
+    """Remove what killed writers of ``path`` left behind. A folder that was renamed aside is restored."""
+    if not path.parent.is_dir():
+        return
+    for leftover in sorted(path.parent.iterdir()):  # .old before .tmp
+        name = leftover.name
+        if not name.startswith(f".{path.name}.") or leftover.suffix not in (".old", ".tmp") or name.count("~") < 2:
+            continue
+        if not _is_left_over(leftover):
+            continue
+        if leftover.suffix == ".old" and not os.path.lexists(path):
+            os.replace(leftover, path)
+        elif leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{machine()}~{os.getpid()}~{uuid.uuid4().hex[:8]}{suffix}")
+
+
+def _is_left_over(path: Path) -> bool:
+    """Return whether the writer was a process of this machine that has ended, or the file is a day old."""
+    owner, pid, _ = path.name.rsplit("~", 2) if path.name.count("~") >= 2 else ("", "", "")
+    if owner.endswith(machine()) and not process_exists(pid):
+        return True
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > _DAY_SECONDS
+    return False
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

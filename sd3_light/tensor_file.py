@@ -1,0 +1,240 @@
+"""The safetensors format: one header parser, and tensors that are rearranged on disk without loading them.
+
+The rows of a tensor are contiguous in a file. Joining tensors by rows, slicing rows and swapping halves therefore only
+changes which bytes follow which: a model of any size is rearranged bit for bit in any dtype, one chunk at a time.
+The safetensors library writes only tensors that are in memory; the files written here are byte for byte the same.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 24
+
+DTYPES = {  # in the library's order of writing: the widest first, so every tensor is aligned to its item size
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors spells them
+_ORDER = {name: index for index, name in enumerate(DTYPES)}
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000  # the library's limit
+
+
+# --- header -----------------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """A parsed header: tensor name -> {"dtype", "shape", "data_offsets"}, the metadata, and where the values start."""
+
+    entries: dict[str, Any]
+    metadata: dict[str, str]
+    start: int
+
+
+def read_header(file: BinaryIO) -> Header:
+    """Parse the header of an open safetensors file; a ValueError says what is wrong. The entries are not checked."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError("its header is longer than the file")
+    entries = json.loads(file.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError("its header is not a safetensors header")
+    metadata = entries.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not a table of strings")
+    return Header(entries, metadata, 8 + length)
+
+
+def header_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the start of a safetensors file whose values follow in this order; a tensor is (name, dtype, shape).
+
+    The library writes several metadata entries in random order: use one entry so that equal files are equal bytes.
+    """
+    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        assert name not in entries, f"{name} is written twice"
+        end = offset + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # values start at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+# --- tensors on disk --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes in a file or in memory, or zeros (``source`` None)."""
+
+    source: Path | bytes | None
+    start: int
+    size: int
+
+    def cut(self, begin: int, end: int) -> "Span":
+        """Return the bytes from ``begin`` to before ``end``, clipped to this span."""
+        begin, end = max(begin, 0), min(end, self.size)
+        return replace(self, start=self.start + begin, size=max(end - begin, 0))
+
+    def read(self) -> bytes:
+        """Read the bytes. A truncated file is a ValueError."""
+        if self.source is None:
+            return bytes(self.size)
+        if isinstance(self.source, bytes):
+            return self.source[self.start : self.start + self.size]
+        with open(self.source, "rb") as file:
+            file.seek(self.start)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise ValueError("it is truncated")
+        return data
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose values are read on demand; ``dtype`` as safetensors spells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def rows(self, begin: int, end: int) -> "StoredTensor":
+        """Slice the first dimension."""
+        assert 0 <= begin <= end <= self.shape[0], (begin, end, self.shape)
+        row = self.nbytes // max(self.shape[0], 1)
+        return StoredTensor(self.dtype, (end - begin, *self.shape[1:]), self._cut(begin * row, end * row))
+
+    def split(self, count: int) -> "list[StoredTensor]":
+        """Split the rows into ``count`` equal parts."""
+        rows = self.shape[0] // count
+        assert rows * count == self.shape[0], (count, self.shape)
+        return [self.rows(index * rows, (index + 1) * rows) for index in range(count)]
+
+    def reshaped(self, shape: Sequence[int]) -> "StoredTensor":
+        """Return the same values in another shape."""
+        assert math.prod(shape) == math.prod(self.shape), (self.shape, shape)
+        return replace(self, shape=tuple(shape))
+
+    def chunks(self) -> Iterator[bytes]:
+        """Read the bytes in order, ``CHUNK`` at a time."""
+        for begin in range(0, self.nbytes, CHUNK):
+            pieces = self._cut(begin, min(begin + CHUNK, self.nbytes))
+            yield pieces[0].read() if len(pieces) == 1 else b"".join(piece.read() for piece in pieces)
+
+    def load(self) -> Tensor:
+        """Load the tensor into memory."""
+        buffer, done = bytearray(self.nbytes), 0
+        for chunk in self.chunks():
+            buffer[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        dtype = DTYPES[self.dtype]
+        return (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).reshape(self.shape)
+
+    def _cut(self, begin: int, end: int) -> tuple[Span, ...]:
+        pieces, offset = [], 0
+        for span in self.spans:
+            pieces.append(span.cut(begin - offset, end - offset))
+            offset += span.size
+        return tuple(piece for piece in pieces if piece.size)
+
+
+def joined(tensors: Sequence[StoredTensor]) -> StoredTensor:
+    """Concatenate the rows of tensors."""
+    first = tensors[0]
+    assert all((other.dtype, other.shape[1:]) == (first.dtype, first.shape[1:]) for other in tensors)
+    spans = tuple(span for tensor in tensors for span in tensor.spans)
+    return StoredTensor(first.dtype, (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]), spans)
+
+
+def zeros(dtype: str, shape: Sequence[int]) -> StoredTensor:
+    """Return a tensor of zeros that takes no memory."""
+    return StoredTensor(dtype, tuple(shape), (Span(None, 0, math.prod(shape) * DTYPES[dtype].itemsize),))
+
+
+def stored(tensor: Tensor) -> StoredTensor:
+    """Return an in-memory tensor as a `StoredTensor`."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return StoredTensor(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (Span(data, 0, len(data)),))
+
+
+def same(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two tensors are equal in dtype, shape and every bit."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(left == right for left, right in zip(first.chunks(), second.chunks(), strict=True))
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file in the library's order and flush it to disk."""
+    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+    with open(path, "wb") as file:
+        file.write(header_bytes([(name, tensors[name].dtype, tensors[name].shape) for name in names], metadata))
+        for name in names:
+            for chunk in tensors[name].chunks():
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_tensor_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, values unread, and its metadata. A damaged file is a ValueError."""
+    with open(path, "rb") as file:
+        entries, metadata, start = read_header(file)
+        size = os.fstat(file.fileno()).st_size
+    try:
+        tensors = {name: _stored(path, start, entry) for name, entry in entries.items()}
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError("its header is not a safetensors header") from error
+    _require_complete(tensors, start, size)
+    return tensors, metadata
+
+
+def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, (begin, end) = entry["dtype"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"it contains tensors of type {dtype}")
+    return StoredTensor(dtype, tuple(int(side) for side in entry["shape"]), (Span(path, start + begin, end - begin),))
+
+
+def _require_complete(tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
+    """Check that the tensors fill the file without gaps, each with as many bytes as its shape needs."""
+    for name, tensor in tensors.items():
+        if tensor.spans[0].size != tensor.nbytes:
+            raise ValueError(f"{name} has {tensor.spans[0].size} bytes, but its shape needs {tensor.nbytes}")
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].spans[0].start, item[1].nbytes)):
+        if tensor.spans[0].start != end:
+            raise ValueError(f"{name} does not start where the previous tensor ends")
+        end += tensor.nbytes
+    if end != size:
+        raise ValueError("it is truncated" if size < end else "it has extra bytes after its last tensor")
