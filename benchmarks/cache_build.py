@@ -26,12 +26,12 @@ from encoders import WORDS, make_folder
 from PIL import Image
 
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.building.catalogue import Catalogue, sources_of
+from sd3_light.data.building.cache_plan import CachePlan, make_cache_plan
+from sd3_light.data.building.catalogue import Catalogue, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import Plan, make_plan
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.stages import cache
-from sd3_light.stages.cache.encode import Builder
+from sd3_light.stages.cache.shard_builder import ShardBuilder
 
 MEAN_WORDS = 22
 PARTS = ("vae", "clip_l", "clip_g", "t5")
@@ -93,14 +93,14 @@ def write_config(out: Path, name: str, text: str, model: Path, given: argparse.N
     return load_config(train)
 
 
-def plan_of(loaded: LoadedConfig) -> Plan:
+def plan_of(loaded: LoadedConfig) -> CachePlan:
     """The plan of a cache that has been built."""
     folder = loaded.dataset.cache_dir
     assert isinstance(folder, Path)
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
-        listings = catalogue.refresh(sources_of(loaded.dataset.directories), lambda _: None)
-        return make_plan(catalogue, listings, cache.make_recipe(loaded.train), loaded.train.sd3_shard_size)
+        listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
+        return make_cache_plan(catalogue, listings, cache.make_recipe(loaded.train), loaded.train.sd3_shard_size)
 
 
 def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict[str, float]:
@@ -127,7 +127,7 @@ def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict
             begun = time.perf_counter()
             for bucket, count, tokens in work[:units]:
                 for start in range(0, count if pictures else 0, train.caching_batch_size):
-                    parts.encode_pictures(batches[bucket][: min(train.caching_batch_size, count - start)], False)
+                    parts.encode_images(batches[bucket][: min(train.caching_batch_size, count - start)], False)
                 for name in names:
                     parts.encode_text(name, tokens[name])
             parts.finish()
@@ -142,9 +142,9 @@ def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict
 def timed_build(loaded: LoadedConfig) -> tuple[float, float, float, int]:
     """Seconds of the whole stage, of loading the encoders and of encoding, and the number of samples."""
     spent: list[float] = []
-    real = Builder.build
+    real = ShardBuilder.build
 
-    def build(self: Builder, *given: object) -> None:
+    def build(self: ShardBuilder, *given: object) -> None:
         begun = time.perf_counter()
         for name in PARTS:
             self._parts.part(name)
@@ -153,13 +153,13 @@ def timed_build(loaded: LoadedConfig) -> tuple[float, float, float, int]:
         real(self, *given)  # type: ignore[arg-type]
         spent.append(time.perf_counter() - begun)
 
-    Builder.build = build  # type: ignore[method-assign]
+    ShardBuilder.build = build  # type: ignore[method-assign]
     try:
         begun = time.perf_counter()
         (report,) = cache.run(loaded)
         return time.perf_counter() - begun, *spent, report.encoded  # type: ignore[return-value]
     finally:
-        Builder.build = real  # type: ignore[method-assign]
+        ShardBuilder.build = real  # type: ignore[method-assign]
 
 
 def measure(out: Path, text: str, model: Path, given: argparse.Namespace, device: torch.device) -> None:

@@ -19,7 +19,7 @@ import torch
 from sd3_light.assets import DEMO
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 
 MB = 1e6
 GOAL_MB = 0.35  # for captions of 20 tokens with `real`
@@ -68,7 +68,7 @@ def write_small_shard(folder: Path, text_tokens: str) -> tuple[int, int]:
     with FrozenParts(
         DEMO, torch.device("cpu"), text_dtype=torch.float32, t5_max_length=16, text_tokens=text_tokens, batch_size=4
     ) as parts:
-        moments, text = parts.encode_pictures(pixels, flip=False), parts.encode_captions(captions)
+        moments, text = parts.encode_images(pixels, flip=False), parts.encode_captions(captions)
         parts.finish()
     count = torch.arange(len(captions))
     content = ShardContent(count, moments, torch.arange(len(captions) + 1), count.clone(), text)

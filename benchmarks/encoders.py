@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.batching import picture_batches
-from sd3_light.encoders.frozen import FrozenParts, Tokens
-from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, load_tokenizer
+from sd3_light.encoders.batching import image_batches
+from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
+from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_tokenizer
 from sd3_light.encoders.vae import convolutions_in_tf32, load_vae, raw_moments
 
 CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
@@ -56,7 +56,7 @@ def make_folder(out: Path, device: torch.device, tiny: bool = False) -> Path:
     shutil.copytree(DEMO / "scheduler", folder / "scheduler")
     _make_vae(device).save_pretrained(folder / "vae")
     for name, build in (("clip_l", _clip_l), ("clip_g", _clip_g), ("t5", _t5_xxl)):
-        _save_random(build(load_tokenizer(name, folder, 256).tokenizer), device, folder / PARTS[name][0])
+        _save_random(build(load_tokenizer(name, folder, 256).tokenizer), device, folder / TEXT_ENCODERS[name][0])
     shutil.copy(DEMO / "model_index.json", folder)  # last: it says that the folder is whole
     return folder
 
@@ -161,7 +161,7 @@ def make_captions(count: int, tokens: int) -> list[str]:
     return [" ".join(draw.choice(WORDS, max(1, length - 1))) for length in lengths]
 
 
-def own_text_seconds(parts: FrozenParts, name: str, tokens: Tokens, clock: Clock, at_least: float) -> float:
+def own_text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Clock, at_least: float) -> float:
     """Of one encoder over all captions in their batches, from ids on the device."""
     ids = tokens[name]
     ready = []
@@ -185,7 +185,7 @@ def own_text_seconds(parts: FrozenParts, name: str, tokens: Tokens, clock: Clock
     return clock.seconds(work, at_least)
 
 
-def text_seconds(parts: FrozenParts, name: str, tokens: Tokens, clock: Clock, at_least: float) -> float:
+def text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Clock, at_least: float) -> float:
     """Of one encoder over all captions, host to host."""
 
     def work() -> None:
@@ -199,7 +199,7 @@ def picture_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clo
     """Of the VAE over all pictures, host to host."""
 
     def work() -> None:
-        parts.encode_pictures(pixels, flip=False)
+        parts.encode_images(pixels, flip=False)
         parts.finish()
 
     return clock.seconds(work, at_least)
@@ -210,7 +210,7 @@ def own_picture_seconds(vae: Any, pixels: torch.Tensor, batch_size: int, clock: 
 
     @torch.inference_mode()
     def work() -> None:
-        for rows in picture_batches(len(pixels), pixels.shape[1], pixels.shape[2], batch_size):
+        for rows in image_batches(len(pixels), pixels.shape[1], pixels.shape[2], batch_size):
             raw_moments(vae, pixels[rows])
 
     return clock.seconds(work, at_least)
@@ -228,7 +228,7 @@ def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: in
         folder, device, text_dtype=torch.bfloat16, t5_max_length=length, text_tokens=kind, batch_size=batch_size,
         one_at_a_time=False,
     ) as parts:  # fmt: skip
-        for name in ("vae", *PARTS):
+        for name in ("vae", *TEXT_ENCODERS):
             parts.part(name)
         clock.wait()
         loading = time.perf_counter() - begin
@@ -241,7 +241,7 @@ def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: in
         ready = torch.from_numpy(pixels).to(device)
         own = {"vae": own_picture_seconds(parts.part("vae"), ready, batch_size, clock, args.seconds)}
         used = {"vae": picture_seconds(parts, pixels, clock, args.seconds)}
-        for name in PARTS:
+        for name in TEXT_ENCODERS:
             own[name] = own_text_seconds(parts, name, tokens, clock, args.seconds)
             used[name] = text_seconds(parts, name, tokens, clock, args.seconds)
     mean = tokens["t5"].lengths.mean()

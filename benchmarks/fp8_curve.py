@@ -34,7 +34,15 @@ from torch.nn import functional as F
 
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, join_text, load_text_model, load_tokenizer, own_text
+from sd3_light.encoders.text import (
+    TEXT_ENCODERS,
+    encode_clip,
+    encode_t5,
+    join_text,
+    load_text_model,
+    load_tokenizer,
+    unpad_text,
+)
 from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.model.fast.block import How
@@ -93,7 +101,7 @@ def draw_many(indices: range, side: int) -> list[tuple[NDArray[np.uint8], str]]:
 def encode_texts(texts: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
     """(tokens, pooled) of the demo's encoders, as SD3 joins them."""
     found: dict[str, Tensor] = {}
-    for name in PARTS:
+    for name in TEXT_ENCODERS:
         ids = torch.tensor(load_tokenizer(name, DEMO, T5_TOKENS)(texts, padded=True), device=device)
         model = load_text_model(name, DEMO, device, torch.float32)
         if name == "t5":
@@ -101,7 +109,7 @@ def encode_texts(texts: list[str], device: torch.device) -> tuple[Tensor, Tensor
             continue
         parts = [encode_clip(model, part) for part in ids.split(256)]
         found |= {name: torch.cat([a for a, _ in parts]), f"{name}.pooled": torch.cat([b for _, b in parts])}
-    tokens, pooled, _ = join_text(own_text(found))
+    tokens, pooled, _ = join_text(unpad_text(found))
     return tokens.bfloat16().contiguous(), pooled.bfloat16().contiguous()
 
 

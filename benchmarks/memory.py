@@ -36,9 +36,9 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
+from sd3_light.data.building.cache_plan import make_cache_plan
+from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import make_plan
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
 from sd3_light.engines import Launch
@@ -118,7 +118,7 @@ class NoParts:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def encode_pictures(self, pixels: NDArray[np.uint8], flip: bool) -> Tensor:
+    def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> Tensor:
         count, height, width, _ = pixels.shape
         shape = (count, 1 + flip, 2 * self.latent_channels, height // 8, width // 8)
         return torch.zeros(shape, dtype=torch.float16)
@@ -165,7 +165,7 @@ def run_part(part: str, folder: Path) -> None:
         read(loaded, int(part.removeprefix("read")))
     else:
         cache.FrozenParts = NoParts  # type: ignore[assignment, attr-defined]
-        cache.run(loaded, wishes=cache.Wishes(dry_run=part == "stale"))
+        cache.run(loaded, options=cache.CacheOptions(dry_run=part == "stale"))
 
 
 def prepare(part: str, loaded: LoadedConfig) -> None:
@@ -174,11 +174,11 @@ def prepare(part: str, loaded: LoadedConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
-        listings: list[Listing] = catalogue.refresh(sources_of(loaded.dataset.directories), lambda _: None)
+        listings: list[Listing] = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
         if part == "look":
-            catalogue.look(listings, train.caching_num_workers, lambda _: None)
+            catalogue.probe_images(listings, train.caching_num_workers, lambda _: None)
         if part == "plan":
-            make_plan(catalogue, listings, cache.make_recipe(train), train.sd3_shard_size)
+            make_cache_plan(catalogue, listings, cache.make_recipe(train), train.sd3_shard_size)
 
 
 def read(loaded: LoadedConfig, workers: int) -> None:

@@ -27,7 +27,7 @@ _GUIDANCE = 2.0  # a young model's colours suffer from more, the base's do not c
 def cache_then_train(
     loaded: LoadedConfig,
     launch: Launch,
-    wishes: cache.Wishes | None = None,
+    options: cache.CacheOptions | None = None,
     resume: train.Resume | None = None,
     by_deepspeed: bool = False,
 ) -> Progress:
@@ -35,14 +35,14 @@ def cache_then_train(
     check.require(loaded)
     deepspeed.require(loaded.train, launch, by_deepspeed)
     train.require_start(loaded, resume)
-    cache.run(loaded, launch, wishes)
+    cache.run(loaded, launch, options)
     return train.run(loaded, launch, resume, by_deepspeed)
 
 
-def only_cache(loaded: LoadedConfig, launch: Launch, wishes: cache.Wishes | None = None) -> list[Path]:
+def only_cache(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
     """Encode what is missing; returns the cache folders of this machine."""
     check.require(loaded, caching=True)
-    cache.run(loaded, launch, wishes)
+    cache.run(loaded, launch, options)
     places = [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
     return [place for place in places if isinstance(place, Path)]
 

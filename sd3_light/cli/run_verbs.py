@@ -76,9 +76,9 @@ def cache(
     loaded, launched = load(config, set_, caching=True), prepare()
     from sd3_light.journeys import only_cache
     from sd3_light.stages import inspect as stage
-    from sd3_light.stages.cache import Wishes
+    from sd3_light.stages.cache import CacheOptions
 
-    folders = only_cache(loaded, launched, Wishes(trust_cache, regenerate_cache, verify, prune, dry_run))
+    folders = only_cache(loaded, launched, CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run))
     for folder in () if dry_run else folders:
         Console().print(stage.render(stage.run(folder)))
 
@@ -106,11 +106,11 @@ def train(
     """Encode what is missing, then train. `train.py` does the same under torchrun and takes all its flags."""
     loaded, launched = load(config, set_), prepare()
     from sd3_light.journeys import cache_then_train
-    from sd3_light.stages.cache import Wishes
+    from sd3_light.stages.cache import CacheOptions
 
     resets = (reset_dataloader, reset_optimizer, reset_optimizer_params)
     wish = asked_resume(resume or resume_from is not None, resume_from, resets)
-    cache_then_train(loaded, launched, Wishes(trust_cache, regenerate_cache), wish)
+    cache_then_train(loaded, launched, CacheOptions(trust_cache, regenerate_cache), wish)
 
 
 def asked_resume(wished: bool, checkpoint: Path | None, resets: tuple[bool, bool, bool]) -> "Resume | None":

@@ -34,13 +34,13 @@ def _launch(flags: argparse.Namespace) -> None:
     debug(flags.debug)
     loaded, launched = load(flags.config, flags.set, flags.cache_only), prepare(flags.local_rank)
     from sd3_light.journeys import cache_then_train, only_cache
-    from sd3_light.stages.cache import Wishes
+    from sd3_light.stages.cache import CacheOptions
 
-    wishes = Wishes(flags.trust_cache, flags.regenerate_cache)
+    options = CacheOptions(flags.trust_cache, flags.regenerate_cache)
     if flags.cache_only:
-        only_cache(loaded, launched, wishes)
+        only_cache(loaded, launched, options)
         return
     place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     resume = asked_resume(flags.resume_from_checkpoint is not None, place, resets)
-    cache_then_train(loaded, launched, wishes, resume, by_deepspeed=flags.deepspeed)
+    cache_then_train(loaded, launched, options, resume, by_deepspeed=flags.deepspeed)

@@ -27,7 +27,7 @@ class CaptionBatch:
     length: int
 
 
-def picture_batches(count: int, height: int, width: int, batch_size: int) -> list[slice]:
+def image_batches(count: int, height: int, width: int, batch_size: int) -> list[slice]:
     """Consecutive pictures whose joint area is at most that of ``batch_size`` pictures of 256 px; at least one."""
     size = max(1, min(batch_size, batch_size * AREA // (height * width)))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

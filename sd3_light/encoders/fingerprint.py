@@ -8,7 +8,15 @@ from pathlib import Path
 
 from sd3_light.files import atomic_unsynced_file
 
-PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+FINGERPRINTED_FOLDERS = (
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+)
 # scale and shift are applied on read, so that a change of them leaves the cache as it is
 _VAE_ON_READ = ("scaling_factor", "shift_factor")
 # a file that changed this lately may change again within one tick of its clock: its hash is not remembered
@@ -25,7 +33,7 @@ def parts_fingerprint(diffusers_path: Path, memory: Path | None = None) -> dict[
     """
     known = _read_memory(memory)
     seen: Memory = {}
-    found = {part: _hash_folder(diffusers_path / part, known, seen) for part in PARTS}
+    found = {part: _hash_folder(diffusers_path / part, known, seen) for part in FINGERPRINTED_FOLDERS}
     if memory is not None and not seen.items() <= known.items():
         _write_memory(memory, known | seen)
     return found

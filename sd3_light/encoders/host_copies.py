@@ -16,7 +16,7 @@ from torch import Tensor
 BUFFERS = 4
 
 
-class HostCopies:
+class AsyncHostCopies:
     """Asynchronous copies from one device; on a CPU a result is stored at once."""
 
     def __init__(self, device: torch.device, buffers: int = BUFFERS) -> None:

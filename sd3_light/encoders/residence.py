@@ -44,7 +44,7 @@ def _bytes_a_value(name: str, dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float16 and name.endswith(".wo.weight") else dtype.itemsize
 
 
-class Shelf:
+class ResidentModules:
     """Frozen modules by name, loaded when first taken.
 
     With ``one_at_a_time`` only the one taken last is on the device. On a GPU the others wait in host memory, and since

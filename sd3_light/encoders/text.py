@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-Features = dict[str, Tensor]
+TextFeatures = dict[str, Tensor]
 Texts = Mapping[str, Sequence[Tensor]]
 """Of each part a tensor a sample: ENCODER its own tokens [L, W], ENCODER.pooled a vector [W]."""
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Shape and type -> a tensor that is to be filled."""
 
 # name -> (model folder, tokenizer folder) of a diffusers SD3 folder
-PARTS = {
+TEXT_ENCODERS = {
     "clip_l": ("text_encoder", "tokenizer"),
     "clip_g": ("text_encoder_2", "tokenizer_2"),
     "t5": ("text_encoder_3", "tokenizer_3"),
@@ -50,19 +50,21 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Tokenizer:
-    """The tokenizer of one of `PARTS`. Both CLIPs have the first tokenizer's length, as in the stock pipeline."""
-    folder = diffusers_path / PARTS[name][1]
+    """Load the tokenizer of a text encoder. Both CLIPs have the first tokenizer's length, as in the stock pipeline."""
+    folder = diffusers_path / TEXT_ENCODERS[name][1]
     if name == "t5":
         return Tokenizer(T5TokenizerFast.from_pretrained(folder, local_files_only=True), t5_max_length)
-    first = CLIPTokenizer.from_pretrained(diffusers_path / PARTS["clip_l"][1], local_files_only=True)
+    first = CLIPTokenizer.from_pretrained(diffusers_path / TEXT_ENCODERS["clip_l"][1], local_files_only=True)
     return Tokenizer(CLIPTokenizer.from_pretrained(folder, local_files_only=True), int(first.model_max_length))
 
 
 def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model of one of `PARTS`, frozen, with fused attention."""
+    """The model of one of `TEXT_ENCODERS`, frozen, with fused attention."""
     model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
     load: Callable[..., nn.Module] = model_class.from_pretrained
-    model = load(diffusers_path / PARTS[name][0], dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model = load(
+        diffusers_path / TEXT_ENCODERS[name][0], dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -95,7 +97,7 @@ def encode_t5(model: nn.Module, ids_BL: Tensor, lengths_B: Tensor | None = None)
     return tokens
 
 
-def own_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def unpad_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Batched features as texts, nothing copied; where ``ENCODER.length`` says how many rows are a sample's own, the
     others are left out."""
     texts: dict[str, list[Tensor]] = {}
@@ -108,13 +110,13 @@ def own_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     return texts
 
 
-def join_text(texts: Texts, empty: Empty | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def join_text(texts: Texts, empty: Allocate | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]) as SD3 takes them.
 
     A sample's T5 tokens stand directly behind its CLIP tokens, zeros fill what is left, and T is the longest sample's
     length. The prompt lies in what ``empty`` gives: it is large, and fresh memory is slow.
     """
-    clip_l, clip_g, t5 = (texts[name] for name in PARTS)
+    clip_l, clip_g, t5 = (texts[name] for name in TEXT_ENCODERS)
     num_clip = [max(len(left), len(right)) for left, right in zip(clip_l, clip_g, strict=True)]
     lengths = [clip + len(tokens) for clip, tokens in zip(num_clip, t5, strict=True)]
     assert min(lengths) > 0, "a sample without any text token"

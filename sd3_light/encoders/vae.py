@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -68,12 +66,6 @@ def convolutions_in_tf32() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(cudnn, name, value)
-
-
-@torch.no_grad()
-def encode_moments(vae: AutoencoderKL, pixels: NDArray[np.uint8]) -> Tensor:
-    """uint8 [B, H, W, 3] -> mean and log-variance [B, 2C, h, w], fp16 on the CPU."""
-    return raw_moments(vae, torch.from_numpy(pixels).to(vae.device)).cpu()
 
 
 def draw_latent(moments: Tensor, noise: Tensor | None) -> Tensor:

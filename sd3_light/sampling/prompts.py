@@ -21,8 +21,8 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import Place
 from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
-from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.text import PARTS
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.text import TEXT_ENCODERS
 from sd3_light.files import write_atomically
 from sd3_light.tensor_file import read_header
 
@@ -30,7 +30,7 @@ FOLDER = "prompts"
 Features = dict[str, Tensor]
 
 _FORMAT = 1
-_RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in PARTS.values() for folder in folders))
+_RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in TEXT_ENCODERS.values() for folder in folders))
 
 
 def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
@@ -73,7 +73,9 @@ def _values_sha256(data: bytes) -> str:
     return hashlib.sha256(data[read_header(BytesIO(data)).start :]).hexdigest()
 
 
-def encode_prompts(parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = PARTS) -> list[Features]:
+def encode_prompts(
+    parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = TEXT_ENCODERS
+) -> list[Features]:
     """The prompts' features by the named encoders, as captions are encoded for the cache."""
     tokens = [parts.tokenize([prompt]) for prompt in prompts]
     found: list[Features] = [{} for _ in prompts]
@@ -90,7 +92,7 @@ def encode_prompts(parts: FrozenParts, prompts: Sequence[str], encoders: Iterabl
 def encode_in_passing(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[Features]:
     """The same, each encoder loaded, used and freed before the next: never two of them in memory."""
     found: list[Features] = [{} for _ in prompts]
-    for name in PARTS:
+    for name in TEXT_ENCODERS:
         with FrozenParts(
             model.diffusers_path,
             device,

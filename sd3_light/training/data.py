@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
-from sd3_light.data.building.catalogue import sources_of
+from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.slots import Pin
@@ -36,7 +36,7 @@ def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Ord
     config = loaded.train
     return data.order(
         config.seed,
-        {source.label: source.directory.num_repeats for source in sources_of(loaded.dataset.directories)},
+        {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)},
         lambda resolution: global_batch(config, resolution, launch.world),
         config.shuffle_window,
         config.small_buckets,

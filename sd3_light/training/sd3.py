@@ -11,7 +11,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
-from sd3_light.encoders.text import Empty, Features, join_text, own_text
+from sd3_light.encoders.text import Allocate, TextFeatures, join_text, unpad_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
@@ -39,7 +39,7 @@ class InputPreparer:
     seed: int
     model: ModelConfig
     scale: LatentScale
-    empty_text: Features | None
+    empty_text: TextFeatures | None
 
     def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
         """((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)); with real text tokens the
@@ -50,11 +50,11 @@ class InputPreparer:
         """
         return self._prepared(batch, timestep_quantile, None)
 
-    def prepare_into(self, batch: Batch, empty: Empty, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_into(self, batch: Batch, empty: Allocate, timestep_quantile: float | None = None) -> Prepared:
         """As `prepare_inputs`; the prompt, most of the bytes, lies in what ``empty`` gives."""
         return self._prepared(batch, timestep_quantile, empty)
 
-    def _prepared(self, batch: Batch, timestep_quantile: float | None, empty: Empty | None) -> Prepared:
+    def _prepared(self, batch: Batch, timestep_quantile: float | None, empty: Allocate | None) -> Prepared:
         evaluation = timestep_quantile is not None
         moments = batch["moments"]
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -68,9 +68,9 @@ class InputPreparer:
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
 
-    def _text(self, batch: Batch, evaluation: bool, empty: Empty | None = None) -> tuple[Tensor, ...]:
+    def _text(self, batch: Batch, evaluation: bool, empty: Allocate | None = None) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
-        texts = own_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
+        texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
             texts = drop_text(texts, self._drops(batch), self.empty_text, real)
         prompt, pooled, lengths = join_text(texts, empty)
@@ -118,7 +118,7 @@ class LightSD3Pipeline:
 
     name = "sd3"
 
-    def __init__(self, model: ModelConfig, seed: int, empty_text: Features | None) -> None:
+    def __init__(self, model: ModelConfig, seed: int, empty_text: TextFeatures | None) -> None:
         self.model = model
         self.transformer = starting_transformer(model, seed)
         uncond = empty_text if model.uncond_text == "empty" else None

@@ -5,13 +5,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.project import Project
+
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
-Project = Any  # the class is in tests/conftest.py
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from sd3_light.config import SIZES
 from sd3_light.model.initial import new_transformer
 from sd3_light.stages import export
 from sd3_light.stages.train import Resume
+from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
-Project = Any  # the class is in tests/conftest.py
 PROVEN_APART = {"proof.json", "config.toml"}  # seconds; the run's own folder and layout
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -42,9 +41,9 @@ from tests.distributed.layouts import (
     Layout,
     launch,
 )
+from tests.project import Project
 
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-Project = Any  # the class is in tests/conftest.py
 STEPS, SAVED = 14, 4
 BIAS = "proj_out.bias"
 PROVEN_APART = {"proof.json", "config.toml"}  # seconds; the run's own folder and layout
@@ -56,7 +55,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
     bites, an average, an evaluation, and some weights frozen; with its cache."""
     project = raw_project.copy(tmp_path_factory.mktemp("rich") / "project")
     (project.folder / "masks").mkdir()
-    for number, path in enumerate(sorted(project.pictures.glob("*.png"))[::2]):
+    for number, path in enumerate(sorted(project.images.glob("*.png"))[::2]):
         with Image.open(path) as picture:
             mask = Image.new("L", picture.size, 0)
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))

@@ -10,8 +10,8 @@ from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.export.lora import read_lora
 from tests.distributed.test_two_processes import torchrun
 from tests.e2e.test_lora_run import STEPS, use_adapter
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 RESUMED = 2
 
 

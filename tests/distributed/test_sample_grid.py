@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from sd3_light.engines import Launch
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 PROMPTS = ["a large red circle", "two small blue squares", "a star"]
 SAMPLING = (f"sampling.prompts={json.dumps(PROMPTS)}", "sampling.every_n_steps=1", "sampling.steps=2")
 

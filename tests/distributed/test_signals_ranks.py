@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -10,9 +9,9 @@ from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
 from sd3_light.cli import RESUMABLE
 from sd3_light.stages.train import Resume
 from tests.e2e.live import TORCHRUN, Live, is_alive, leftovers, ranks
+from tests.project import Project
 
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro_batch_size_per_gpu": 2}
-Project = Any  # the class is in tests/conftest.py
 
 
 def assert_saved_by_both(project: Project, step: int) -> None:

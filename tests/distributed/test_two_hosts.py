@@ -8,18 +8,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sd3_light.stages.train import Resume
 from tests.distributed.hosts import ADDRESSES, NOBODY, Hosts, Job, why_not
+from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
 PORT = 29541
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 3, "micro_batch_size_per_gpu": 2}
 LOST = r"^error: (alpha|beta) lost another process of the run \((.*)\): .* with --resume_from_checkpoint$"
-Project = Any  # the class is in tests/conftest.py
 
 
 @pytest.fixture

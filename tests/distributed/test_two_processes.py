@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
+from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
 STEPS = 13  # 11 make an epoch
-Project = Any  # the class is in tests/conftest.py
 
 
 def torchrun(project: Project, *flags: str, processes: int = 2, **overrides: object) -> str:
@@ -119,7 +118,7 @@ def every_loss(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -
     each of another width, so that samples of one batch weigh their pixels differently."""
     project = raw_project.copy(tmp_path_factory.mktemp("losses") / "project")
     (project.folder / "masks").mkdir()
-    for number, path in enumerate(sorted(project.pictures.glob("*.png"))[::2]):
+    for number, path in enumerate(sorted(project.images.glob("*.png"))[::2]):
         with Image.open(path) as picture:
             mask = Image.new("L", picture.size, 0)
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))

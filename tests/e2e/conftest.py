@@ -1,10 +1,11 @@
 """Runs that several tests look at, each made once."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
+from tests.project import Project
 
 PROMPT = "a small red circle to the left of a large blue square"
 SECRET = "0123456789abcdef-a-secret-key"
@@ -22,7 +23,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Any) -> Any:
+def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """A project whose run is over: 4 steps with evaluation, sample grids, a secret, and one proven export."""
     from sd3_light.world import write_dataset
 
@@ -41,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Any) -> A
 
 
 @pytest.fixture(scope="session")
-def export_folder(finished: Any) -> Path:
+def export_folder(finished: Project) -> Path:
     """The proven export of the finished run. Read only."""
     return Path(finished.run / "exports" / "step-00000004")
 
@@ -50,7 +51,7 @@ WHOLE_STEPS = 15  # 11 make an epoch
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Any) -> Any:
+def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """A project whose run went through 15 steps without a break, with a checkpoint after each."""
     project = cached_project.copy(tmp_path_factory.mktemp("whole") / "project")
     with pytest.MonkeyPatch.context() as patch:

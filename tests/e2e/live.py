@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tests.project import Project
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds for anything to happen; a starved machine may take most of it
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -43,7 +45,7 @@ class Log:
         return self._events
 
 
-def arguments(project: Any, *flags: str, **overrides: object) -> list[str]:
+def arguments(project: Project, *flags: str, **overrides: object) -> list[str]:
     """What follows `train.py`."""
     found = ["--config", str(project.train_toml), *flags]
     for key, value in overrides.items():
@@ -57,7 +59,7 @@ class Live:
     Inside its block the process runs; at the end of the block whatever is left of the group is killed.
     """
 
-    def __init__(self, project: Any, *flags: str, launcher: Sequence[str] = (), **overrides: object) -> None:
+    def __init__(self, project: Project, *flags: str, launcher: Sequence[str] = (), **overrides: object) -> None:
         self.run = Path(project.folder / str(overrides.get("output_dir", '"run"')).strip('"'))
         self.log, self.said = Log(self.run / "log.jsonl"), Path(project.folder / "said.txt")
         command = [sys.executable, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]

@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
 STALE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
-Project = Any  # the class is in tests/conftest.py
 
 
 def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

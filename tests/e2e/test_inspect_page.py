@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from sd3_light import cli
 from tests.e2e.browser import CONTRAST, Browser, assert_loads_alone, assert_nothing_runs_over, start_browser
-
-Project = Any  # the class is in tests/conftest.py
+from tests.project import Project
 
 EVIL = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"
 CHINESE = "一只红色的猫坐在椅子上"
@@ -21,7 +19,7 @@ CHINESE = "一只红色的猫坐在椅子上"
 def page(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Path:
     """The page of a cache built from 40 sound pictures, one with captions of all sorts, and a few bad ones."""
     project = raw_project.copy(tmp_path_factory.mktemp("inspect") / "project")
-    pictures = project.pictures
+    pictures = project.images
     captions = json.loads((pictures / "captions.json").read_text(encoding="utf-8"))
     captions["000000.png"] = [EVIL, CHINESE, "unbroken" * 200]
     (pictures / "captions.json").write_text(json.dumps(captions), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from sd3_light.stages import export, report
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.e2e.equal import assert_same_end
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 STEPS = 5
 PROMPT = "a small red circle on a white background"
 

@@ -3,15 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
 from sd3_light.stages.train import Resume
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 REAL = ('model.text_tokens="real"', "model.text_recon_gamma=0.1", "checkpoint_every_n_steps=2")
 
 

@@ -3,14 +3,12 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 
 from sd3_light.config.faults import UserError
-
-Project = Any  # the class is in tests/conftest.py
+from tests.project import Project
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def far(tmp_path: Path, cached_project: Project, bucket: str) -> Project:
     """A project of a machine that has neither pictures nor cache: the cache lies in the bucket."""
     url = f"{bucket}/{tmp_path.name}"
     fsspec.filesystem("s3").put(str(cached_project.cache), url, recursive=True)
-    project = cached_project.copy(tmp_path / "far", without=("pictures", "cache"))
+    project = cached_project.copy(tmp_path / "far", without=("images", "cache"))
     text = project.train_toml.read_text().replace('cache_dir = "cache"', f'cache_dir = "{url}"')
     project.train_toml.write_text(f'stream_cache_dir = "kept"\n{text}')
     return project

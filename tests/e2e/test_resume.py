@@ -15,9 +15,9 @@ from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.e2e.equal import assert_same_end
+from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("unproven")
-Project = Any  # the class is in tests/conftest.py
 STEPS = 15
 EPOCH = 11
 

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from sd3_light.flow.bands import BAND_NAMES
 from sd3_light.sampling.requests import Row
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 PROMPT = "a small red circle to the left of a large blue square"
 SECRET = "0123456789abcdef-a-secret-key"
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")

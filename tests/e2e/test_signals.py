@@ -21,10 +21,10 @@ import pytest
 from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
 from sd3_light.cli import RESUMABLE, launch
 from tests.e2e.live import Live, Log, arguments, descendants, is_alive, leftovers
+from tests.project import Project
 
 RESUME = "--resume_from_checkpoint"
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000}
-Project = Any  # the class is in tests/conftest.py
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Fine-tuning that starts from a single file, whole and as a LoRA."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from sd3_light.export.single_file import write_single_file
 from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from tests.e2e.test_lora_run import file_of, use_adapter
-
-Project = Any  # the class is in tests/conftest.py
+from tests.project import Project
 
 
 @pytest.fixture

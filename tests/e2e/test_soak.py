@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
 from sd3_light.cli import RESUMABLE
 from tests.e2e.equal import assert_same_end
 from tests.e2e.live import Live, leftovers
+from tests.project import Project
 
 EVERY = 4  # steps between two checkpoints
 LIFE = 24  # steps for each life on average: a full disk alone takes up to ten
 SMALL_FILE = 4 << 20  # bytes: room for the log, none for a checkpoint
 SECOND_AVERAGE = "snapshot_every_n_steps = 8\n\n[[ema.track]]\nname = 'long'\npower_width = 0.1\n"
 TORN_LINES = (b'{"event": "step", "time": 17', b"{", b"\0" * 5000)
-Project = Any  # the class is in tests/conftest.py
 
 
 class Soak:

@@ -1,15 +1,13 @@
 """On a GPU: bf16 computes, fp32 learns, and the numbers are those of fp32."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import read_checkpoint
-
-Project = Any  # the class is in tests/conftest.py
+from tests.project import Project
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """A cache built on a GPU, where results arrive while the device works on: every sample is what a CPU makes of it."""
 
-from typing import Any
-
 import torch
 from safetensors.torch import load_file
 
 from sd3_light.data.manifest import Manifest
-
-Project = Any  # the class is in tests/conftest.py
+from tests.project import Project
 
 
 def test_a_cache_built_on_a_gpu_holds_what_one_of_a_cpu_holds(fresh_project: Project, cached_project: Project) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.host_copies import HostCopies
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.host_copies import AsyncHostCopies
 
 pytestmark = pytest.mark.gpu
 CAPTIONS = [f"a {'small ' * (number % 7)}red circle number {number}" for number in range(150)]
@@ -22,7 +22,7 @@ def make(folder: Path, device: str, **settings: Any) -> FrozenParts:
 def encode(parts: FrozenParts) -> dict[str, torch.Tensor]:
     pixels = np.random.default_rng(0).integers(0, 256, (30, 64, 96, 3), dtype=np.uint8)
     with parts:
-        found = {"moments": parts.encode_pictures(pixels, True), **parts.encode_captions(CAPTIONS)}
+        found = {"moments": parts.encode_images(pixels, True), **parts.encode_captions(CAPTIONS)}
         parts.finish()
     return found
 
@@ -48,7 +48,7 @@ def test_close_gives_memory_back(demo_parts: Path) -> None:
 
 def test_many_copies_through_few_buffers_arrive_in_their_places() -> None:
     device = torch.device("cuda")
-    copies = HostCopies(device, buffers=2)
+    copies = AsyncHostCopies(device, buffers=2)
     found = torch.zeros(64, 1 << 16)
     for number in range(64):
         copies.submit(torch.full((1 << 16,), float(number), device=device), found[number].copy_)
@@ -58,7 +58,7 @@ def test_many_copies_through_few_buffers_arrive_in_their_places() -> None:
 
 
 def test_a_failed_store_is_raised() -> None:
-    copies = HostCopies(torch.device("cuda"))
+    copies = AsyncHostCopies(torch.device("cuda"))
 
     def fail(_: torch.Tensor) -> None:
         raise KeyError("no place")

@@ -1,15 +1,13 @@
 """Real text tokens on a GPU: under the mask the fused kernels leave padding out, in bf16 and compiled."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from sd3_light.config import SIZES
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, compile_blocks, run_layers
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 LENGTHS = (21, 1, 9)  # no multiple of 8: kernels want aligned masks
 
 

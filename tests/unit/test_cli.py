@@ -14,8 +14,9 @@ from sd3_light.cli import process
 from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
-from sd3_light.stages.cache import Wishes
+from sd3_light.stages.cache import CacheOptions
 from sd3_light.stages.train import Resume
+from tests.project import Project
 
 VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "convert", "inspect", "report")
 FLAGS = (
@@ -31,7 +32,6 @@ FLAGS = (
     "--local_rank",
 )
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGHT_DEBUG")
-Project = Any  # the class is in tests/conftest.py
 
 
 @dataclass(frozen=True)
@@ -245,26 +245,29 @@ def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, m
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), ("train", Wishes(trust=False, regenerate=False), None)),
-        (("--trust_cache",), ("train", Wishes(trust=True, regenerate=False), None)),
-        (("--regenerate_cache",), ("train", Wishes(trust=False, regenerate=True), None)),
-        (("--cache_only",), ("cache", Wishes(trust=False, regenerate=False))),
-        (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", Wishes(trust=True, regenerate=True))),
-        (("--cache_only", "--deepspeed"), ("cache", Wishes(trust=False, regenerate=False))),
-        (("--deepspeed", "--trust_cache"), ("deepspeed", Wishes(trust=True, regenerate=False), None)),
-        (("--resume_from_checkpoint",), ("train", Wishes(trust=False, regenerate=False), Resume())),
-        (("--resume_from_checkpoint", "DIR"), ("train", Wishes(trust=False, regenerate=False), Resume(Path("DIR")))),
+        ((), ("train", CacheOptions(trust=False, regenerate=False), None)),
+        (("--trust_cache",), ("train", CacheOptions(trust=True, regenerate=False), None)),
+        (("--regenerate_cache",), ("train", CacheOptions(trust=False, regenerate=True), None)),
+        (("--cache_only",), ("cache", CacheOptions(trust=False, regenerate=False))),
+        (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", CacheOptions(trust=True, regenerate=True))),
+        (("--cache_only", "--deepspeed"), ("cache", CacheOptions(trust=False, regenerate=False))),
+        (("--deepspeed", "--trust_cache"), ("deepspeed", CacheOptions(trust=True, regenerate=False), None)),
+        (("--resume_from_checkpoint",), ("train", CacheOptions(trust=False, regenerate=False), Resume())),
+        (
+            ("--resume_from_checkpoint", "DIR"),
+            ("train", CacheOptions(trust=False, regenerate=False), Resume(Path("DIR"))),
+        ),
         (
             ("--resume_from_checkpoint", "--reset_dataloader"),
-            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_dataloader=True)),
+            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_dataloader=True)),
         ),
         (
             ("--resume_from_checkpoint", "--reset_optimizer"),
-            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_optimizer=True)),
+            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_optimizer=True)),
         ),
         (
             ("--resume_from_checkpoint", "--reset_optimizer_params"),
-            ("train", Wishes(trust=False, regenerate=False), Resume(None, reset_optimizer_params=True)),
+            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_optimizer_params=True)),
         ),
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) and value[0].startswith("--") else "",
@@ -288,8 +291,8 @@ def test_every_flag_of_the_cache_verb_arrives(
 ) -> None:
     flags = ("--trust_cache", "--regenerate_cache", "--verify", "--prune", "--dry_run")
     assert verb("cache", raw_project.train_toml, *flags).code == 0
-    ((_, _, _, wishes),) = called
-    assert wishes == Wishes(*[True] * 5)
+    ((_, _, _, options),) = called
+    assert options == CacheOptions(*[True] * 5)
 
 
 def test_keys_can_be_set_from_the_command_line(

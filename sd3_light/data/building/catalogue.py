@@ -28,8 +28,8 @@ import pyarrow.feather as feather
 from sd3_light.config import DirectoryConfig, UserError
 from sd3_light.data.building.chunks import chunks
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Looked, Place, look, look_crashed
-from sd3_light.data.building.workers import Workers
+from sd3_light.data.building.decode import Probe, SampleLocation, crashed_probe, probe_images
+from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
 from sd3_light.data.sources import (
     Record,
@@ -43,7 +43,7 @@ from sd3_light.data.sources import (
 from sd3_light.files import atomic_file, sweep_files, write_atomically
 from sd3_light.randomness import sample_id
 
-FOLDER = "catalogue"
+CATALOGUE_FOLDER = "catalogue"
 PART_ROWS = 4096
 _LOOK_ROWS = 64
 _POLL_SECONDS = 0.2
@@ -54,7 +54,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InputRow:
     """One input: a sample (its size and content hash once looked at), or one with a ``reason`` why it is none."""
 
     key: str
@@ -98,7 +98,7 @@ class Listing:
     rows: int
 
 
-def sources_of(directories: Sequence[DirectoryConfig]) -> list[Source]:
+def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
     """The directories with labels that tell them apart, wherever they stand in the list."""
     numbers = occurrences(directories)
     return [
@@ -114,7 +114,7 @@ class Catalogue:
     """
 
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
-        self.folder, self.claims, self._share = cache_dir / FOLDER, claims, share
+        self.folder, self.claims, self._share = cache_dir / CATALOGUE_FOLDER, claims, share
         self._parts = self.folder / "parts"
 
     def refresh(self, sources: Sequence[Source], on_listed: Callable[[int], None]) -> list[Listing]:
@@ -128,32 +128,32 @@ class Catalogue:
         )
         return [found[source.name] for source in sources]
 
-    def unseen(self, listings: Sequence[Listing]) -> int:
+    def count_unprobed(self, listings: Sequence[Listing]) -> int:
         """How many rows have not been looked at."""
         parts = [part for listing in listings for part in listing.parts if not self._is_looked(part)]
         return sum(_num_rows(self._rows_file(part)) for part in parts)
 
-    def look(self, listings: Sequence[Listing], workers: int, on_looked: Callable[[int], None]) -> None:
+    def probe_images(self, listings: Sequence[Listing], workers: int, on_looked: Callable[[int], None]) -> None:
         """Read every picture that is new: its size, its content hash, or why it cannot be used."""
         roots = {part: listing.source.root for listing in listings for part in listing.parts}
-        with Workers(workers, look, look_crashed) as pool:
+        with WorkerPool(workers, probe_images, crashed_probe) as pool:
             self._share_out(
                 roots,
                 lambda part, root: self._is_looked(part),
                 lambda part, root: self._look_at(part, root, pool, on_looked),
             )
 
-    def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[Row]:
+    def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:
         """The rows of a part that has been looked at, all or those of the given numbers."""
         table = _read_part(self._part(part))
         return _from_table(table if numbers is None else table.take(list(numbers)))
 
-    def rejected(self, part: str) -> list[Row]:
+    def rejected(self, part: str) -> list[InputRow]:
         """The rows of a part that has been looked at which are no samples."""
         table = _read_part(self._part(part))
         return _from_table(table.filter(pc.not_equal(table["reason"], "")))
 
-    def forget_but(self, listings: Sequence[Listing]) -> None:
+    def prune_except(self, listings: Sequence[Listing]) -> None:
         """Remove the parts that no listing has any more, and what killed processes left."""
         wanted = {part for listing in listings for part in listing.parts}
         for path in self._parts.glob("*.arrow"):
@@ -168,7 +168,7 @@ class Catalogue:
         self, pieces: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
     ) -> None:
         """Do what no other process does, and wait for what others do; a dead one's piece is taken over."""
-        names = rotated(list(pieces), self._share)
+        names = rotate_to_share(list(pieces), self._share)
         while names := [name for name in names if not self._try(name, pieces[name], is_done, do)]:
             time.sleep(_POLL_SECONDS)
 
@@ -212,12 +212,14 @@ class Catalogue:
                 _write_table(self._rows_file(digest), rows)
         write_atomically(path, json.dumps({"signature": now, "rows": count, "parts": parts}).encode())
 
-    def _look_at(self, part: str, root: Path, pool: Workers[Place, Looked], on_looked: Callable[[int], None]) -> None:
+    def _look_at(
+        self, part: str, root: Path, pool: WorkerPool[SampleLocation, Probe], on_looked: Callable[[int], None]
+    ) -> None:
         rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]
         batches = (samples[start : start + _LOOK_ROWS] for start in range(0, len(samples), _LOOK_ROWS))
-        seen: list[Looked] = []
-        for looked in pool.map([place_of(row, root) for row in batch] for batch in batches):
+        seen: list[Probe] = []
+        for looked in pool.map([sample_location(row, root) for row in batch] for batch in batches):
             seen += looked
             on_looked(len(looked))
         answers = iter(seen)
@@ -250,9 +252,9 @@ class Catalogue:
         return self._parts / f"{digest}.rows.arrow"
 
 
-def last_seen(cache_dir: Path, source: Source) -> Iterator[Row] | None:
+def read_last_listing(cache_dir: Path, source: Source) -> Iterator[InputRow] | None:
     """The rows of a source as an earlier run looked at them; None where it has changed since, or was never seen."""
-    folder = cache_dir / FOLDER
+    folder = cache_dir / CATALOGUE_FOLDER
     path = folder / f"{source.name}.json"
     known = _read_listing(path)
     parts = [folder / "parts" / f"{part}.arrow" for part in known.get("parts", ())]
@@ -281,44 +283,44 @@ def _state_of(source: Source) -> str:
     return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
 
 
-def rotated(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
+def rotate_to_share(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
     """Items begun at a process's own share of them."""
     start = len(items) * share[0] // share[1]
     return [*items[start:], *items[:start]]
 
 
-def place_of(row: Row, root: Path) -> Place:
+def sample_location(row: InputRow, root: Path) -> SampleLocation:
     """Where a row's bytes are."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
-    return Place(image, location_from_text(row.mask, root))
+    return SampleLocation(image, location_from_text(row.mask, root))
 
 
-def _listed(source: Source) -> Iterator[Row]:
+def _listed(source: Source) -> Iterator[InputRow]:
     for found in scan(source.directory, source.index):
         yield _rejected(found, source.root) if isinstance(found, Rejected) else _sample(found, source.root)
 
 
-def _rejected(found: Rejected, root: Path) -> Row:
-    return Row(found.key, location_text(found.image, root), reason=found.reason, detail=found.detail)
+def _rejected(found: Rejected, root: Path) -> InputRow:
+    return InputRow(found.key, location_text(found.image, root), reason=found.reason, detail=found.detail)
 
 
-def _sample(record: Record, root: Path) -> Row:
+def _sample(record: Record, root: Path) -> InputRow:
     image, mask = location_text(record.image, root), location_text(record.mask, root)
     try:
         version = record.image.version() + ("" if record.mask is None else f"+{record.mask.version()}")
     except Reject as reject:
-        return Row(record.key, image, reason=reject.reason, detail=reject.detail)
-    return Row(record.key, image, mask, version, record.captions)
+        return InputRow(record.key, image, reason=reject.reason, detail=reject.detail)
+    return InputRow(record.key, image, mask, version, record.captions)
 
 
-def _looked(row: Row, seen: Looked) -> Row:
+def _looked(row: InputRow, seen: Probe) -> InputRow:
     return replace(
         row, width=seen.width, height=seen.height, digest=seen.digest, reason=seen.reason, detail=seen.detail
     )
 
 
-def _digest_of(rows: Sequence[Row]) -> str:
+def _digest_of(rows: Sequence[InputRow]) -> str:
     digest = blake2b(str(PREPROCESS_VERSION).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
@@ -335,15 +337,15 @@ _SCHEMA = pa.schema(
 )
 
 
-def _write_table(path: Path, rows: Sequence[Row]) -> None:
-    columns = {name: [getattr(row, name) for row in rows] for name in Row.__dataclass_fields__}
+def _write_table(path: Path, rows: Sequence[InputRow]) -> None:
+    columns = {name: [getattr(row, name) for row in rows] for name in InputRow.__dataclass_fields__}
     with atomic_file(path) as temporary:
         # not compressed, so that a unit reads the rows it wants and no others
         feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="uncompressed")
 
 
-def _from_table(table: Any) -> list[Row]:
-    return [Row(**{**values, "captions": tuple(values["captions"])}) for values in table.to_pylist()]
+def _from_table(table: Any) -> list[InputRow]:
+    return [InputRow(**{**values, "captions": tuple(values["captions"])}) for values in table.to_pylist()]
 
 
 def _num_rows(path: Path) -> int:

@@ -17,8 +17,8 @@ from typing import Self
 from sd3_light.config.faults import UserError
 from sd3_light.system import machine, process_start
 
-BEAT_SECONDS = 5.0
-PATIENCE_SECONDS = 60.0
+HEARTBEAT_SECONDS = 5.0
+STALE_AFTER_SECONDS = 60.0
 """An owner on another machine counts as gone when it has not shown itself for this long."""
 
 _STEP_SECONDS = 0.001
@@ -28,7 +28,7 @@ _ALIVE, _CLAIM, _GONE = ".alive", ".claim", ".gone"
 class Claims:
     """The claims of one process in a folder. Times are the file system's, so clocks need not agree."""
 
-    def __init__(self, folder: Path, beat: float = BEAT_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, folder: Path, beat: float = HEARTBEAT_SECONDS, patience: float = STALE_AFTER_SECONDS) -> None:
         self.folder, self._beat, self._patience = folder, beat, patience
         self.owner = f"{machine()}-{os.getpid()}-{process_start(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._sign = folder / f"{self.owner}{_ALIVE}"

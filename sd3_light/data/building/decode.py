@@ -13,7 +13,7 @@ from sd3_light.data.sources import Location
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SampleLocation:
     """Where a sample's bytes are."""
 
     image: Location
@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Probe:
     """What one look at a picture tells: its upright size and a hash of its bytes and its mask's, or a reason."""
 
     width: int = 0
@@ -35,8 +35,8 @@ class Looked:
 class DecodeTask:
     """A picture that was looked at, and the bucket it goes to."""
 
-    place: Place
-    looked: Looked
+    place: SampleLocation
+    looked: Probe
     bucket: Bucket
 
 
@@ -50,26 +50,26 @@ class Decoded:
     detail: str = ""
 
 
-def look(places: Sequence[Place]) -> list[Looked]:
+def probe_images(places: Sequence[SampleLocation]) -> list[Probe]:
     """Read each picture once."""
     return [_look(place) for place in places]
 
 
-def _look(place: Place) -> Looked:
+def _look(place: SampleLocation) -> Probe:
     try:
         image, mask = _read(place)
         width, height = probe(image)
     except Reject as reject:
-        return Looked(reason=reject.reason, detail=reject.detail)
-    return Looked(width, height, content_digest(image, mask))
+        return Probe(reason=reject.reason, detail=reject.detail)
+    return Probe(width, height, content_digest(image, mask))
 
 
-def look_crashed(place: Place) -> Looked:
+def crashed_probe(place: SampleLocation) -> Probe:
     """What is told of a picture whose header killed the process."""
-    return Looked(reason="decoder_crashed", detail="while its header was read")
+    return Probe(reason="decoder_crashed", detail="while its header was read")
 
 
-def decode_all(tasks: Sequence[DecodeTask]) -> list[Decoded]:
+def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
     """Pictures as their buckets want them."""
     return [_decode(task) for task in tasks]
 
@@ -86,12 +86,12 @@ def _decode(task: DecodeTask) -> Decoded:
         return Decoded(reason=reject.reason, detail=reject.detail)
 
 
-def decode_crashed(task: DecodeTask) -> Decoded:
+def crashed_decode(task: DecodeTask) -> Decoded:
     """What is told of a picture that killed the process."""
     return Decoded(reason="decoder_crashed")
 
 
-def _read(place: Place) -> tuple[bytes, bytes | None]:
+def _read(place: SampleLocation) -> tuple[bytes, bytes | None]:
     return place.image.read(), None if place.mask is None else place.mask.read()
 
 

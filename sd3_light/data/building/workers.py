@@ -17,7 +17,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class Workers(Generic[Task, Result]):
+class WorkerPool(Generic[Task, Result]):
     """``work`` maps a batch of tasks to a list of results, in ``count`` processes (in this one when 0).
 
     ``crashed`` gives the result of a task that kills its process. ``ahead`` batches are in hand at most. Usable as a
@@ -35,7 +35,7 @@ class Workers(Generic[Task, Result]):
         self.ahead = ahead or count + 1
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> "Workers[Task, Result]":
+    def __enter__(self) -> "WorkerPool[Task, Result]":
         # forked here and now, before whoever enters starts threads of its own
         if self._count:
             self._pool = _new_pool(self._count)
@@ -88,7 +88,7 @@ class Workers(Generic[Task, Result]):
 
     def _one_by_one(self, batch: Sequence[Task]) -> list[Result]:
         results = []
-        careful = Workers(1, self._work, self._crashed)
+        careful = WorkerPool(1, self._work, self._crashed)
         with careful:
             for task in batch:
                 try:

@@ -17,9 +17,9 @@ import torch
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.catalogue import Catalogue, Listing, sources_of
+from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import Plan, Unit, make_plan
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
@@ -28,21 +28,21 @@ from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.data.verify import is_whole
 from sd3_light.encoders.fingerprint import parts_fingerprint
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.files import sweep_files
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
-from sd3_light.stages.cache.encode import Builder, empty_content
-from sd3_light.stages.cache.finish import REJECTS, has_manifest, write_manifest
-from sd3_light.stages.cache.prompts import (
+from sd3_light.stages.cache.cached_prompts import (
     await_prompts,
     cache_prompts,
     may_write,
     missing_prompts,
     name_orphans,
 )
-from sd3_light.stages.cache.state import State, compare, is_readable, mark_damaged, render
+from sd3_light.stages.cache.freshness import CacheState, compare, is_readable, mark_damaged, render
+from sd3_light.stages.cache.manifest_writer import REJECTS, has_manifest, write_manifest
+from sd3_light.stages.cache.shard_builder import ShardBuilder, empty_content
 
 _SHORT = ("format", "preprocess", "text_tokens", "t5_max_length")
 
@@ -50,7 +50,7 @@ __all__ = ["CacheReport", "Wishes", "make_recipe", "run"]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class CacheOptions:
     """What is asked of the stage besides the config.
 
     ``trust``: a cache that has its manifest is taken as it is. ``regenerate``: everything is encoded anew. ``verify``:
@@ -77,17 +77,17 @@ class CacheReport:
     small: dict[str, int] = field(default_factory=dict)
 
 
-def run(loaded: LoadedConfig, launch: Launch | None = None, wishes: Wishes | None = None) -> list[CacheReport]:
+def run(loaded: LoadedConfig, launch: Launch | None = None, options: CacheOptions | None = None) -> list[CacheReport]:
     """Build or complete the caches of the data set and of every evaluation set; the encoders are freed at the end."""
-    launch, wishes = launch or Launch(), wishes or Wishes()
+    launch, options = launch or Launch(), options or CacheOptions()
     datasets = {"": loaded.dataset, **loaded.eval_datasets}
-    if not wishes.regenerate:
+    if not options.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_remote(data, loaded.train)}
-    if wishes.trust and not wishes.regenerate:
+    if options.trust and not options.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_usable(data, loaded.train)}
         if not datasets:
             info("the cache is trusted as it is")
-    with _Stage(loaded.train, launch, wishes) as stage:
+    with _Stage(loaded.train, launch, options) as stage:
         if "" not in datasets:
             stage.complete_prompts(loaded.dataset)
         return [stage.build(name, dataset) for name, dataset in datasets.items()]
@@ -137,8 +137,8 @@ def _require_recipe(place: str, manifest: Manifest, wanted: Mapping[str, Any], r
 class _Stage:
     """One run of the stage: the encoders are loaded when something has to be encoded, and freed with it."""
 
-    def __init__(self, train: TrainConfig, launch: Launch, wishes: Wishes) -> None:
-        self._train, self._launch, self._wishes = train, launch, wishes
+    def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions) -> None:
+        self._train, self._launch, self._options = train, launch, options
         self._held = ExitStack()
         self._parts: FrozenParts | None = None
 
@@ -176,19 +176,19 @@ class _Stage:
             recipe = make_recipe(self._train, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._look(title, catalogue, dataset)
-            plan = make_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
+            plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
             _require_samples(dataset, plan)
             prompts = () if name else self._train.sampling.prompts
             state = self._compare(folder, plan, recipe, prompts)
-            if self._wishes.dry_run:
+            if self._options.dry_run:
                 return CacheReport(folder, already=state.fresh)
-            units = plan.units if self._wishes.regenerate else state.todo
+            units = plan.units if self._options.regenerate else state.todo
             already = sum(unit.count for unit in plan.units) - sum(unit.count for unit in units)
             encoded = self._encode(title, folder, plan, units, already, claims)
             empty = self._encode_empty(shards, recipe)
             self._encode_prompts(title, folder, recipe, prompts)
             counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
-        if self._wishes.prune and self._launch.is_main:
+        if self._options.prune and self._launch.is_main:
             _prune(state)
         # evaluation fills up its last batches and drops nothing
         small = {} if name else self._small_buckets(plan.units, dataset)
@@ -199,31 +199,33 @@ class _Stage:
     def _look(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
         workers = self._train.map_num_proc or self._train.caching_num_workers
         with progress(f"{title}: listing", None, "inputs") as bar:
-            listings = catalogue.refresh(sources_of(dataset.directories), bar.advance)
-        if unseen := catalogue.unseen(listings):
-            with progress(f"{title}: looking at new pictures", unseen, "pictures") as bar:
+            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
+        if num_unprobed := catalogue.count_unprobed(listings):
+            with progress(f"{title}: probing new images", num_unprobed, "images") as bar:
                 # a few hundred are read before worker processes have started
-                catalogue.look(listings, workers if unseen > 500 else 0, bar.advance)
+                catalogue.probe_images(listings, workers if num_unprobed > 500 else 0, bar.advance)
         return listings
 
-    def _compare(self, folder: Path, plan: Plan, recipe: Mapping[str, Any], prompts: Sequence[str]) -> State:
-        if self._wishes.verify:
+    def _compare(self, folder: Path, plan: CachePlan, recipe: Mapping[str, Any], prompts: Sequence[str]) -> CacheState:
+        if self._options.verify:
             _verify(folder / SHARDS, plan.units[self._launch.rank :: self._launch.world])
         state = compare(folder, plan, recipe)
         name_orphans(state, prompts, recipe)
         show(render(state))
-        if not self._wishes.dry_run:
+        if not self._options.dry_run:
             mark_damaged(state)
         return state
 
-    def _encode(self, title: str, folder: Path, plan: Plan, units: Sequence[Unit], already: int, claims: Claims) -> int:
+    def _encode(
+        self, title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], already: int, claims: Claims
+    ) -> int:
         """Have the units stand; how many samples this process encoded."""
         total = already + sum(unit.count for unit in units)
         train = self._train
         if already:
             info(f"{title}: {already:,} of {total:,} samples are there already")
         with progress(title, total, "images", done=already) as bar:
-            builder = Builder(
+            builder = ShardBuilder(
                 plan,
                 folder / SHARDS,
                 claims,
@@ -232,7 +234,7 @@ class _Stage:
                 train.caching_batch_size,
                 train.caching_num_workers,
                 train.sd3_manifest_timeout_sec,
-                self._wishes.regenerate,
+                self._options.regenerate,
             )
             builder.build(units, (self._launch.rank, self._launch.world))
         return builder.encoded
@@ -242,7 +244,7 @@ class _Stage:
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         found = read_entry(shards, entry.file)
-        if found is not None and self._wishes.verify and not is_whole(shards / entry.file, found):
+        if found is not None and self._options.verify and not is_whole(shards / entry.file, found):
             mark.touch()
         if found is not None and not mark.exists():
             return found
@@ -253,20 +255,20 @@ class _Stage:
     def complete_prompts(self, dataset: DatasetConfig) -> None:
         """Have the prompts of [sampling] in a cache that is taken as it is, if it is a folder that may be written."""
         folder = dataset.cache_dir
-        if isinstance(folder, Path) and may_write(folder) and not self._wishes.dry_run:
+        if isinstance(folder, Path) and may_write(folder) and not self._options.dry_run:
             self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.prompts)
 
     def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
         if not self._launch.is_main:
             await_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
             return
-        wanted = list(dict.fromkeys(prompts)) if self._wishes.regenerate else missing_prompts(folder, prompts, recipe)
+        wanted = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
         cache_prompts(folder, wanted, recipe, lambda: self.parts, title)
 
     def _finish(
         self,
         dataset: DatasetConfig,
-        plan: Plan,
+        plan: CachePlan,
         recipe: dict[str, Any],
         empty: ShardEntry,
         listings: Sequence[Listing],
@@ -278,7 +280,7 @@ class _Stage:
             places = {"diffusers_path": str(self._train.model.diffusers_path)}
             places |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
             counts = write_manifest(dataset, plan, recipe, empty, places)
-            catalogue.forget_but(listings)
+            catalogue.prune_except(listings)
             sweep_files(folder)
             sweep_files(folder / SHARDS)
             return counts
@@ -294,7 +296,7 @@ class _Stage:
 
     def _small_buckets(self, units: Sequence[Unit], dataset: DatasetConfig) -> dict[str, int]:
         """Samples by bucket in buckets that have fewer occurrences in an epoch than a global batch has samples."""
-        repeats = {source.label: source.directory.num_repeats for source in sources_of(dataset.directories)}
+        repeats = {source.label: source.directory.num_repeats for source in make_sources(dataset.directories)}
         buckets: dict[tuple[tuple[int, int], str], list[Segment]] = {}
         for unit in units:
             segments = buckets.setdefault((unit.resolution, str(unit.bucket)), [])
@@ -324,7 +326,7 @@ def _tell(title: str, report: CacheReport, small_buckets: str) -> None:
         info(f"{title}: bucket {bucket} has {count:,} samples, fewer than a global batch: they are {fate}")
 
 
-def _require_samples(dataset: DatasetConfig, plan: Plan) -> None:
+def _require_samples(dataset: DatasetConfig, plan: CachePlan) -> None:
     if not plan.units:
         reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
         raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
@@ -341,7 +343,7 @@ def _verify(shards: Path, units: Sequence[Unit]) -> None:
             bar.advance()
 
 
-def _prune(state: State) -> None:
+def _prune(state: CacheState) -> None:
     # shards first: what lies beside one is nothing without it, and a prune may be killed
     for path in sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"):
         path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
 from sd3_light.data.buckets import Bucket, fits
-from sd3_light.data.building.catalogue import Row, Source, last_seen, sources_of
+from sd3_light.data.building.catalogue import InputRow, Source, make_sources, read_last_listing
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.preprocess import Reject, probe
 from sd3_light.data.sources import Rejected, caption_variants, scan
@@ -57,30 +57,30 @@ def count(dataset: DatasetConfig, seed: int) -> Counts:
         return _of_manifest(load_remote_manifest(dataset.cache_dir), dataset)
     counts = Counts()
     with progress(f"scanning {dataset.path.name}", None, "pictures") as bar:
-        for number, source in enumerate(sources_of(dataset.directories)):
-            known = last_seen(dataset.cache_dir, source)
+        for number, source in enumerate(make_sources(dataset.directories)):
+            known = read_last_listing(dataset.cache_dir, source)
             for row in _scanned(source) if known is None else known:
                 bar.advance()
                 _add(counts, row, number, source.directory, seed)
     return counts
 
 
-def _scanned(source: Source) -> Iterator[Row]:
+def _scanned(source: Source) -> Iterator[InputRow]:
     """The rows of a source that no catalogue has, their pictures' headers read."""
     for found in scan(source.directory, source.index):
         if isinstance(found, Rejected):
-            yield Row(found.key, reason=found.reason)
+            yield InputRow(found.key, reason=found.reason)
             continue
         try:
             width, height = probe(found.read())
         except Reject as reject:
-            yield Row(found.key, reason=reject.reason)
+            yield InputRow(found.key, reason=reject.reason)
         else:
             mask = "" if found.mask is None else "a mask"
-            yield Row(found.key, mask=mask, captions=found.captions, width=width, height=height)
+            yield InputRow(found.key, mask=mask, captions=found.captions, width=width, height=height)
 
 
-def _add(counts: Counts, row: Row, number: int, directory: DirectoryConfig, seed: int) -> None:
+def _add(counts: Counts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
     if row.reason:
         counts.rejects[row.reason] += 1
         return
@@ -93,7 +93,7 @@ def _add(counts: Counts, row: Row, number: int, directory: DirectoryConfig, seed
 
 def _of_manifest(manifest: Manifest, dataset: DatasetConfig) -> Counts:
     """One caption a sample; how many were cropped or enlarged is not told by bucket."""
-    numbers = {source.label: number for number, source in enumerate(sources_of(dataset.directories))}
+    numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
     counts = Counts(samples=manifest.counts.get("pictures", 0))
     for shard in manifest.shards:
         cell = counts.cell(shard.resolution, Bucket(*map(int, shard.bucket.split("x"))), numbers[shard.directory])

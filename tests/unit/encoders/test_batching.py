@@ -9,9 +9,9 @@ from sd3_light.encoders.batching import (
     AREA,
     MULTIPLE,
     first_rows,
+    image_batches,
     length_batches,
     padded_batches,
-    picture_batches,
     rows_in_all,
     rows_in_batch,
 )
@@ -21,14 +21,14 @@ from sd3_light.encoders.batching import (
     ("side", "size"), [(64, 32), (256, 32), (512, 8), (1024, 2), (2048, 1), (8192, 1)], ids=lambda value: str(value)
 )
 def test_pictures_go_by_area_and_never_in_larger_numbers_than_asked(side: int, size: int) -> None:
-    batches = picture_batches(70, side, side, 32)
+    batches = image_batches(70, side, side, 32)
     assert [number for rows in batches for number in range(70)[rows]] == list(range(70))
     assert {rows.stop - rows.start for rows in batches[:-1]} == {size}
     assert size == 1 or size * side * side <= 32 * AREA
 
 
 def test_a_wide_picture_counts_by_its_area() -> None:
-    assert picture_batches(10, 128, 512, 4) == picture_batches(10, 256, 256, 4)
+    assert image_batches(10, 128, 512, 4) == image_batches(10, 256, 256, 4)
 
 
 def test_padded_captions_stay_in_their_order() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.encoders.fingerprint import PARTS, parts_fingerprint
+from sd3_light.encoders.fingerprint import FINGERPRINTED_FOLDERS, parts_fingerprint
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def parts(tmp_path: Path, demo_parts: Path) -> Path:
 
 def changed(before: dict[str, str], folder: Path) -> set[str]:
     after = parts_fingerprint(folder)
-    assert set(after) == set(PARTS)
-    return {part for part in PARTS if before[part] != after[part]}
+    assert set(after) == set(FINGERPRINTED_FOLDERS)
+    return {part for part in FINGERPRINTED_FOLDERS if before[part] != after[part]}
 
 
 def test_a_copy_is_the_same(parts: Path, demo_parts: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_changed_is_read_again(settled: Path, tmp_path: Path, hashed: list[
     path.write_bytes(data + b"0" * (change == "size"))
     os.utime(path, ns=(10**18, 10**18 + (change == "time")))
     after = parts_fingerprint(settled, memory)
-    assert {part for part in PARTS if before[part] != after[part]} == {"vae"}
+    assert {part for part in FINGERPRINTED_FOLDERS if before[part] != after[part]} == {"vae"}
     assert hashed == ["vae"]
 
 

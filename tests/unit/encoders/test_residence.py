@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sd3_light.encoders.residence import GIB, Shelf, all_fit, free_memory, weight_bytes
+from sd3_light.encoders.residence import GIB, ResidentModules, all_fit, free_memory, weight_bytes
 
 # SD3's parts: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
 SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
@@ -102,7 +102,7 @@ class Loads:
 
 def test_resident_parts_are_loaded_once_on_the_device() -> None:
     loads = Loads()
-    shelf = Shelf(loads(), torch.device("meta"), one_at_a_time=False)
+    shelf = ResidentModules(loads(), torch.device("meta"), one_at_a_time=False)
     one = shelf.take("one")
     shelf.take("two")
     assert shelf.take("one") is one
@@ -111,7 +111,7 @@ def test_resident_parts_are_loaded_once_on_the_device() -> None:
 
 def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
     loads = Loads()
-    shelf = Shelf(loads(), torch.device("cpu"), one_at_a_time=True)
+    shelf = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
     one = weakref.ref(shelf.take("one"))
     assert one() is shelf.take("one")
     shelf.take("two")
@@ -123,7 +123,7 @@ def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
 def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
     """Played on the CPU: the device's weights are copies, put away by going back to those the host kept."""
     loads = Loads()
-    shelf = Shelf(loads(), torch.device("cpu"), one_at_a_time=True)
+    shelf = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
     shelf.host_keeps = True
     one = shelf.take("one")
     used = [one.weight.data_ptr(), one.running_mean.data_ptr()]
@@ -139,7 +139,7 @@ def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
 
 
 def test_clear_frees_everything() -> None:
-    shelf = Shelf(Loads()(), torch.device("cpu"), one_at_a_time=False)
+    shelf = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
     modules = [weakref.ref(shelf.take(name)) for name in ("one", "two")]
     shelf.clear()
     assert [module() for module in modules] == [None, None]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from sd3_light.encoders.text import (
-    PARTS,
+    TEXT_ENCODERS,
     Tokenizer,
     encode_clip,
     encode_t5,
     join_text,
     load_text_model,
     load_tokenizer,
-    own_text,
+    unpad_text,
 )
 
 CAPTIONS = [
@@ -32,18 +32,18 @@ CLIPS = ("clip_l", "clip_g")
 
 @pytest.fixture(scope="module")
 def models(demo_parts: Path) -> dict[str, Any]:
-    return {name: load_text_model(name, demo_parts, torch.device("cpu"), torch.float32) for name in PARTS}
+    return {name: load_text_model(name, demo_parts, torch.device("cpu"), torch.float32) for name in TEXT_ENCODERS}
 
 
 @pytest.fixture(scope="module")
 def tokenizers(demo_parts: Path) -> dict[str, Tokenizer]:
-    return {name: load_tokenizer(name, demo_parts, 16) for name in PARTS}
+    return {name: load_tokenizer(name, demo_parts, 16) for name in TEXT_ENCODERS}
 
 
 @torch.no_grad()
 def encode(models: dict[str, Any], folder: Path, texts: list[str], length: int = 16) -> dict[str, Tensor]:
     """The padded features of all three encoders, as one batch."""
-    ids = {name: torch.tensor(load_tokenizer(name, folder, length)(texts, padded=True)) for name in PARTS}
+    ids = {name: torch.tensor(load_tokenizer(name, folder, length)(texts, padded=True)) for name in TEXT_ENCODERS}
     found = {"t5": encode_t5(models["t5"], ids["t5"])}
     for name in ("clip_l", "clip_g"):
         found[name], found[f"{name}.pooled"] = encode_clip(models[name], ids[name])
@@ -64,7 +64,7 @@ def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tenso
 
 def padded(features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """As SD3 takes it, every row a token."""
-    return join_text(own_text(features))[:2]
+    return join_text(unpad_text(features))[:2]
 
 
 @pytest.mark.parametrize("length", [16, 12])
@@ -91,7 +91,7 @@ def test_different_captions_have_different_features(models: Any, demo_parts: Pat
 
 def test_each_part_stands_where_sd3_expects_it(models: Any, demo_parts: Path) -> None:
     features = encode(models, demo_parts, CAPTIONS)
-    widths = {name: features[name].shape[-1] for name in PARTS}
+    widths = {name: features[name].shape[-1] for name in TEXT_ENCODERS}
     tokens, pooled = padded(features)
     left, right = widths["clip_l"], widths["clip_l"] + widths["clip_g"]
     assert torch.equal(tokens[:, :16, :left], features["clip_l"])
@@ -110,7 +110,7 @@ def test_models_are_frozen(models: Any) -> None:
 # --- real tokens ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(PARTS))
+@pytest.mark.parametrize("name", list(TEXT_ENCODERS))
 def test_real_ids_are_the_padded_ones_without_their_padding(tokenizers: Any, name: str) -> None:
     real, padded = (tokenizers[name](CAPTIONS, padded=padded) for padded in (False, True))
     for own, filled in zip(real, padded, strict=True):
@@ -154,13 +154,15 @@ def real_features(counts: list[tuple[int, int, int]], rows: int = 6) -> dict[str
     widths = {"clip_l": 3, "clip_g": 5, "t5": 10}
     found = {name: torch.randn(len(counts), rows, width, generator=generator) for name, width in widths.items()}
     found |= {f"{name}.pooled": torch.randn(len(counts), widths[name], generator=generator) for name in CLIPS}
-    return found | {f"{name}.length": torch.tensor([row[at] for row in counts]) for at, name in enumerate(PARTS)}
+    return found | {
+        f"{name}.length": torch.tensor([row[at] for row in counts]) for at, name in enumerate(TEXT_ENCODERS)
+    }
 
 
 def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
     counts = [(2, 2, 1), (6, 6, 4), (1, 1, 0), (2, 4, 3), (4, 2, 3)]
     features = real_features(counts)
-    tokens, pooled, lengths = join_text(own_text(features))
+    tokens, pooled, lengths = join_text(unpad_text(features))
     assert lengths.tolist() == [3, 10, 1, 7, 7]
     assert lengths.dtype == torch.int64
     assert tokens.shape == (5, 10, 10), "as long as the longest"
@@ -180,7 +182,7 @@ def test_all_rows_real_is_the_padded_join() -> None:
     wanted = torch.cat([clip, features["t5"]], dim=1)
     whole = {name: values for name, values in features.items() if not name.endswith(".length")}
     for given in (features, whole):
-        tokens, _, lengths = join_text(own_text(given))
+        tokens, _, lengths = join_text(unpad_text(given))
         assert torch.equal(tokens, wanted)
         assert lengths.tolist() == [12, 12, 12]
 
@@ -193,14 +195,14 @@ def test_the_prompt_lies_where_it_is_wanted_and_nothing_shines_through() -> None
         given.append(torch.full(shape, float("nan"), dtype=dtype))
         return given[0]
 
-    prompt = join_text(own_text(features), used)[0]
+    prompt = join_text(unpad_text(features), used)[0]
     assert prompt is given[0]
-    assert torch.equal(prompt, join_text(own_text(features))[0])
+    assert torch.equal(prompt, join_text(unpad_text(features))[0])
 
 
 def test_own_text_copies_nothing() -> None:
     features = real_features([(2, 2, 1), (6, 6, 4)])
-    texts = own_text(features)
+    texts = unpad_text(features)
     assert set(texts) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
     assert [len(tokens) for tokens in texts["t5"]] == [1, 4]
     assert all(texts[name][1].data_ptr() == features[name][1].data_ptr() for name in texts)
@@ -208,4 +210,4 @@ def test_own_text_copies_nothing() -> None:
 
 def test_a_sample_without_any_token_is_refused() -> None:
     with pytest.raises(AssertionError):
-        join_text(own_text(real_features([(2, 2, 1), (0, 0, 0)])))
+        join_text(unpad_text(real_features([(2, 2, 1), (0, 0, 0)])))

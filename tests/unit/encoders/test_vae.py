@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders.vae import LatentScale, convolutions_in_tf32, draw_latent, encode_moments, load_vae
+from sd3_light.encoders.vae import LatentScale, convolutions_in_tf32, draw_latent, load_vae, raw_moments
 from sd3_light.world import picture
 
 
@@ -22,7 +22,7 @@ def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pi
     from PIL import Image
 
     vae = load_vae(demo_parts, torch.device("cpu"), torch.float32)
-    ours = encode_moments(vae, pixels)
+    ours = raw_moments(vae, torch.from_numpy(pixels))
     images = stock.image_processor.preprocess([Image.fromarray(image) for image in pixels])
     with torch.no_grad():
         posterior = stock.vae.encode(images).latent_dist
@@ -36,7 +36,7 @@ def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pi
 def test_latents_decode_to_the_picture(stock: Any, demo_parts: Path, pixels: Any) -> None:
     """The whole way of a picture: moments, normalised, denormalised, decoded by the stock VAE."""
     scale = LatentScale.of_folder(demo_parts)
-    moments = encode_moments(load_vae(demo_parts, torch.device("cpu"), torch.float32), pixels)
+    moments = raw_moments(load_vae(demo_parts, torch.device("cpu"), torch.float32), torch.from_numpy(pixels))
     raw = scale.denormalise(scale.normalise(draw_latent(moments, None)))
     with torch.no_grad():
         images = stock.image_processor.postprocess(stock.vae.decode(raw).sample, output_type="np")

@@ -15,25 +15,25 @@ from rich.console import Console
 
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
-from sd3_light.data.building import catalogue, units
+from sd3_light.data.building import cache_plan, catalogue
+from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import make_plan
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.shards import read_origins
 from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.vae import encode_moments, load_vae
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.engines import Launch
 from sd3_light.journeys import only_cache
 from sd3_light.stages.cache import make_recipe
-from sd3_light.stages.cache.encode import Builder
-from sd3_light.stages.cache.state import State, compare, render
+from sd3_light.stages.cache.freshness import CacheState, compare, render
+from sd3_light.stages.cache.shard_builder import ShardBuilder
 from sd3_light.stages.check import disk_faults
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 PICTURES = 40
 
 
@@ -73,7 +73,7 @@ def rejects(project: Project) -> dict[str, str]:
 
 
 def captions_of(project: Project) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads((project.pictures / "captions.json").read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = json.loads((project.images / "captions.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -93,15 +93,15 @@ def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
 
 
-def compare_now(project: Project, *overrides: str) -> State:
+def compare_now(project: Project, *overrides: str) -> CacheState:
     """The cache against its sources as they are."""
     loaded = project.load(*overrides)
     with Claims(project.cache / "claims") as claims:
         found = catalogue.Catalogue(project.cache, claims)
-        listings = found.refresh(catalogue.sources_of(loaded.dataset.directories), lambda _: None)
-        found.look(listings, 0, lambda _: None)
+        listings = found.refresh(catalogue.make_sources(loaded.dataset.directories), lambda _: None)
+        found.probe_images(listings, 0, lambda _: None)
         recipe = make_recipe(loaded.train)
-        return compare(project.cache, make_plan(found, listings, recipe, loaded.train.sd3_shard_size), recipe)
+        return compare(project.cache, make_cache_plan(found, listings, recipe, loaded.train.sd3_shard_size), recipe)
 
 
 def add_picture(project: Project, name: str) -> None:
@@ -119,7 +119,7 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("nothing should be encoded")
 
-    monkeypatch.setattr(FrozenParts, "encode_pictures", never)
+    monkeypatch.setattr(FrozenParts, "encode_images", never)
     monkeypatch.setattr(FrozenParts, "encode_captions", never)
 
 
@@ -187,16 +187,16 @@ def test_a_killed_run_is_completed_by_the_missing_part_alone(project: Project) -
 def change_caption(project: Project) -> None:
     captions = captions_of(project)
     captions["000007.png"] = ["a blue star", "一个蓝色的星星"]
-    (project.pictures / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    (project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
 
 
 def change_picture(project: Project) -> None:
-    picture = Image.open(project.pictures / "000007.png")
-    Image.new("RGB", picture.size, "white").save(project.pictures / "000007.png")
+    picture = Image.open(project.images / "000007.png")
+    Image.new("RGB", picture.size, "white").save(project.images / "000007.png")
 
 
 def change_nothing_but_times(project: Project) -> None:
-    for path in project.pictures.iterdir():
+    for path in project.images.iterdir():
         os.utime(path, ns=(1, 1))
 
 
@@ -234,12 +234,12 @@ def test_a_directory_elsewhere_in_the_list_changes_nothing_of_the_others(project
 def test_an_added_or_removed_picture_changes_its_neighbourhood_only(project: Project, change: str, most: int) -> None:
     captions = captions_of(project)
     if change == "add":
-        shutil.copy(project.pictures / "000020.png", project.pictures / "000019x.png")
+        shutil.copy(project.images / "000020.png", project.images / "000019x.png")
         captions["000019x.png"] = captions["000020.png"]
     else:
-        (project.pictures / "000020.png").unlink()
+        (project.images / "000020.png").unlink()
         del captions["000020.png"]
-    (project.pictures / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    (project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
     before = len(shard_files(project))
     gone_or_new = moved(project)
     assert 1 <= len(gone_or_new) <= 2 * most < before
@@ -274,18 +274,18 @@ def test_another_encoder_is_noticed(project: Project, tmp_path: Path, part: str,
 
 
 def test_another_size_or_flip_is_noticed(project: Project) -> None:
-    project.data('resolutions = [64]\n[[directory]]\npath = "pictures"\n')
+    project.data('resolutions = [64]\n[[directory]]\npath = "images"\n')
     state = compare_now(project)
     assert state.fresh + state.stale + state.missing == PICTURES
     square = sum(shard.count for shard in Manifest.load(project.cache).shards if shard.bucket == "64x64")
     assert state.fresh < square, "all are square now, so squares have other neighbours"
-    project.data('resolutions = [64]\n[[directory]]\npath = "pictures"\nflip = true\n')
+    project.data('resolutions = [64]\n[[directory]]\npath = "images"\nflip = true\n')
     assert compare_now(project).fresh == 0
 
 
 def test_one_screen_says_what_is_what(project: Project) -> None:
-    (project.pictures / "000007.png").unlink()
-    add_picture(project, "pictures/new")
+    (project.images / "000007.png").unlink()
+    add_picture(project, "images/new")
     console = Console(width=100)
     with console.capture() as screen:
         console.print(render(compare_now(project)))
@@ -318,7 +318,7 @@ def test_a_dry_run_changes_nothing(project: Project, untouchable: None) -> None:
 def test_the_sources_are_listed_and_read_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing changed: no caption, no picture and no header is read again."""
     read: list[str] = []
-    for name in ("scan", "look"):
+    for name in ("scan", "probe_images"):
         monkeypatch.setattr(catalogue, name, lambda *_, name=name: read.append(name) or [])
     (report,) = project.build_cache()
     assert read == []
@@ -326,13 +326,15 @@ def test_the_sources_are_listed_and_read_once(project: Project, monkeypatch: pyt
 
 
 def test_a_new_picture_has_its_own_part_alone_read(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (catalogue, units):
+    for module in (catalogue, cache_plan):
         monkeypatch.setattr(module, "PART_ROWS", 4)
     fresh_project.build_cache()
-    add_picture(fresh_project, "pictures/new")
+    add_picture(fresh_project, "images/new")
     seen: list[str] = []
-    real = catalogue.look
-    monkeypatch.setattr(catalogue, "look", lambda places: seen.extend(p.image.path for p in places) or real(places))
+    real = catalogue.probe_images
+    monkeypatch.setattr(
+        catalogue, "probe_images", lambda places: seen.extend(p.image.path for p in places) or real(places)
+    )
     fresh_project.build_cache()
     assert any("new/a.png" in path for path in seen)
     assert len(seen) <= 4, "a part of four, of forty-one pictures"
@@ -377,9 +379,9 @@ def test_a_damaged_manifest_is_made_anew(project: Project) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "shards/pictures*.json",
+        "shards/images*.json",
         "shards/empty*.json",
-        "catalogue/pictures*.json",
+        "catalogue/images*.json",
         "catalogue/plan*.json",
         "catalogue/plan*.arrow",
     ],
@@ -394,14 +396,14 @@ def test_damaged_books_are_kept_anew(project: Project, name: str, content: bytes
 
 def test_a_damaged_table_beside_a_shard_is_mended_by_verify(project: Project) -> None:
     before = contents(project)
-    for path in project.cache.glob("shards/pictures*.arrow"):
+    for path in project.cache.glob("shards/images*.arrow"):
         path.write_bytes(b"")
     project.build_cache(verify=True)
     assert contents(project) == before
 
 
 def test_a_damaged_table_of_a_shard_that_goes_stops_nothing(project: Project) -> None:
-    for path in project.cache.glob("shards/pictures*.arrow"):
+    for path in project.cache.glob("shards/images*.arrow"):
         path.write_bytes(b"")
     change_caption(project)
     (report,) = project.build_cache()
@@ -409,13 +411,13 @@ def test_a_damaged_table_of_a_shard_that_goes_stops_nothing(project: Project) ->
 
 
 def test_a_source_that_goes_away_ends_the_run(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Builder.build
+    real = ShardBuilder.build
 
-    def build(self: Builder, *given: Any) -> None:
-        fresh_project.pictures.rename(fresh_project.folder / "away")
+    def build(self: ShardBuilder, *given: Any) -> None:
+        fresh_project.images.rename(fresh_project.folder / "away")
         real(self, *given)
 
-    monkeypatch.setattr(Builder, "build", build)
+    monkeypatch.setattr(ShardBuilder, "build", build)
     with pytest.raises(UserError, match="has gone while it was being cached"):
         fresh_project.build_cache("caching_num_workers=0")
     assert not (fresh_project.cache / MANIFEST).exists()
@@ -430,13 +432,13 @@ def test_a_prune_that_was_killed_is_no_end(project: Project) -> None:
 
 
 def test_a_shard_that_vanishes_is_not_left_out_in_silence(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Builder.build
+    real = ShardBuilder.build
 
-    def build(self: Builder, *given: Any) -> None:
+    def build(self: ShardBuilder, *given: Any) -> None:
         real(self, *given)
         (project.cache / "shards" / shard_files(project)[3]).unlink()
 
-    monkeypatch.setattr(Builder, "build", build)
+    monkeypatch.setattr(ShardBuilder, "build", build)
     with pytest.raises(UserError, match="has vanished"):
         project.build_cache()
 
@@ -444,15 +446,15 @@ def test_a_shard_that_vanishes_is_not_left_out_in_silence(project: Project, monk
 def test_a_picture_that_changed_meanwhile_is_tried_again(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = fresh_project.pictures / "000007.png"
-    whole, real = path.read_bytes(), Builder.build
+    path = fresh_project.images / "000007.png"
+    whole, real = path.read_bytes(), ShardBuilder.build
 
-    def build(self: Builder, *given: Any) -> None:
+    def build(self: ShardBuilder, *given: Any) -> None:
         path.write_bytes(b"something else for a moment")
         real(self, *given)
         path.write_bytes(whole)
 
-    monkeypatch.setattr(Builder, "build", build)
+    monkeypatch.setattr(ShardBuilder, "build", build)
     (first,) = fresh_project.build_cache("caching_num_workers=0")
     assert rejects(fresh_project) == {"000007.png": "changed_meanwhile"}
     monkeypatch.undo()
@@ -480,14 +482,14 @@ def test_a_shard_of_another_size_is_encoded_again(project: Project) -> None:
 
 
 def test_trust_does_not_look_at_the_sources(project: Project, untouchable: None) -> None:
-    (project.pictures / "000003.png").unlink()
+    (project.images / "000003.png").unlink()
     before = contents(project)
     assert project.build_cache(trust=True) == []
     assert contents(project) == before
 
 
 def test_without_trust_a_deleted_picture_is_noticed(project: Project) -> None:
-    (project.pictures / "000003.png").unlink()
+    (project.images / "000003.png").unlink()
     (report,) = project.build_cache()
     assert report.counts["used"] == 39
     assert rejects(project) == {"000003.png": "missing_file"}
@@ -546,7 +548,7 @@ def test_a_cache_that_may_only_be_read_can_be_trained_from(project: Project, mon
 
 
 def test_bad_inputs_are_named_and_the_rest_goes_on(fresh_project: Project) -> None:
-    pictures = fresh_project.pictures
+    pictures = fresh_project.images
     (pictures / "000001.png").write_bytes(b"not a picture at all")
     whole = (pictures / "000002.png").read_bytes()
     (pictures / "000002.png").write_bytes(whole[: len(whole) // 2])  # its header is sound: found when it is decoded
@@ -566,8 +568,8 @@ def test_bad_inputs_are_named_and_the_rest_goes_on(fresh_project: Project) -> No
 
 
 def test_rejects_are_told_again_by_a_run_that_encodes_nothing(fresh_project: Project) -> None:
-    whole = (fresh_project.pictures / "000002.png").read_bytes()
-    (fresh_project.pictures / "000002.png").write_bytes(whole[:-40])
+    whole = (fresh_project.images / "000002.png").read_bytes()
+    (fresh_project.images / "000002.png").write_bytes(whole[:-40])
     fresh_project.build_cache()
     first = rejects(fresh_project)
     assert list(first) == ["000002.png"]
@@ -577,9 +579,9 @@ def test_rejects_are_told_again_by_a_run_that_encodes_nothing(fresh_project: Pro
 
 
 def test_a_unit_of_rejects_alone_is_done_and_has_no_shard(fresh_project: Project) -> None:
-    for path in sorted(fresh_project.pictures.glob("*.png"))[:-1]:
+    for path in sorted(fresh_project.images.glob("*.png"))[:-1]:
         path.unlink()
-    (only,) = fresh_project.pictures.glob("*.png")
+    (only,) = fresh_project.images.glob("*.png")
     only.write_bytes(only.read_bytes()[:-40])
     with pytest.raises(UserError, match=r"every sample was rejected; see the reasons in (.*rejects\.jsonl)"):
         fresh_project.build_cache()
@@ -587,7 +589,7 @@ def test_a_unit_of_rejects_alone_is_done_and_has_no_shard(fresh_project: Project
 
 
 def test_an_empty_data_set_is_a_fault(fresh_project: Project) -> None:
-    for path in fresh_project.pictures.iterdir():
+    for path in fresh_project.images.iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"no usable sample found"):
         fresh_project.build_cache()
@@ -608,7 +610,7 @@ def test_both_captions_are_used(cached_project: Project) -> None:
     assert sum(len(texts) == 2 for texts in seen.values()) > 30
 
 
-DIRECTORY = 'resolutions = [64]\n[[directory]]\npath = "pictures"\n'
+DIRECTORY = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
 
 
 def test_masks_reach_the_loss(fresh_project: Project) -> None:
@@ -646,8 +648,9 @@ def test_flipped_pictures_are_those_of_the_mirrored_image(fresh_project: Project
     assert reader.num_variants == 2
     vae = load_vae(fresh_project.model, torch.device("cpu"), torch.float32)
     origin = read_origins(fresh_project.cache / "shards" / entry.file)[0]
-    pixels = np.array(Image.open(fresh_project.pictures / origin.key.rsplit("/", 1)[1]))[None]
-    plain, mirrored = encode_moments(vae, pixels)[0], encode_moments(vae, pixels[:, :, ::-1].copy())[0]
+    pixels = np.array(Image.open(fresh_project.images / origin.key.rsplit("/", 1)[1]))[None]
+    plain = raw_moments(vae, torch.from_numpy(pixels))[0]
+    mirrored = raw_moments(vae, torch.from_numpy(pixels[:, :, ::-1].copy()))[0]
     for variant, (same, other) in enumerate(((plain, mirrored), (mirrored, plain))):
         moments = reader.image(0, variant)[0]
         # in other batches convolutions round differently, and fp16 shows it

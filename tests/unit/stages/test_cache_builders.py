@@ -20,8 +20,8 @@ from sd3_light.engines import Launch
 from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
 from sd3_light.training.data import open_cache
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 WORKERS = "caching_num_workers=2"
 
 
@@ -197,14 +197,14 @@ def test_the_main_process_says_what_it_waits_for(project: Project) -> None:
 def test_an_older_manifest_is_not_taken_for_that_of_a_larger_plan(project: Project) -> None:
     """Every shard of the old manifest is in the new plan too, but a rank that went on with it would train on less."""
     (project.folder / "more").mkdir()
-    (project.pictures / "000000.png").rename(project.folder / "more" / "a.png")
+    (project.images / "000000.png").rename(project.folder / "more" / "a.png")
     (project.folder / "more" / "a.txt").write_text("a picture")
     project.data(project.data_toml.read_text() + '\n[[directory]]\npath = "more"\n')
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
     with pytest.raises(UserError, match="gave up waiting for the main process"):
         stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
     stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
-    assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"pictures#0", "more#0"}
+    assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"images#0", "more#0"}
 
 
 def test_a_rank_that_comes_late_takes_the_manifest_that_stands(project: Project) -> None:

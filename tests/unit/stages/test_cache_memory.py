@@ -14,9 +14,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sd3_light.data.building import catalogue, chunks, units
+from sd3_light.data.building import cache_plan, catalogue, chunks
 from sd3_light.stages import cache
-from sd3_light.stages.cache.numbers import Numbers
+from sd3_light.stages.cache.number_set import NumberSet
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
 FEW, MANY, ROWS = 200, 2000, 50
@@ -44,11 +44,11 @@ def memory() -> ModuleType:
 def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, int]]]:
     """Peak bytes of each part over few and over many samples."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunks, units):
+        for module in (chunks, cache_plan):
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
-        for module in (catalogue, units):
+        for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)
-        patch.setattr(units, "_UNITS_A_BATCH", 2)
+        patch.setattr(cache_plan, "_UNITS_A_BATCH", 2)
         patch.setattr(cache, "FrozenParts", memory.NoParts)
         # hashing the frozen parts takes a buffer that would hide what planning holds
         patch.setattr(cache, "make_recipe", lambda *_: {"text_tokens": "real"})
@@ -83,7 +83,7 @@ def test_memory_grows_with_the_list_of_shards_alone(peaks: dict[int, dict[str, i
 def test_numbers_are_found_among_others() -> None:
     random = np.random.default_rng(0)
     known, others = np.split(random.permutation(1 << 16), 2)
-    with Numbers() as numbers:
+    with NumberSet() as numbers:
         for piece in np.array_split(known, 7):
             numbers.add(piece)
         assert numbers.holds(known).all()
@@ -92,6 +92,6 @@ def test_numbers_are_found_among_others() -> None:
 
 
 def test_a_set_of_no_numbers_holds_none() -> None:
-    with Numbers() as numbers:
+    with NumberSet() as numbers:
         numbers.add([])
         assert not numbers.holds([0, 1]).any()

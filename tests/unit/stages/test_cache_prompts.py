@@ -10,13 +10,13 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.sampling.prompts import FOLDER, prompt_file, read_prompt
 from sd3_light.stages import cache, train
-from sd3_light.stages.cache import prompts as stage_prompts
+from sd3_light.stages.cache import cached_prompts as stage_prompts
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 PROMPTS = ("a large red circle on a white background", "两个蓝色的小方块")
 
 
@@ -41,7 +41,7 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *_: object) -> None:
         raise AssertionError(f"{name} was loaded")
 
-    monkeypatch.setattr("sd3_light.encoders.frozen.load_text_model", refuse)
+    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", refuse)
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
@@ -170,7 +170,7 @@ def test_waiting_has_an_end(project: Project) -> None:
 
 
 def test_evaluation_sets_carry_none(project: Project) -> None:
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\n')
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
     assert [(report.folder / FOLDER).exists() for report in reports] == [True, False]
 

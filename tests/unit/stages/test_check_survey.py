@@ -14,6 +14,7 @@ from sd3_light.stages import check
 from sd3_light.stages.check import count as count_module
 from sd3_light.stages.check import render, survey
 from sd3_light.stages.check.render import flops_text, size_text
+from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "pictures"\n'
@@ -144,18 +145,18 @@ def test_an_evaluation_set_has_its_loader_beside_that_of_training(place: Any) ->
 # --- what has been seen before -------------------------------------------------------------------
 
 
-def test_a_data_set_that_was_cached_is_not_scanned_again(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_was_cached_is_not_scanned_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(count_module, "scan", lambda *_: pytest.fail("the sources were scanned"))
     counts = count_module.count(project.load().dataset, 0)
     assert counts.samples == 40
     monkeypatch.undo()
-    (project.pictures / "000003.png").unlink()
+    (project.images / "000003.png").unlink()
     assert count_module.count(project.load().dataset, 0).samples == 39, "a change is seen"
 
 
-def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Any) -> None:
+def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Project) -> None:
     here = count_module.count(project.load().dataset, 0)
-    shutil.rmtree(project.pictures)
+    shutil.rmtree(project.images)
     there = count_module.count(project.load(f'cache_dir="file://{project.cache}"').dataset, 0)
     assert there.samples == here.samples
     assert {key: cells[0].samples for key, cells in there.cells.items()} == {

@@ -19,8 +19,8 @@ from sd3_light.optim.phema import power_tracks, snapshot_facts
 from sd3_light.optim.power import gamma_of
 from sd3_light.stages import export
 from sd3_light.training.sd3 import starting_transformer
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]
 STEPS, SNAPSHOTS = 160, 8
 MOVED = "transformer_blocks.0.attn.to_q.weight"

@@ -22,7 +22,7 @@ from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.data.shards import Origin, ShardContent, write_shard
-from sd3_light.encoders.vae import encode_moments, load_vae
+from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.randomness import sample_id
 from sd3_light.stages import inspect
 from sd3_light.stages.inspect.gather import inspect_cache
@@ -67,7 +67,7 @@ class Build:
         ]
         content = ShardContent(
             torch.tensor([sample_id(origin.key) for origin in origins]),
-            encode_moments(self.vae, pixels)[:, None],
+            raw_moments(self.vae, torch.from_numpy(pixels))[:, None],
             torch.arange(len(files) + 1) * 2,
             torch.arange(2 * len(files)) % 2,
             text_tensors(),

@@ -17,7 +17,7 @@ from sd3_light.config import SIZES
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import BucketShards, CachedDataset
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.model.initial import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -25,8 +25,8 @@ from sd3_light.sampling.texts import TextPolicy, encode, joined
 from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler, deal, smallest
+from tests.project import Project
 
-Project = Any  # the class is in tests/conftest.py
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
 SEEDS = (5, 6)
 STEPS = 3
@@ -80,7 +80,7 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *_: object) -> None:
         raise AssertionError(f"{name} was loaded")
 
-    monkeypatch.setattr("sd3_light.encoders.frozen.load_text_model", refuse)
+    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", refuse)
 
 
 def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **scheduler: Any) -> StableDiffusion3Pipeline:

@@ -10,10 +10,10 @@ from typing import Any
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
+from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import Plan, Unit, make_plan
-from sd3_light.stages.cache.finish import in_order
+from sd3_light.stages.cache.manifest_writer import in_order
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
@@ -57,14 +57,14 @@ def opened(cache: Path, *directories: DirectoryConfig) -> Iterator[tuple[Catalog
     age(list((cache / "catalogue").rglob("*.*")), 60)
     with Claims(cache / "claims") as claims:
         found = Catalogue(cache, claims)
-        yield found, found.refresh(sources_of(directories), nothing)
+        yield found, found.refresh(make_sources(directories), nothing)
 
 
-def looked(cache: Path, *directories: DirectoryConfig, workers: int = 0) -> dict[str, Row]:
+def looked(cache: Path, *directories: DirectoryConfig, workers: int = 0) -> dict[str, InputRow]:
     """List, look, and return every row by the last of its key."""
     with opened(cache, *directories) as (found, listings):
-        found.look(listings, workers, nothing)
-        assert found.unseen(listings) == 0
+        found.probe_images(listings, workers, nothing)
+        assert found.count_unprobed(listings) == 0
         rows = [row for listing in listings for part in listing.parts for row in found.rows(part)]
         assert sum(listing.rows for listing in listings) == len(rows)
         return {row.key.rsplit("/", 1)[1]: row for row in rows}
@@ -76,23 +76,23 @@ def parts_of(cache: Path) -> set[str]:
 
 def planned(
     cache: Path, directories: Sequence[DirectoryConfig] | Path, recipe: dict[str, Any] = RECIPE, size: int = 8
-) -> Plan:
+) -> CachePlan:
     """List, look and plan."""
     if isinstance(directories, Path):
         directories = [directory(directories)]
     with opened(cache, *directories) as (catalogue, listings):
-        catalogue.look(listings, 0, nothing)
-        return make_plan(catalogue, listings, recipe, size)
+        catalogue.probe_images(listings, 0, nothing)
+        return make_cache_plan(catalogue, listings, recipe, size)
 
 
-def files(plan: Plan) -> list[str]:
+def files(plan: CachePlan) -> list[str]:
     return [unit.file for unit in in_order(plan.units)]
 
 
-def names(plan: Plan, unit: Unit) -> list[str]:
+def names(plan: CachePlan, unit: Unit) -> list[str]:
     return [member.row.key.rsplit("/", 1)[1] for member in plan.members(unit)]
 
 
-def unit_of(plan: Plan, name: str) -> str:
+def unit_of(plan: CachePlan, name: str) -> str:
     (found,) = (unit.file for unit in plan.units if name in names(plan, unit))
     return found

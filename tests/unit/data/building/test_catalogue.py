@@ -12,9 +12,9 @@ import pytest
 from sd3_light.data import preprocess
 from sd3_light.data.building import catalogue as module
 from sd3_light.data.building import decode
-from sd3_light.data.building.catalogue import Catalogue, place_of, sources_of
+from sd3_light.data.building.catalogue import Catalogue, make_sources, sample_location
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Looked, Place
+from sd3_light.data.building.decode import Probe, SampleLocation
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.records import FileBytes
 from tests.unit.data.building.catalogues import (
@@ -39,18 +39,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watched:
-    """`look` that keeps what it was asked to look at."""
+    """`probe_images` that keeps what it was asked to look at."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        monkeypatch.setattr(module, "look", self)
+        monkeypatch.setattr(module, "probe_images", self)
 
-    def __call__(self, places: Sequence[Place]) -> list[Looked]:
+    def __call__(self, places: Sequence[SampleLocation]) -> list[Probe]:
         self.names += [name_of(place) for place in places]
-        return decode.look(places)
+        return decode.probe_images(places)
 
 
-def name_of(place: Place) -> str:
+def name_of(place: SampleLocation) -> str:
     assert isinstance(place.image, FileBytes)
     return Path(place.image.path).name
 
@@ -66,13 +66,13 @@ def test_every_row_is_there_with_its_size_and_hash(pictures: Path, cache: Path) 
     assert (wide.key, wide.captions, wide.reason) == ("pictures#0/wide.png", ("a wide one",), "")
     assert (wide.width, wide.height) == (40, 20)
     assert wide.digest == decode.content_digest((pictures / "wide.png").read_bytes(), None)
-    assert place_of(wide, pictures) == Place(FileBytes(str(pictures / "wide.png")), None)
+    assert sample_location(wide, pictures) == SampleLocation(FileBytes(str(pictures / "wide.png")), None)
     assert len({row.digest for row in rows.values()}) == COUNT + 1
 
 
 def test_a_row_is_read_by_its_number(pictures: Path, cache: Path) -> None:
     with opened(cache, directory(pictures)) as (found, listings):
-        found.look(listings, 0, nothing)
+        found.probe_images(listings, 0, nothing)
         (listing,) = listings
         part = listing.parts[0]
         rows = found.rows(part)
@@ -87,8 +87,8 @@ def test_masks_and_members_of_tars_are_found_again(tmp_path: Path, cache: Path) 
     rows = looked(cache, directory(tmp_path / "set", mask_path=tmp_path / "masks"))
     assert sorted(rows) == ["a.png", "b.png"]
     for name, colour in (("a.png", 1), ("b.png", 2)):
-        assert place_of(rows[name], tmp_path / "set").image.read() == tiny(colour)
-    mask = place_of(rows["a.png"], tmp_path / "set").mask
+        assert sample_location(rows[name], tmp_path / "set").image.read() == tiny(colour)
+    mask = sample_location(rows["a.png"], tmp_path / "set").mask
     assert mask is not None
     assert mask.read() == tiny(255)
     assert rows["a.png"].digest == decode.content_digest(tiny(1), tiny(255))
@@ -110,15 +110,15 @@ def test_equal_names_are_told_apart(tmp_path: Path, cache: Path) -> None:
     for folder in ("x/set", "y/set", "z/ünicode set"):
         picture(tmp_path / folder / "a.png")
     directories = [directory(tmp_path / folder) for folder in ("x/set", "y/set", "z/ünicode set")]
-    sources = sources_of(directories)
+    sources = make_sources(directories)
     assert [source.label for source in sources] == ["set#0", "set#1", "ünicode set#0"]
     assert len({source.name for source in sources}) == 3
     assert all(source.name.isascii() and "/" not in source.name and " " not in source.name for source in sources)
     with opened(cache, *directories) as (found, listings):
-        found.look(listings, 0, nothing)
+        found.probe_images(listings, 0, nothing)
         keys = [row.key for listing in listings for part in listing.parts for row in found.rows(part)]
     assert keys == ["set#0/a.png", "set#1/a.png", "ünicode set#0/a.png"]
-    assert [source.label for source in sources_of(directories[::-1])] == ["ünicode set#0", "set#0", "set#1"]
+    assert [source.label for source in make_sources(directories[::-1])] == ["ünicode set#0", "set#0", "set#1"]
 
 
 def test_progress_counts_rows_and_pictures(pictures: Path, cache: Path) -> None:
@@ -127,9 +127,9 @@ def test_progress_counts_rows_and_pictures(pictures: Path, cache: Path) -> None:
     seen: list[int] = []
     with Claims(cache / "claims") as claims:
         found = Catalogue(cache, claims)
-        listings = found.refresh(sources_of([directory(pictures)]), listed.append)
-        assert found.unseen(listings) == COUNT
-        found.look(listings, 0, seen.append)
+        listings = found.refresh(make_sources([directory(pictures)]), listed.append)
+        assert found.count_unprobed(listings) == COUNT
+        found.probe_images(listings, 0, seen.append)
     assert (sum(listed), sum(seen)) == (COUNT, COUNT - 1)
 
 
@@ -138,7 +138,7 @@ def test_progress_counts_rows_and_pictures(pictures: Path, cache: Path) -> None:
 
 def test_what_has_not_changed_is_not_listed_again(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = looked(cache, directory(pictures))
-    for name in ("scan", "look"):
+    for name in ("scan", "probe_images"):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("the sources were read again"))
     assert looked(cache, directory(pictures)) == before
 
@@ -149,10 +149,10 @@ def test_the_same_set_elsewhere_is_not_looked_at_again(
     before = looked(cache, directory(pictures))
     (tmp_path / "moved").mkdir()
     moved = pictures.rename(tmp_path / "moved" / "pictures")
-    monkeypatch.setattr(module, "look", lambda *_: pytest.fail("the pictures were read again"))
+    monkeypatch.setattr(module, "probe_images", lambda *_: pytest.fail("the pictures were read again"))
     after = looked(cache, directory(moved))
     assert after == before
-    assert place_of(after["00.png"], moved).image.read() == (moved / "00.png").read_bytes()
+    assert sample_location(after["00.png"], moved).image.read() == (moved / "00.png").read_bytes()
 
 
 def test_a_new_file_has_its_own_part_looked_at_alone(
@@ -264,12 +264,12 @@ def test_parts_that_no_listing_has_are_forgotten_in_time(pictures: Path, cache: 
     (pictures / "07.txt").write_text("another")
     folder = cache / "catalogue" / "parts"
     with opened(cache, directory(pictures)) as (found, listings):
-        found.look(listings, 0, nothing)
+        found.probe_images(listings, 0, nothing)
         wanted = {f"{part}.arrow" for part in listings[0].parts}
-        found.forget_but(listings)
+        found.prune_except(listings)
         assert parts_of(cache) == before | wanted
         age(list(folder.iterdir()), 8 * 86400)
-        found.forget_but(listings)
+        found.prune_except(listings)
         assert parts_of(cache) == wanted != before
 
 
@@ -280,17 +280,17 @@ def test_a_run_shows_which_parts_it_uses(pictures: Path, cache: Path) -> None:
     with opened(cache, directory(pictures)) as (_, first):
         (pictures / "07.txt").write_text("another")
         with opened(cache, directory(pictures)) as (second, listings):
-            second.look(listings, 0, nothing)
-            second.forget_but(listings)
+            second.probe_images(listings, 0, nothing)
+            second.prune_except(listings)
         assert {f"{part}.arrow" for part in first[0].parts} <= parts_of(cache)
 
 
 def test_what_killed_processes_left_is_swept(pictures: Path, cache: Path) -> None:
     with opened(cache, directory(pictures)) as (found, listings):
-        found.look(listings, 0, nothing)
+        found.probe_images(listings, 0, nothing)
         left = [found.folder / ".a.json~elsewhere~1~0.tmp", found.folder / "parts" / ".b.arrow~elsewhere~1~0.tmp"]
         for path in left:
             path.touch()
         age(left, 2 * 86400)
-        found.forget_but(listings)
+        found.prune_except(listings)
         assert not any(path.exists() for path in left)

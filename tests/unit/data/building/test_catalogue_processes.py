@@ -14,9 +14,9 @@ import pytest
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.building import catalogue as module
 from sd3_light.data.building import decode
-from sd3_light.data.building.catalogue import Catalogue, rotated, sources_of
+from sd3_light.data.building.catalogue import Catalogue, make_sources, rotate_to_share
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Looked, Place
+from sd3_light.data.building.decode import Probe, SampleLocation
 from sd3_light.data.sources.records import FileBytes
 from tests.unit.data.building.catalogues import COUNT, directory, looked, nothing, opened
 
@@ -30,7 +30,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
 
 
-def name_of(place: Place) -> str:
+def name_of(place: SampleLocation) -> str:
     assert isinstance(place.image, FileBytes)
     return Path(place.image.path).name
 
@@ -43,29 +43,29 @@ def start(work: Callable[..., object], *given: object) -> BaseProcess:
 
 def test_every_process_begins_elsewhere() -> None:
     names = list("abcdefg")
-    assert [rotated(names, (rank, 3))[0] for rank in range(3)] == ["a", "c", "e"]
-    assert all(sorted(rotated(names, (rank, 3))) == names for rank in range(3))
-    assert rotated([], (1, 2)) == []
+    assert [rotate_to_share(names, (rank, 3))[0] for rank in range(3)] == ["a", "c", "e"]
+    assert all(sorted(rotate_to_share(names, (rank, 3))) == names for rank in range(3))
+    assert rotate_to_share([], (1, 2)) == []
 
 
 def share_work(cache: Path, where: DirectoryConfig, rank: int, barrier: Any) -> None:
     """Look at what the other does not; no process ends its first batch before the other has one."""
     first = True
 
-    def look(places: Sequence[Place]) -> list[Looked]:
+    def probe_images(places: Sequence[SampleLocation]) -> list[Probe]:
         nonlocal first
         if first:
             barrier.wait(60)
             first = False
         with open(cache / f"log{rank}", "a") as log:
             log.write("".join(f"{name_of(place)}\n" for place in places))
-        return decode.look(places)
+        return decode.probe_images(places)
 
-    module.look = look
+    module.probe_images = probe_images
     with Claims(cache / "claims") as claims:
         found = Catalogue(cache, claims, (rank, 2))
-        listings = found.refresh(sources_of([where]), nothing)
-        found.look(listings, 0, nothing)
+        listings = found.refresh(make_sources([where]), nothing)
+        found.probe_images(listings, 0, nothing)
         assert all(found.rows(part) for part in listings[0].parts), "what the other did is there too"
 
 
@@ -97,13 +97,13 @@ def hang(cache: Path, where: DirectoryConfig, name: str, ready: Any) -> None:
 
         module.scan = scan
     else:
-        module.look = stop
+        module.probe_images = stop
     with Claims(cache / "claims") as claims:
         found = Catalogue(cache, claims)
-        found.look(found.refresh(sources_of([where]), nothing), 0, nothing)
+        found.probe_images(found.refresh(make_sources([where]), nothing), 0, nothing)
 
 
-@pytest.mark.parametrize("name", ["scan", "look"])
+@pytest.mark.parametrize("name", ["scan", "probe_images"])
 def test_a_killed_process_has_its_work_taken_over(pictures: Path, cache: Path, name: str) -> None:
     ours, theirs = FORK.Pipe()
     process = start(hang, cache, directory(pictures), name, theirs)
@@ -121,7 +121,7 @@ def test_a_living_process_is_waited_for(pictures: Path, cache: Path, monkeypatch
         assert first.claims.take(part)
         with Claims(cache / "claims") as others:
             second = Catalogue(cache, others)
-            again = second.refresh(sources_of([directory(pictures)]), nothing)
+            again = second.refresh(make_sources([directory(pictures)]), nothing)
             waits: list[float] = []
 
             def sleep(seconds: float) -> None:
@@ -131,9 +131,9 @@ def test_a_living_process_is_waited_for(pictures: Path, cache: Path, monkeypatch
                     first.claims.release(part)
 
             monkeypatch.setattr(module.time, "sleep", sleep)
-            second.look(again, 0, nothing)
+            second.probe_images(again, 0, nothing)
         assert len(waits) == 2
-        assert first.unseen(listings) == 0
+        assert first.count_unprobed(listings) == 0
 
 
 def test_rows_that_another_looks_at_meanwhile_are_not_missed(
@@ -149,7 +149,7 @@ def test_rows_that_another_looks_at_meanwhile_are_not_missed(
             return seen
 
         monkeypatch.setattr(found, "_is_looked", is_looked)
-        assert found.unseen(listings) == 0
+        assert found.count_unprobed(listings) == 0
 
 
 def test_a_picture_that_crashes_its_reader_is_named(

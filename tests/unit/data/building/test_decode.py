@@ -12,13 +12,13 @@ from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.building.decode import (
     Decoded,
     DecodeTask,
-    Looked,
-    Place,
+    Probe,
+    SampleLocation,
     content_digest,
-    decode_all,
-    decode_crashed,
-    look,
-    look_crashed,
+    crashed_decode,
+    crashed_probe,
+    decode_images,
+    probe_images,
 )
 from sd3_light.data.preprocess import REASONS, decode, decode_mask, fit, fit_mask
 from sd3_light.data.sources.records import FileBytes
@@ -27,21 +27,21 @@ from tests.unit.data.inputs import exif, halves, noise, palette, save
 BUCKET = Bucket(48, 64)
 
 
-def place(folder: Path, image: bytes, mask: bytes | None = None) -> Place:
+def place(folder: Path, image: bytes, mask: bytes | None = None) -> SampleLocation:
     """A picture and its mask on disk."""
     (folder / "image").write_bytes(image)
     if mask is not None:
         (folder / "mask").write_bytes(mask)
-    return Place(FileBytes(str(folder / "image")), None if mask is None else FileBytes(str(folder / "mask")))
+    return SampleLocation(FileBytes(str(folder / "image")), None if mask is None else FileBytes(str(folder / "mask")))
 
 
-def seen(where: Place) -> Looked:
-    (found,) = look([where])
+def seen(where: SampleLocation) -> Probe:
+    (found,) = probe_images([where])
     return found
 
 
-def decoded(where: Place, bucket: Bucket = BUCKET) -> Decoded:
-    (found,) = decode_all([DecodeTask(where, seen(where), bucket)])
+def decoded(where: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
+    (found,) = decode_images([DecodeTask(where, seen(where), bucket)])
     return found
 
 
@@ -72,12 +72,12 @@ def test_many_are_done_at_once_and_bad_ones_stand_in_their_place(tmp_path: Path)
     for number, data in enumerate([save(noise(), "PNG"), b"", save(halves(), "PNG"), b"no picture"]):
         (tmp_path / str(number)).mkdir()
         places.append(place(tmp_path / str(number), data))
-    places.append(Place(FileBytes(str(tmp_path / "nowhere")), None))
-    looked = look(places)
+    places.append(SampleLocation(FileBytes(str(tmp_path / "nowhere")), None))
+    looked = probe_images(places)
     assert [one.reason for one in looked] == ["", "empty_file", "", "not_an_image", "unreadable"]
     assert "nowhere" in looked[4].detail
     tasks = [DecodeTask(where, one, BUCKET) for where, one in zip(places, looked, strict=True) if not one.reason]
-    assert [one.pixels is not None for one in decode_all(tasks)] == [True, True]
+    assert [one.pixels is not None for one in decode_images(tasks)] == [True, True]
 
 
 def test_what_only_decoding_shows_is_a_reject_too(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_file_that_changed_since_the_look_is_not_encoded(tmp_path: Path, which
     where = place(tmp_path, save(noise(), "PNG"), save(halves("L", 255, 0), "PNG"))
     task = DecodeTask(where, seen(where), BUCKET)
     (tmp_path / which).write_bytes(save(halves("L", 9, 8), "PNG"))
-    (found,) = decode_all([task])
+    (found,) = decode_images([task])
     assert (found.pixels, found.mask, found.reason) == (None, None, "changed_meanwhile")
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_went_since_the_look_is_named(tmp_path: Path) -> None:
     where = place(tmp_path, save(noise(), "PNG"))
     task = DecodeTask(where, seen(where), BUCKET)
     (tmp_path / "image").unlink()
-    assert decode_all([task])[0].reason == "unreadable"
+    assert decode_images([task])[0].reason == "unreadable"
 
 
 # --- masks ---------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_the_hash_tells_every_mask_from_every_other_and_from_none() -> None:
 
 def test_a_crash_has_a_reason_that_people_can_look_up(tmp_path: Path) -> None:
     where = place(tmp_path, b"")
-    assert look_crashed(where).reason in REASONS
-    crashed = decode_crashed(DecodeTask(where, Looked(1, 1, ""), BUCKET))
+    assert crashed_probe(where).reason in REASONS
+    crashed = crashed_decode(DecodeTask(where, Probe(1, 1, ""), BUCKET))
     assert crashed.reason in REASONS
     assert crashed.pixels is None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.data.building.workers import Workers
+from sd3_light.data.building.workers import WorkerPool
 
 FORK = multiprocessing.get_context("fork")
 DEADLY = (7, 8, 23)
@@ -70,7 +70,7 @@ class Pulled:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_results_come_in_order(count: int) -> None:
-    with Workers(count, double_slowly, negative) as workers:
+    with WorkerPool(count, double_slowly, negative) as workers:
         assert list(workers.map(BATCHES)) == DOUBLED
         assert list(workers.map(BATCHES[:1])) == DOUBLED[:1], "and again"
         assert list(workers.map([])) == []
@@ -79,7 +79,7 @@ def test_results_come_in_order(count: int) -> None:
 @pytest.mark.parametrize(("count", "ahead", "most"), [(0, None, 1), (1, None, 2), (2, None, 3), (2, 5, 5), (2, 1, 1)])
 def test_few_batches_are_taken_ahead(count: int, ahead: int | None, most: int) -> None:
     pulled = Pulled()
-    with Workers(count, double, negative, ahead) as workers:
+    with WorkerPool(count, double, negative, ahead) as workers:
         results = workers.map(pulled)
         assert pulled.count == 0, "nothing before it is needed"
         for taken, _ in enumerate(results):
@@ -87,9 +87,9 @@ def test_few_batches_are_taken_ahead(count: int, ahead: int | None, most: int) -
 
 
 def test_processes_do_the_work_unless_there_are_none() -> None:
-    with Workers(0, process_of, negative) as workers:
+    with WorkerPool(0, process_of, negative) as workers:
         assert set(*workers.map([[1, 2]])) == {os.getpid()}
-    with Workers(2, process_of, negative) as workers:
+    with WorkerPool(2, process_of, negative) as workers:
         found = {pid for pids in workers.map(BATCHES) for pid in pids}
         assert os.getpid() not in found
         assert 1 <= len(found) <= 2
@@ -99,7 +99,7 @@ def test_processes_do_the_work_unless_there_are_none() -> None:
 @pytest.mark.parametrize(("count", "ahead"), [(1, None), (2, 6)])
 def test_a_task_that_kills_its_process_is_told_apart(work: Any, count: int, ahead: int | None) -> None:
     """Two of them in one batch, and one in another that was in hand at the same time."""
-    with Workers(count, work, negative, ahead) as workers:
+    with WorkerPool(count, work, negative, ahead) as workers:
         found = list(workers.map(BATCHES))
     assert found == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
 
@@ -112,20 +112,20 @@ def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
 
 def test_only_the_batch_that_crashed_is_taken_apart() -> None:
     """Those that fell with it are given out again as they were."""
-    with Workers(1, batch_size_or_exit, negative, ahead=8) as workers:
+    with WorkerPool(1, batch_size_or_exit, negative, ahead=8) as workers:
         found = list(workers.map(BATCHES))
     assert found == [[5] * 5, [1, 1, -7, 1, 1], *([[5] * 5] * 6)]
 
 
 def test_a_pool_lives_on_after_a_crash() -> None:
-    with Workers(1, exit_on_some, negative, ahead=1) as workers:
+    with WorkerPool(1, exit_on_some, negative, ahead=1) as workers:
         assert list(workers.map([[7]])) == [[-7]]
         assert list(workers.map([[1], [8], [2]])) == [[2], [-8], [4]]
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_exception_of_the_work_is_the_callers(count: int) -> None:
-    with Workers(count, fail_on_some, negative) as workers:
+    with WorkerPool(count, fail_on_some, negative) as workers:
         results = workers.map(BATCHES)
         assert next(results) == DOUBLED[0]
         with pytest.raises(LookupError, match="seven"):
@@ -148,7 +148,7 @@ def log_in_turn(paths: Sequence[Path]) -> list[Path]:
 
 def test_closing_drops_what_was_not_begun(tmp_path: Path) -> None:
     """A process has one batch in hand and two more in its queue, which cannot be called back."""
-    workers = Workers(1, log_in_turn, lambda path: path, ahead=20)
+    workers = WorkerPool(1, log_in_turn, lambda path: path, ahead=20)
     _turns.release()
     results = workers.map([tmp_path / str(number)] for number in range(20))
     assert next(results) == [tmp_path / "0"]
@@ -161,7 +161,7 @@ def test_closing_drops_what_was_not_begun(tmp_path: Path) -> None:
 
 
 def keep_two_busy(pids: Any) -> None:
-    with Workers(2, process_of, negative) as workers:
+    with WorkerPool(2, process_of, negative) as workers:
         found = {pid for batch in workers.map(BATCHES) for pid in batch}
         assert workers._pool is not None
         pids.send(found | set(workers._pool._processes))

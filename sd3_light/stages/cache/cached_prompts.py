@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.frozen import FrozenParts
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.files import sweep_files
 from sd3_light.runlog import info
 from sd3_light.sampling.prompts import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
-from sd3_light.stages.cache.state import State
+from sd3_light.stages.cache.freshness import CacheState
 
 _POLL_SECONDS = 0.2
 
@@ -21,7 +21,7 @@ def missing_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, An
     return [prompt for prompt in dict.fromkeys(prompts) if read_prompt(cache, prompt, recipe) is None]
 
 
-def name_orphans(state: State, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
+def name_orphans(state: CacheState, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
     """Add the files of prompts that this config does not have, or that were encoded otherwise."""
     wanted = {prompt_file(prompt, recipe) for prompt in prompts}
     for path in sorted((state.folder / FOLDER).glob("*.safetensors")):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders import frozen
-from sd3_light.encoders.frozen import FrozenParts
-from sd3_light.encoders.text import PARTS, encode_clip, encode_t5, load_text_model, load_tokenizer
-from sd3_light.encoders.vae import encode_moments, load_vae
+from sd3_light.encoders import frozen_parts
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_text_model, load_tokenizer
+from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.world import picture
 
 CPU = torch.device("cpu")
@@ -59,7 +59,9 @@ def pixels() -> np.ndarray[Any, Any]:
 def test_tensors_have_the_names_types_and_shapes_of_a_shard(real: FrozenParts) -> None:
     found = real.encode_captions(CAPTIONS)
     real.finish()
-    assert set(found) == {f"{name}.{kind}" for name in PARTS for kind in ("tokens", "start", "pooled")} - {"t5.pooled"}
+    assert set(found) == {f"{name}.{kind}" for name in TEXT_ENCODERS for kind in ("tokens", "start", "pooled")} - {
+        "t5.pooled"
+    }
     for name, width in (("clip_l", 96), ("clip_g", 128), ("t5", 256)):
         tokens, start = found[f"{name}.tokens"], found[f"{name}.start"]
         assert (tokens.dtype, start.dtype) == (torch.bfloat16, torch.int64)
@@ -76,12 +78,12 @@ def test_tensors_have_the_names_types_and_shapes_of_a_shard(real: FrozenParts) -
 @torch.no_grad()
 def test_real_rows_are_those_of_each_caption_alone(demo_parts: Path, batch_size: int, monkeypatch: Any) -> None:
     """In float32, so that 1e-5 can be asked."""
-    monkeypatch.setattr(frozen, "STORED", torch.float32)
+    monkeypatch.setattr(frozen_parts, "STORED_DTYPE", torch.float32)
     monkeypatch.setattr("sd3_light.encoders.batching.SMALL", 20)
     parts = make(demo_parts, batch_size=batch_size)
     found = parts.encode_captions(CAPTIONS)
     parts.finish()
-    for name in PARTS:
+    for name in TEXT_ENCODERS:
         model = load_text_model(name, demo_parts, CPU, torch.float32)
         ids = load_tokenizer(name, demo_parts, 16)(CAPTIONS, padded=False)
         start = found[f"{name}.start"].tolist()
@@ -106,7 +108,7 @@ def test_padded_rows_are_the_stock_pipelines(stock: Any, padded: FrozenParts) ->
         tokens, _, pooled, _ = stock.encode_prompt(
             CAPTIONS[part], None, None, do_classifier_free_guidance=False, max_sequence_length=16
         )
-        clip_l, clip_g, t5 = (found[f"{name}.tokens"].view(count, 16, -1)[part] for name in PARTS)
+        clip_l, clip_g, t5 = (found[f"{name}.tokens"].view(count, 16, -1)[part] for name in TEXT_ENCODERS)
         assert torch.equal(torch.cat([clip_l, clip_g], dim=-1), tokens[:, :16, : 96 + 128].bfloat16())
         assert torch.equal(t5, tokens[:, 16:].bfloat16())
         ours = torch.cat([found["clip_l.pooled"][part], found["clip_g.pooled"][part]], dim=-1)
@@ -131,7 +133,7 @@ def test_the_empty_caption_alone(kind: str, rows: list[int], request: pytest.Fix
     parts = request.getfixturevalue(kind)
     found = parts.encode_captions([""])
     parts.finish()
-    assert [len(found[f"{name}.tokens"]) for name in PARTS] == rows
+    assert [len(found[f"{name}.tokens"]) for name in TEXT_ENCODERS] == rows
     assert all(torch.isfinite(values).all() for values in found.values())
 
 
@@ -159,7 +161,7 @@ def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch:
     def tokenizer(*_: object) -> Any:
         return lambda captions, padded: alone.append(parts._tokenizing.locked()) or [[0]]
 
-    monkeypatch.setattr(frozen, "load_tokenizer", tokenizer)
+    monkeypatch.setattr(frozen_parts, "load_tokenizer", tokenizer)
     parts.tokenize(["a"])
     assert alone == [True] * 3
 
@@ -171,28 +173,29 @@ def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch:
 def test_pictures_become_the_moments_of_each_variant(
     real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
 ) -> None:
-    found = real.encode_pictures(pixels, flip)
+    found = real.encode_images(pixels, flip)
     real.finish()
     vae = load_vae(demo_parts, CPU, torch.float32)
     variants = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: 1 + flip]
     assert found.shape == (7, 1 + flip, 32, 6, 10)
     assert found.dtype == torch.float16
     for number, images in enumerate(variants):
-        assert torch.allclose(found[:, number].float(), encode_moments(vae, images).float(), atol=2e-3, rtol=2e-3)
-    assert torch.equal(found, real.encode_pictures(torch.from_numpy(pixels), flip)), "a tensor does as well"
+        expected = raw_moments(vae, torch.from_numpy(images))
+        assert torch.allclose(found[:, number].float(), expected.float(), atol=2e-3, rtol=2e-3)
+    assert torch.equal(found, real.encode_images(torch.from_numpy(pixels), flip)), "a tensor does as well"
 
 
 def test_pictures_are_cut_by_their_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
     sizes: list[int] = []
-    raw = frozen.raw_moments
+    raw = frozen_parts.raw_moments
     monkeypatch.setattr(
-        frozen, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
+        frozen_parts, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
     )
-    whole = real.encode_pictures(pixels, False)
+    whole = real.encode_images(pixels, False)
     assert sizes == [4, 3]
     sizes.clear()
     monkeypatch.setattr("sd3_light.encoders.batching.AREA", pixels.shape[1] * pixels.shape[2] // 2)
-    parts = real.encode_pictures(pixels, False)
+    parts = real.encode_images(pixels, False)
     real.finish()
     assert sizes == [2, 2, 2, 1]
     assert torch.allclose(whole.float(), parts.float(), atol=2e-3)
@@ -208,20 +211,20 @@ def test_parts_are_loaded_when_first_used(demo_parts: Path, tmp_path: Path, pixe
         assert parts._shelf is None
     (tmp_path / "vae").symlink_to(demo_parts / "vae")
     with make(tmp_path, one_at_a_time=False) as parts:
-        assert len(parts.encode_pictures(pixels, False)) == 7
+        assert len(parts.encode_images(pixels, False)) == 7
 
 
 @pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
 def test_free_memory_decides(demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool) -> None:
-    monkeypatch.setattr(frozen, "free_memory", lambda device: free)
+    monkeypatch.setattr(frozen_parts, "free_memory", lambda device: free)
     assert make(demo_parts).one_at_a_time is one_at_a_time
     assert make(demo_parts, one_at_a_time=not one_at_a_time).one_at_a_time is not one_at_a_time
 
 
 def test_one_at_a_time_gives_the_same(demo_parts: Path, real: FrozenParts, pixels: Any) -> None:
-    wanted = {"moments": real.encode_pictures(pixels, False), **real.encode_captions(CAPTIONS)}
+    wanted = {"moments": real.encode_images(pixels, False), **real.encode_captions(CAPTIONS)}
     with make(demo_parts, one_at_a_time=True) as parts:
-        found = {"moments": parts.encode_pictures(pixels, False), **parts.encode_captions(CAPTIONS)}
+        found = {"moments": parts.encode_images(pixels, False), **parts.encode_captions(CAPTIONS)}
         assert list(parts._shelf._modules) == ["t5"]
         parts.finish()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -231,9 +234,9 @@ def test_close_frees_the_parts(demo_parts: Path, pixels: Any) -> None:
     gc.disable()  # what only a collection would free later is not freed by `close`
     try:
         with make(demo_parts) as parts:
-            parts.encode_pictures(pixels, False)
+            parts.encode_images(pixels, False)
             parts.encode_captions(["a"])
-            modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *PARTS)}
+            modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *TEXT_ENCODERS)}
             assert all(module() is not None for module in modules.values())
         assert [name for name, module in modules.items() if module() is not None] == []
     finally:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from sd3_light.config.faults import UserError
 
 
-class Numbers:
+class NumberSet:
     """Filled first, then asked. Lies in an unnamed file of the system's temporary folder, gone with the process.
 
     Its pages are the file's, which the kernel takes back where memory is short.

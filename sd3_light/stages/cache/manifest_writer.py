@@ -9,17 +9,17 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.units import Plan, Unit
+from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
-from sd3_light.stages.cache.encode import reject_line
+from sd3_light.stages.cache.shard_builder import reject_line
 
 REJECTS = "rejects.jsonl"
 
 
 def write_manifest(
-    dataset: DatasetConfig, plan: Plan, recipe: dict[str, Any], empty: ShardEntry, places: Mapping[str, str]
+    dataset: DatasetConfig, plan: CachePlan, recipe: dict[str, Any], empty: ShardEntry, places: Mapping[str, str]
 ) -> dict[str, int]:
     """Write rejects.jsonl, then the manifest of a plan whose units all stand; returns the counts."""
     folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
@@ -59,7 +59,7 @@ def in_order(units: Sequence[Unit]) -> list[Unit]:
     return sorted(units, key=lambda unit: (labels[unit.label], unit.resolution, unit.bucket, unit.number))
 
 
-def _rejects(plan: Plan, shards: Path) -> Iterator[dict[str, str]]:
+def _rejects(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
     """What the scan and the look rejected, then what only decoding showed."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)

@@ -12,14 +12,14 @@ from PIL import Image
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, fits
+from sd3_light.data.building import cache_plan as module
 from sd3_light.data.building import catalogue as catalogue_module
-from sd3_light.data.building import units as module
-from sd3_light.data.building.catalogue import sources_of
+from sd3_light.data.building.cache_plan import Unit
+from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.building.chunks import chunks
-from sd3_light.data.building.units import Unit
 from sd3_light.data.sources import scan_all
 from sd3_light.randomness import sample_id
-from sd3_light.stages.cache.finish import in_order
+from sd3_light.stages.cache.manifest_writer import in_order
 from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned, unit_of
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
@@ -38,7 +38,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
     """(label, resolution, bucket, keys) of each unit, by a plain reading of the rules with everything in memory."""
     found: dict[Any, list[str]] = {}
-    by_label = {source.label: source.directory for source in sources_of(directories)}
+    by_label = {source.label: source.directory for source in make_sources(directories)}
     order = {label: at for at, label in enumerate(by_label)}
     for record in scan_all(directories):
         label = record.key.split("/")[0]

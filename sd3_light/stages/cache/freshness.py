@@ -13,13 +13,13 @@ import pyarrow.feather as feather
 from rich.table import Table
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.units import Plan, Unit
+from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info
-from sd3_light.stages.cache.encode import is_done
-from sd3_light.stages.cache.numbers import Numbers
+from sd3_light.stages.cache.number_set import NumberSet
+from sd3_light.stages.cache.shard_builder import is_done
 
 _RECIPE_WORDS = {
     "format": "the cache's format",
@@ -35,7 +35,7 @@ _RECIPE_WORDS = {
 
 
 @dataclass
-class State:
+class CacheState:
     """A cache against its plan. Samples are counted once a resolution; orphans are files that no plan names."""
 
     folder: Path
@@ -50,9 +50,9 @@ class State:
     causes: Counter[str] = field(default_factory=Counter)
 
 
-def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
+def compare(folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> CacheState:
     """Look at the files of a cache; only those of units that are not fresh are opened."""
-    state, shards = State(folder), folder / SHARDS
+    state, shards = CacheState(folder), folder / SHARDS
     for unit in plan.units:
         if _stands(shards, unit, state):
             state.fresh += unit.count
@@ -65,7 +65,7 @@ def compare(folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> State:
     return state
 
 
-def _stands(shards: Path, unit: Unit, state: State) -> bool:
+def _stands(shards: Path, unit: Unit, state: CacheState) -> bool:
     path = shards / unit.file
     entry = read_entry(shards, unit.file)
     short = entry is not None and path.stat().st_size != entry.bytes
@@ -75,7 +75,7 @@ def _stands(shards: Path, unit: Unit, state: State) -> bool:
     return is_done(shards, unit)
 
 
-def mark_damaged(state: State) -> None:
+def mark_damaged(state: CacheState) -> None:
     """Have every process know what is to be encoded again."""
     for file in state.damaged:
         damaged_mark(state.folder / SHARDS / file).touch()
@@ -98,12 +98,12 @@ def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _tell_stale_from_missing(state: State, folder: Path, plan: Plan, recipe: Mapping[str, Any]) -> None:
+def _tell_stale_from_missing(state: CacheState, folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> None:
     """A sample that is to be encoded is stale when the last manifest had it, and missing when it did not."""
     old = _last_manifest(folder)
     planned, damaged = {unit.file for unit in plan.units}, set(state.damaged)
     gone = [] if old is None else [entry for entry in old.shards if entry.file not in planned]
-    with Numbers() as known:
+    with NumberSet() as known:
         for path in _tables(folder / SHARDS, gone):
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
         for unit in state.todo:
@@ -141,9 +141,9 @@ def is_readable(table: Path) -> bool:
     return True
 
 
-def _name_causes(state: State, shards: Path, gone: Sequence[ShardEntry], plan: Plan) -> None:
+def _name_causes(state: CacheState, shards: Path, gone: Sequence[ShardEntry], plan: CachePlan) -> None:
     """Why samples are stale, told by comparing them with what the replaced shards were made of."""
-    with Numbers() as before:
+    with NumberSet() as before:
         for entry in gone:
             for path in _tables(shards, [entry]):
                 before.add([_marks(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
@@ -170,7 +170,7 @@ def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     return "the picture or its mask changed" if has_same_captions else "the caption changed"
 
 
-def render(state: State) -> Table:
+def render(state: CacheState) -> Table:
     """One screen."""
     table = Table("samples", "count", "what that means", title=f"cache {state.folder}")
     table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, taken as they are")

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.catalogue import place_of, rotated
+from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.building.catalogue import rotate_to_share, sample_location
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Decoded, DecodeTask, Looked, decode_all, decode_crashed
-from sd3_light.data.building.units import Member, Plan, Unit
-from sd3_light.data.building.workers import Workers
+from sd3_light.data.building.decode import Decoded, DecodeTask, Probe, crashed_decode, decode_images
+from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
-from sd3_light.encoders.frozen import FrozenParts, Tokens
+from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.files import write_atomically
 from sd3_light.runlog import Bar
 
@@ -45,7 +45,7 @@ class _Hand:
 
     unit: Unit
     members: list[Member]
-    tokens: Future[Tokens]
+    tokens: Future[CaptionTokens]
     seen: int = 0
     good: list[Member] = field(default_factory=list)
     moments: list[Tensor] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Hand:
             self.masks.append(picture.mask)
             pixels.append(picture.pixels)
         if pixels:
-            self.moments.append(parts.encode_pictures(np.stack(pixels), self.unit.flip))
+            self.moments.append(parts.encode_images(np.stack(pixels), self.unit.flip))
 
     def encode_text(self, parts: FrozenParts) -> None:
         """Have the captions of the good ones encoded."""
@@ -123,12 +123,12 @@ def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
     return torch.from_numpy(np.stack([whole if mask is None else mask for mask in masks]))
 
 
-class Builder:
+class ShardBuilder:
     """Encodes what no other process does, until every unit stands."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CachePlan,
         shards: Path,
         claims: Claims,
         parts: FrozenParts,
@@ -145,12 +145,12 @@ class Builder:
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
         """Return when all units stand, whoever made them. A dead process's unit is taken over; a living one's is
         waited for as long as there is progress."""
-        left = rotated(units, share)
+        left = rotate_to_share(units, share)
         if not left:
             return
         moved = time.monotonic()
         # one set of worker processes for all passes, forked before other threads start
-        with Workers(self._workers, decode_all, decode_crashed) as pool:
+        with WorkerPool(self._workers, decode_images, crashed_decode) as pool:
             while left := self._pass(before := left, pool):
                 if len(left) < len(before):
                     moved = time.monotonic()
@@ -161,7 +161,7 @@ class Builder:
                     )
                 time.sleep(_POLL_SECONDS)
 
-    def _pass(self, units: Sequence[Unit], pool: Workers[DecodeTask, Decoded]) -> list[Unit]:
+    def _pass(self, units: Sequence[Unit], pool: WorkerPool[DecodeTask, Decoded]) -> list[Unit]:
         """Encode every unit that is free; return those that others have in hand."""
         elsewhere: list[Unit] = []
         hands: deque[_Hand] = deque()
@@ -200,7 +200,7 @@ class Builder:
                 for start in range(0, len(members), self._batch_size):
                     yield [_task(member, root, unit) for member in members[start : start + self._batch_size]]
 
-    def _tokenize(self, members: Sequence[Member]) -> Tokens:
+    def _tokenize(self, members: Sequence[Member]) -> CaptionTokens:
         return self._parts.tokenize(list(_captions(members)[1]))
 
     def _stands(self, unit: Unit) -> bool:
@@ -231,7 +231,7 @@ class Builder:
 
 def _task(member: Member, root: Path, unit: Unit) -> DecodeTask:
     row = member.row
-    return DecodeTask(place_of(row, root), Looked(row.width, row.height, row.digest), unit.bucket)
+    return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)
 
 
 def empty_content(parts: FrozenParts) -> ShardContent:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, fits
-from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, Listing, Row, Source
+from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source
 from sd3_light.data.building.chunks import is_end
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
@@ -45,7 +45,7 @@ _SETTINGS_APART = {"path", "mask_path", "default_mask_file", "num_repeats"}
 class Member:
     """One sample of a unit."""
 
-    row: Row
+    row: InputRow
     identity: int
     captions: tuple[str, ...]
     fingerprint: str
@@ -80,7 +80,7 @@ class PlanCounts:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
-class Plan:
+class CachePlan:
     """All units of a data set; their samples are read from the catalogue when asked for."""
 
     def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing], recipe: str) -> None:
@@ -120,7 +120,7 @@ class Plan:
             members += [make_member(row, self.source(unit).directory, self._recipe) for row in rows]
         return members
 
-    def rejected(self) -> Iterator[Row]:
+    def rejected(self) -> Iterator[InputRow]:
         """Every input that is no sample, part by part."""
         for part in self._parts:
             yield from self._catalogue.rejected(part)
@@ -132,7 +132,9 @@ class Plan:
         return values
 
 
-def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping[str, Any], shard_size: int) -> Plan:
+def make_cache_plan(
+    catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping[str, Any], shard_size: int
+) -> CachePlan:
     """The plan of what the catalogue holds now: an earlier one where nothing changed, else a new one, made by one
     process while others wait."""
     recipe_digest = _digest(repr(sorted(recipe.items())))
@@ -151,11 +153,11 @@ def make_plan(catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping
         catalogue.claims.release(name)
     try:
         os.utime(path)
-        return Plan(path, catalogue, listings, recipe_digest)
+        return CachePlan(path, catalogue, listings, recipe_digest)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         # damaged: a plan follows from the catalogue, so it is made anew, once
         _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
-        return Plan(path, catalogue, listings, recipe_digest)
+        return CachePlan(path, catalogue, listings, recipe_digest)
 
 
 def _is_made(path: Path, claims: Claims) -> bool:
@@ -239,7 +241,7 @@ class _Planner:
                     yield _finished(listing.source, slot, rest)
 
     def _deal(
-        self, source: Source, first: int, rows: Sequence[Row], slots: dict[_Slot, _Open]
+        self, source: Source, first: int, rows: Sequence[InputRow], slots: dict[_Slot, _Open]
     ) -> Iterator[dict[str, Any]]:
         for place, row in enumerate(rows, start=first):
             if row.reason:
@@ -280,7 +282,7 @@ def _finished(source: Source, slot: _Slot, unit: _Open) -> dict[str, Any]:
     }
 
 
-def make_member(row: Row, directory: DirectoryConfig, recipe: str) -> Member:
+def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Member:
     """A row as a sample: the captions to encode, and the fingerprint of all that its features come from."""
     captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
     return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))

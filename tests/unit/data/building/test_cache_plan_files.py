@@ -15,11 +15,11 @@ import pytest
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
+from sd3_light.data.building import cache_plan as module
 from sd3_light.data.building import catalogue as catalogue_module
-from sd3_light.data.building import units as module
-from sd3_light.data.building.catalogue import Catalogue, Listing, Row, sources_of
+from sd3_light.data.building.cache_plan import make_cache_plan
+from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.units import make_plan
 from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned
 
 FORK = multiprocessing.get_context("fork")
@@ -75,16 +75,16 @@ def test_a_plan_of_unreadable_inputs_is_made_again(
     pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalogue tries them again under the same name."""
-    real = catalogue_module.look
+    real = catalogue_module.probe_images
 
-    def look(places: Sequence[Any]) -> list[Any]:
+    def probe_images(places: Sequence[Any]) -> list[Any]:
         return [
-            catalogue_module.Looked(reason="unreadable") if place.image.path.endswith("07.png") else one
+            catalogue_module.Probe(reason="unreadable") if place.image.path.endswith("07.png") else one
             for place, one in zip(places, real(places), strict=True)
         ]
 
     with monkeypatch.context() as patch:
-        patch.setattr(catalogue_module, "look", look)
+        patch.setattr(catalogue_module, "probe_images", probe_images)
         before = planned(cache, pictures)
         assert before.counts.rejected == {"unreadable": 1}
     after = planned(cache, pictures)
@@ -154,12 +154,12 @@ def test_a_living_planner_is_waited_for(pictures: Path, cache: Path, monkeypatch
 
 def listed(catalogue: Catalogue, where: DirectoryConfig, parts: int, rows: int) -> Listing:
     """A catalogue of made-up rows that were looked at: ``parts`` parts of ``rows``."""
-    (source,) = sources_of([where])
+    (source,) = make_sources([where])
     digests = [f"{number:032x}" for number in range(parts)]
     (catalogue.folder / "parts").mkdir(parents=True)
     for number, digest in enumerate(digests):
         made = [
-            Row(
+            InputRow(
                 f"{source.label}/{number}-{at}.png",
                 f'["{number}-{at}.png"]',
                 "",
@@ -188,10 +188,12 @@ def test_planning_holds_a_few_units_not_the_set(
 ) -> None:
     monkeypatch.setattr(module, "_UNITS_A_BATCH", 8)
     catalogue, (listing,) = large
-    make_plan(catalogue, [replace(listing, parts=listing.parts[:1])], RECIPE, 256)  # what is loaded once is loaded
+    make_cache_plan(
+        catalogue, [replace(listing, parts=listing.parts[:1])], RECIPE, 256
+    )  # what is loaded once is loaded
     tracemalloc.start()
     try:
-        plan = make_plan(catalogue, [listing], RECIPE, 256)
+        plan = make_cache_plan(catalogue, [listing], RECIPE, 256)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from sd3_light.encoders.batching import (
     CaptionBatch,
     first_rows,
+    image_batches,
     length_batches,
     padded_batches,
-    picture_batches,
     rows_in_all,
     rows_in_batch,
 )
-from sd3_light.encoders.host_copies import HostCopies
-from sd3_light.encoders.residence import Shelf, all_fit, free_memory, weight_bytes
-from sd3_light.encoders.text import PARTS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
+from sd3_light.encoders.host_copies import AsyncHostCopies
+from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.encoders.text import TEXT_ENCODERS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
 from sd3_light.encoders.vae import load_vae, raw_moments
 
-STORED = torch.bfloat16
+STORED_DTYPE = torch.bfloat16
 """The type of text features in a shard."""
 
 
@@ -55,7 +55,7 @@ class TokenIds:
         return np.diff(self.starts)
 
 
-Tokens = Mapping[str, TokenIds]
+CaptionTokens = Mapping[str, TokenIds]
 """Encoder -> ids, padded or not as the parts want them."""
 
 
@@ -83,10 +83,10 @@ class FrozenParts:
         self._text_dtype = text_dtype if device.type == "cuda" else torch.float32
         self._t5_max_length = t5_max_length
         self._one_at_a_time = one_at_a_time
-        self._shelf: Shelf | None = None
+        self._shelf: ResidentModules | None = None
         self._tokenizers: dict[str, Tokenizer] = {}
         self._tokenizing = threading.Lock()
-        self._copies = HostCopies(device)
+        self._copies = AsyncHostCopies(device)
 
     @property
     def latent_channels(self) -> int:
@@ -99,7 +99,7 @@ class FrozenParts:
         """Whether only the part in use is on the device; decided once."""
         if self._one_at_a_time is None:
             weights = [weight_bytes(self.path / "vae", torch.float32)]
-            weights += [weight_bytes(self.path / folder, self._text_dtype) for folder, _ in PARTS.values()]
+            weights += [weight_bytes(self.path / folder, self._text_dtype) for folder, _ in TEXT_ENCODERS.values()]
             self._one_at_a_time = not all_fit(weights, self.batch_size, free_memory(self.device))
         return self._one_at_a_time
 
@@ -107,18 +107,20 @@ class FrozenParts:
         """The module of ``vae`` or of a text encoder, on the device; with ``one_at_a_time`` until another is asked."""
         if self._shelf is None:
             loaders: dict[str, Callable[[torch.device], nn.Module]] = {
-                name: partial(_load_text, name, self.path, self._text_dtype) for name in PARTS
+                name: partial(_load_text, name, self.path, self._text_dtype) for name in TEXT_ENCODERS
             }
-            self._shelf = Shelf({"vae": partial(_load_vae, self.path), **loaders}, self.device, self.one_at_a_time)
+            self._shelf = ResidentModules(
+                {"vae": partial(_load_vae, self.path), **loaders}, self.device, self.one_at_a_time
+            )
         return self._shelf.take(name)
 
     # --- pictures -------------------------------------------------------------------------------
 
-    def encode_pictures(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> Tensor:
+    def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> Tensor:
         """uint8 [B, H, W, 3] -> moments fp16 [B, v, 2C, h, w] on the CPU; with ``flip`` the second variant is that of
         the mirrored picture."""
         source = torch.as_tensor(pixels)
-        batches = picture_batches(len(source), source.shape[1], source.shape[2], self.batch_size)
+        batches = image_batches(len(source), source.shape[1], source.shape[2], self.batch_size)
         vae = self.part("vae")
         found: Tensor | None = None
         for rows in batches:
@@ -134,19 +136,21 @@ class FrozenParts:
 
     # --- captions -------------------------------------------------------------------------------
 
-    def tokenize(self, captions: Sequence[str]) -> Tokens:
+    def tokenize(self, captions: Sequence[str]) -> CaptionTokens:
         """The ids of distinct captions, for `encode_captions`. Needs no device and may run on another thread."""
         with self._tokenizing:
             if not self._tokenizers:
-                self._tokenizers = {name: load_tokenizer(name, self.path, self._t5_max_length) for name in PARTS}
-            return {name: TokenIds.of(self._tokenizers[name](captions, self.padded)) for name in PARTS}
+                self._tokenizers = {
+                    name: load_tokenizer(name, self.path, self._t5_max_length) for name in TEXT_ENCODERS
+                }
+            return {name: TokenIds.of(self._tokenizers[name](captions, self.padded)) for name in TEXT_ENCODERS}
 
-    def encode_captions(self, captions: Sequence[str] | Tokens) -> dict[str, Tensor]:
+    def encode_captions(self, captions: Sequence[str] | CaptionTokens) -> dict[str, Tensor]:
         """The text tensors of a shard (``ENCODER.tokens``, ``.start`` and CLIP's ``.pooled``) for distinct captions, or
         for what `tokenize` made of them, in their order; bf16 on the CPU."""
         tokens = captions if isinstance(captions, Mapping) else self.tokenize(captions)
         found: dict[str, Tensor] = {}
-        for name in PARTS:
+        for name in TEXT_ENCODERS:
             found |= self.encode_text(name, tokens[name])
         return found
 
@@ -188,7 +192,7 @@ class FrozenParts:
                 tokens, pooled = encode_clip(model, padded)
             tokens = tokens.flatten(0, 1)
             tokens = tokens if real is None else tokens[real]
-            return tokens.to(STORED), None if pooled is None else pooled.to(STORED)
+            return tokens.to(STORED_DTYPE), None if pooled is None else pooled.to(STORED_DTYPE)
 
     def _collect(
         self, found: dict[str, Tensor], name: str, values: Tensor, count: int, rows: NDArray[np.int64]

@@ -1,0 +1,100 @@
+"""A small training project: images of the demo world and two TOML files. The fixtures are in tests/conftest.py."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch and diffusers are imported only by the tests that need them
+    from sd3_light.checkpoint.state import Progress
+    from sd3_light.config import LoadedConfig
+    from sd3_light.stages.cache import CacheReport
+    from sd3_light.stages.train import Resume
+
+NUM_IMAGES = 40
+TRAIN_TOML = """
+output_dir = "run"
+dataset = "data.toml"
+cache_dir = "cache"
+seed = 3
+max_steps = 4
+micro_batch_size_per_gpu = 4
+checkpoint_every_n_steps = 2
+keep_last_n_checkpoints = 0
+save_dtype = "float32"
+caching_batch_size = 4
+caching_num_workers = 1
+num_dataloader_workers = 0
+sd3_shard_size = 8
+
+[model]
+train_type = "sd3_light_pretrain"
+diffusers_path = "{model}"
+init = "random"
+size = "tiny2"
+t5_max_length = 16
+dtype = "float32"
+uncond_text = "empty"
+enable_uncond_text_dropout = true
+
+[optimizer]
+lr = 1e-3
+
+[ema]
+enable = true
+decay = 0.9
+update_every = 1
+"""
+DATA_TOML = """
+size_buckets = [[64, 64], [80, 48], [48, 80]]
+
+[[directory]]
+path = "images"
+"""
+
+
+class Project:
+    """A user's folder: `train.toml`, `data.toml`, `images/`, and the caches and runs written beside them."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.train_toml, self.data_toml = folder / "train.toml", folder / "data.toml"
+        self.images, self.cache, self.run = folder / "images", folder / "cache", folder / "run"
+
+    def load(self, *overrides: str) -> "LoadedConfig":
+        """Load the config with `key=VALUE` overrides."""
+        from sd3_light.config import load_config
+
+        return load_config(self.train_toml, overrides)
+
+    def data(self, text: str) -> None:
+        """Replace the dataset TOML."""
+        self.data_toml.write_text(text, encoding="utf-8")
+
+    def build_cache(self, *overrides: str, **flags: bool) -> "list[CacheReport]":
+        """Run the cache stage in this process; the flags are those of `CacheOptions`."""
+        from sd3_light.stages import cache
+
+        return cache.run(self.load(*overrides), options=cache.CacheOptions(**flags))
+
+    def train(self, *overrides: str, resume: "Resume | None" = None) -> "Progress":
+        """Cache what is missing and train, in this process."""
+        from sd3_light.engines import Launch
+        from sd3_light.journeys import cache_then_train
+
+        return cache_then_train(self.load(*overrides), Launch(), resume=resume)
+
+    def events(self, kind: str, run: str = "run") -> list[dict[str, Any]]:
+        """Return a run's log events of one kind."""
+        from sd3_light.runlog import read_log
+
+        return [event for event in read_log(self.folder / run / "log.jsonl") if event["event"] == kind]
+
+    def losses(self, run: str = "run") -> dict[int, float]:
+        """Return the logged losses by step."""
+        return {event["step"]: event["loss"] for event in self.events("step", run)}
+
+    def copy(self, target: Path, without: Iterable[str] = ()) -> "Project":
+        """Copy the project, except names that match ``without``; the model folder is shared."""
+        shutil.copytree(self.folder, target, ignore=shutil.ignore_patterns(*without))
+        return Project(target, self.model)
