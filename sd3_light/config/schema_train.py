@@ -173,9 +173,9 @@ class TrainConfig(Table):
     )
     fast: FlagOrAuto = Field(
         default="auto",
-        description="Run the joint blocks by hand-written passes: the same weights and mathematics, faster. auto: on a "
-        "GPU in bfloat16 and on a CPU with padded text, where nothing stands in the way (`compile`, an adapter, "
-        "sharded weights, pipeline stages, SD3.5's second attention); true: such an obstacle is a fault.",
+        description="Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: "
+        "on a GPU in bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second "
+        "attention rule them out; true: report an error where they are not available.",
     )
     fp8: Flag = Field(
         default=False,

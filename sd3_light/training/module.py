@@ -29,9 +29,7 @@ def why_stock_blocks(
     """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""
     size = where_weights_start(config.model).size
     return (
-        config_obstacle(config, size, world, by_deepspeed, device)
-        or device_obstacle(config, device)
-        or obstacle(transformer)
+        config_obstacle(config, size, world, by_deepspeed) or device_obstacle(config, device) or obstacle(transformer)
     )
 
 

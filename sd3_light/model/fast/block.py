@@ -39,8 +39,6 @@ class How:
     products: Products = "plain"
     fast_sums: bool = True
     """Products in 8 bits add up as fast as the tensor cores can, in less than float32."""
-    host: bool = True
-    """Let `host.py` compute on CPUs, where it can."""
 
     def form(self, is_kept: bool) -> Form:
         """Of rows that a product reads; ``is_kept``: the gradient of its weight will read them too."""

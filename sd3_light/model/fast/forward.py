@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.attention import attend
 from sd3_light.model.fast.block import Block, How, Norm, modulate
-from sd3_light.model.fast.host import HostBlock, HostNorm
 from sd3_light.model.fast.rows import Plan, make_plan
 from sd3_light.model.fast.weights import Stream, Weights
 
@@ -117,10 +116,7 @@ class FastDenoiser:
                 for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
                 if stream.down is not None
             ]
-        if self._on_host(plan):
-            rows = HostNorm.apply(*streams[0], parts[-1])  # type: ignore[no-untyped-call]
-        else:
-            rows = Norm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
+        rows = Norm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
         return self.transformer.proj_out(rows), *texts
 
     def _by_hand(
@@ -130,16 +126,8 @@ class FastDenoiser:
         for stream, values, parts in zip(pair, streams, modulation, strict=True):
             tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias]
         learned = [parameter for stream in pair for parameter in stream.parameters()]
-        if self._on_host(plan):
-            outputs = HostBlock.apply(plan, pair, self.heads, *tensors, *learned)  # type: ignore[no-untyped-call]
-        else:
-            outputs = Block.apply(plan, pair, self.heads, self.how, *tensors, *learned)  # type: ignore[no-untyped-call]
+        outputs = Block.apply(plan, pair, self.heads, self.how, *tensors, *learned)  # type: ignore[no-untyped-call]
         return [(outputs[at], outputs[at + 1]) for at in range(0, len(outputs), 2)]
-
-    def _on_host(self, plan: Plan) -> bool:
-        how = self.how
-        can = plan.length is not None and how.keep == "all" and how.products == "plain" and self.dtype == torch.float32
-        return how.host and can and plan.starts.device.type == "cpu"
 
     def compile(self, **options: Any) -> None:
         """Let the compiler write the blocks, forward and backward, instead of the hand-written kernels."""

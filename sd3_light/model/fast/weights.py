@@ -1,9 +1,9 @@
 """Copies of the blocks' weights in the type that computes, made once a step, and laid so that products can share them.
 
 Weights that multiply the same rows (query, key, value; the modulation of all blocks) stand one behind another, so that
-one product serves them all. The float32 parameters stay the stock module's own; on a CPU in float32 those that stand
-alone are read where they are. A parameter put in another's place is not followed. For products in 8 bits each weight
-is rounded from float32 twice, as both products want their operands in rows of what they sum over.
+one product serves them all. The float32 parameters stay the stock module's own. A parameter put in another's place is
+not followed. For products in 8 bits each weight is rounded from float32 twice, as both products want their operands in
+rows of what they sum over.
 """
 
 from collections.abc import Sequence
@@ -64,9 +64,6 @@ class Weights:
         self._sources: list[Tensor] = []
         self._dtype, self._fp8 = dtype, fp8
         self._rounded: list[Linear] = []
-        weight: Tensor = transformer.proj_out.weight
-        self._is_own_type = weight.device.type == "cpu" and weight.dtype == dtype
-        self._same: list[tuple[Tensor, Tensor]] = []
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
         self.modulation = self._joined([*norms, transformer.norm_out.linear], in_block=False)
@@ -77,8 +74,6 @@ class Weights:
         with torch.no_grad():
             torch._foreach_copy_(self._copies, [parameter.detach() for parameter in self._sources])
             self._round()
-        for same, parameter in self._same:
-            same.data = parameter.data
 
     def _round(self) -> None:
         for linear in self._rounded:
@@ -87,8 +82,6 @@ class Weights:
             operations(weights[0].device).round_weight(weights, linear.eight)
 
     def _joined(self, modules: Sequence[nn.Linear], in_block: bool = True) -> Linear:
-        if len(modules) == 1 and self._is_own_type and not self._fp8:
-            return self._uncopied(modules[0])
         first, sizes = modules[0].weight, [module.out_features for module in modules]
         bias = torch.empty(sum(sizes), dtype=self._dtype, device=first.device)
         self._copies += bias.split(sizes)
@@ -101,13 +94,6 @@ class Weights:
         self._copies += weight.split(sizes)
         self._sources += [module.weight for module in modules]
         return Linear(weight, bias, tuple(modules))
-
-    def _uncopied(self, module: nn.Linear) -> Linear:
-        """A copy would be the parameter itself; whoever moves that is followed at the next refresh."""
-        made = Linear(module.weight.detach(), module.bias.detach(), (module,))
-        assert made.weight is not None
-        self._same += [(made.weight, module.weight), (made.bias, module.bias)]
-        return made
 
     def _image(self, block: Any) -> Stream:
         attn = block.attn

@@ -57,7 +57,7 @@ def make_train_state(context: RunContext) -> TrainState:
 def require_blocks(config: TrainConfig, launch: Launch, by_deepspeed: bool) -> None:
     """Refuse blocks that the config demands in vain, as far as it tells; before anything is made."""
     size, device = where_weights_start(config.model).size, launch.device()
-    reason = config_obstacle(config, size, launch.world, by_deepspeed, device.type)
+    reason = config_obstacle(config, size, launch.world, by_deepspeed)
     _refuse(config, reason or device_obstacle(config, device.type), size, device)
 
 

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast import forward, host_ops
+from sd3_light.model.fast import forward
 from sd3_light.model.fast.block import How, Keep
 from sd3_light.model.fast.forward import FastDenoiser, obstacle
 from sd3_light.model.initial import new_transformer
@@ -63,8 +63,8 @@ def test_forward_and_backward_are_the_stock_ones(name: str, lengths: list[int] |
     transformer = lively(CONFIGS[name])
     wanted = expected(transformer, lengths)
     of_wanted = learned(transformer, wanted)
-    for how in (*(How(keep=keep) for keep in get_args(Keep)), How(host=False)):
-        found = FastDenoiser(transformer, torch.float32, how)(features(), lengths)
+    for keep in get_args(Keep):
+        found = FastDenoiser(transformer, torch.float32, How(keep=keep))(features(), lengths)
         of_found = learned(transformer, found)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
         assert of_found.keys() == of_wanted.keys() == dict(transformer.named_parameters()).keys()
@@ -73,19 +73,7 @@ def test_forward_and_backward_are_the_stock_ones(name: str, lengths: list[int] |
             assert worst < 2e-5, f"{key}: {worst}"
 
 
-def test_on_a_cpu_many_rows_go_through_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformer = lively(CONFIGS["three-blocks"])
-    outcomes = []
-    for few in (1, 10_000):
-        monkeypatch.setattr(host_ops, "FEW", few)
-        found = FastDenoiser(transformer, torch.float32)(features())
-        outcomes.append({"patches": found, **learned(transformer, found)})
-    for key, wanted in outcomes[1].items():
-        torch.testing.assert_close(outcomes[0][key], wanted, rtol=1e-4, atol=1e-4, msg=key)
-
-
-def test_on_a_cpu_weights_that_move_are_followed() -> None:
-    """A weight that stands alone is not copied, so whoever puts another tensor in its place must not be missed."""
+def test_replaced_weight_data_is_used() -> None:
     transformer = lively(CONFIGS["one-block"])
     denoiser = FastDenoiser(transformer, torch.float32)
     before = denoiser(features())
