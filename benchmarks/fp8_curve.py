@@ -54,8 +54,8 @@ from sd3_light.runlog.page.curves import Chart, Line
 from sd3_light.runlog.page.frame import document
 from sd3_light.runlog.page.html import tag
 from sd3_light.stages.report.style import SCRIPT, STYLE
-from sd3_light.world.captions import LANGUAGES, captions
-from sd3_light.world.render import render
+from sd3_light.world.captions import LANGUAGES, scene_captions
+from sd3_light.world.rendering import render_scene
 from sd3_light.world.scene import draw_scene
 
 WARM_UP, RATE, CLIP = 100, 1e-4, 1.0
@@ -88,8 +88,8 @@ def draw(index: int, side: int) -> tuple[NDArray[np.uint8], str]:
     """A picture and its caption, English and Chinese in turn."""
     rng = stream(0, "fp8-curve", 0, 0, index)
     scene = draw_scene(rng, held_out=False)
-    image = render(scene, side, side, rng)
-    return np.asarray(image), captions(scene)[LANGUAGES[index % len(LANGUAGES)]]
+    image = render_scene(scene, side, side, rng)
+    return np.asarray(image), scene_captions(scene)[LANGUAGES[index % len(LANGUAGES)]]
 
 
 def draw_many(indices: range, side: int) -> list[tuple[NDArray[np.uint8], str]]:

@@ -31,7 +31,7 @@ from sd3_light.metrics.composition import score
 from sd3_light.randomness import stream
 from sd3_light.recipes import FOLDER
 from sd3_light.sampling.lora import Lora, add_loras
-from sd3_light.world import BACKGROUNDS, SIZES, Item, Prompt, Scene, captions, prompts, render
+from sd3_light.world import BACKGROUNDS, OBJECT_SIZES, Item, Prompt, Scene, draw_prompts, render_scene, scene_captions
 
 WORD = "zorb"
 COLOUR, SHAPE = "red", "triangle"
@@ -56,7 +56,9 @@ DEMO_KEYS = (
 def concept_scenes() -> list[Scene]:
     """Every scene of the concept alone: small and large, two to four, on each background."""
     singles = [
-        Scene("single", (Item(SHAPE, COLOUR, size),), None, 1, ground) for size in SIZES for ground in BACKGROUNDS
+        Scene("single", (Item(SHAPE, COLOUR, size),), None, 1, ground)
+        for size in OBJECT_SIZES
+        for ground in BACKGROUNDS
     ]
     counts = [Scene("count", (Item(SHAPE, COLOUR),), None, n, ground) for n in (2, 3, 4) for ground in BACKGROUNDS]
     return singles + counts
@@ -64,7 +66,7 @@ def concept_scenes() -> list[Scene]:
 
 def caption(scene: Scene) -> str:
     """The scene's sentence with the new word for colour and shape."""
-    return captions(scene)["en"].replace(f"{COLOUR} {SHAPE}", WORD)
+    return scene_captions(scene)["en"].replace(f"{COLOUR} {SHAPE}", WORD)
 
 
 def write_pictures(folder: Path, count: int) -> None:
@@ -73,7 +75,7 @@ def write_pictures(folder: Path, count: int) -> None:
     scenes = concept_scenes()
     for index in range(count):
         scene = scenes[index % len(scenes)]
-        render(scene, 64, 64, stream(5, "concept", 0, 0, index)).save(folder / f"{index:03d}.png")
+        render_scene(scene, 64, 64, stream(5, "concept", 0, 0, index)).save(folder / f"{index:03d}.png")
         (folder / f"{index:03d}.txt").write_text(caption(scene), encoding="utf-8")
 
 
@@ -97,7 +99,7 @@ def scores(lora: Path | None, count: int) -> dict[str, float | None]:
     pipe, policy = open_pipeline(DEMO, Launch().device())
     if lora is not None:
         add_loras(pipe, [Lora(lora)], diffusers_tensors)
-    asked = {"concept": concept_prompts(count), "rest": prompts(count, 0, True, language="mixed")}
+    asked = {"concept": concept_prompts(count), "rest": draw_prompts(count, 0, True, language="mixed")}
     policy = type(policy)(16, "empty", "padded")
     return {name: score(pipe, some, policy, 20, GUIDANCE, 0, 16).rates["all"] for name, some in asked.items()}
 

@@ -9,16 +9,26 @@ from demo_tokenizers import MEANINGS
 from torch import Tensor
 
 from sd3_light.randomness import stream
-from sd3_light.world import BACKGROUNDS, COLOURS, KINDS, SHAPES, SIZES, Scene, canonical, captions, draw_scene
+from sd3_light.world import (
+    BACKGROUNDS,
+    COLOURS,
+    OBJECT_SIZES,
+    SCENE_KINDS,
+    SHAPES,
+    Scene,
+    canonical_scene,
+    draw_scene,
+    scene_captions,
+)
 
 SEED = 11
 NONE = "none"
-# What a scene is made of; first and second are those of `canonical`: the left one or the upper one comes first.
+# What a scene is made of; first and second are those of `canonical_scene`: the left one or the upper one comes first.
 SCENE_FIELDS: dict[str, tuple[str, ...]] = {
     "background": tuple(BACKGROUNDS),
-    "kind": KINDS,
+    "kind": SCENE_KINDS,
     "count": ("1", "2", "3", "4"),
-    "size": (*SIZES, NONE),
+    "size": (*OBJECT_SIZES, NONE),
     "relation": ("left of", "above", NONE),
     "colour 1": tuple(COLOURS),
     "shape 1": SHAPES,
@@ -41,7 +51,7 @@ class Batch:
 
 def scene_labels(scene: Scene) -> list[int]:
     """The scene's class in each of `SCENE_FIELDS`."""
-    scene = canonical(scene)
+    scene = canonical_scene(scene)
     first, second = scene.items[0], scene.items[-1] if scene.kind == "pair" else None
     values = (
         scene.background, scene.kind, str(scene.count), first.size or NONE, scene.relation or NONE,
@@ -61,7 +71,7 @@ def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool
     texts, scenes, objects, swapped = [], [], [], []
     for _ in range(count):
         scene = draw_scene(rng, held_out)
-        for language, text in captions(scene).items():
+        for language, text in scene_captions(scene).items():
             if not plain and rng.random() < 0.15:
                 text = text[0].upper() + text[1:]
             if not plain and rng.random() < 0.15:
@@ -69,7 +79,7 @@ def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool
             texts.append(text)
             scenes.append(scene_labels(scene))
             objects.append(object_labels(scene))
-            swapped.append(canonical(scene) != scene)
+            swapped.append(canonical_scene(scene) != scene)
     return Batch(texts, torch.tensor(scenes), torch.tensor(objects), torch.tensor(swapped))
 
 

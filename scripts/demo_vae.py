@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 
 from sd3_light.randomness import stream
-from sd3_light.world import draw_scene, render
+from sd3_light.world import draw_scene, render_scene
 
 SCALE, SHIFT = 1.5305, 0.0609  # SD3's constants, which other programs assume
 SIZES = ((64, 64), (80, 48), (48, 80))
@@ -32,7 +32,7 @@ def draw_pictures(job: tuple[int, int, int, tuple[int, int]]) -> np.ndarray:
     pictures = []
     for index in range(start, stop):
         rng = stream(seed, "vae-picture", 0, 0, index)
-        pictures.append(np.asarray(render(draw_scene(rng, held_out=False), width, height, rng)))
+        pictures.append(np.asarray(render_scene(draw_scene(rng, held_out=False), width, height, rng)))
     return np.stack(pictures)
 
 

@@ -39,7 +39,7 @@ def cache_then_train(
     return train.run(loaded, launch, resume, by_deepspeed)
 
 
-def only_cache(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
+def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
     """Encode what is missing; returns the cache folders of this machine."""
     check.require(loaded, caching=True)
     cache.run(loaded, launch, options)

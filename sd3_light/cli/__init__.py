@@ -6,7 +6,7 @@ import sys
 from sd3_light.cli import run_verbs  # noqa: F401
 from sd3_light.cli import model_verbs  # noqa: F401
 from sd3_light.cli import convert_verbs  # noqa: F401
-from sd3_light.cli import look_verbs  # noqa: F401
+from sd3_light.cli import report_verbs  # noqa: F401
 from sd3_light.cli.app import app
 from sd3_light.cli.process import RESUMABLE, guarded
 from sd3_light.cli.train_py import launch

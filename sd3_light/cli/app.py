@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sd3_light import __version__
-from sd3_light.cli.process import debug as show_tracebacks
+from sd3_light.cli.process import enable_tracebacks
 from sd3_light.runlog import set_main_process
 
 app = typer.Typer(
@@ -53,5 +53,6 @@ def _main(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit
-    show_tracebacks(debug)
+    if debug:
+        enable_tracebacks()
     set_main_process(True)  # a RANK left over in the shell must not silence a plain command

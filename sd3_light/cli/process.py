@@ -22,10 +22,10 @@ RESUMABLE = 75
 _DEBUG = bool(os.environ.get("SD3_LIGHT_DEBUG"))
 
 
-def debug(wish: bool) -> None:
-    """Show the traceback of an error from now on, if wished."""
+def enable_tracebacks() -> None:
+    """Print the traceback of every error from now on."""
     global _DEBUG
-    _DEBUG = _DEBUG or wish
+    _DEBUG = True
 
 
 def prepare(local_rank: int | None = None) -> "Launch":
@@ -56,7 +56,9 @@ def guarded(work: Callable[[], object]) -> int:
     except Exception as error:  # the last resort of the program: everything unknown is ours
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(at.filename).name}:{at.lineno}"
-        return _fail(f"{type(error).__name__}: {error} (our fault, at {where}; --debug shows the whole way)", 1)
+        return _fail(
+            f"{type(error).__name__}: {error} (this is a bug in sd3-light, at {where}; --debug shows the traceback)", 1
+        )
     return 0
 
 

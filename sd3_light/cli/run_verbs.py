@@ -74,11 +74,11 @@ def cache(
 ) -> None:
     """Say what is fresh, stale, missing and orphaned, then encode what has to be; what is fresh stays."""
     loaded, launched = load(config, set_, caching=True), prepare()
-    from sd3_light.journeys import only_cache
+    from sd3_light.journeys import build_caches
     from sd3_light.stages import inspect as stage
     from sd3_light.stages.cache import CacheOptions
 
-    folders = only_cache(loaded, launched, CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run))
+    folders = build_caches(loaded, launched, CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run))
     for folder in () if dry_run else folders:
         Console().print(stage.render(stage.run(folder)))
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sd3_light.cli.process import debug, guarded, load, prepare
+from sd3_light.cli.process import enable_tracebacks, guarded, load, prepare
 from sd3_light.cli.run_verbs import asked_resume
 
 
@@ -31,14 +31,15 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def _launch(flags: argparse.Namespace) -> None:
-    debug(flags.debug)
+    if flags.debug:
+        enable_tracebacks()
     loaded, launched = load(flags.config, flags.set, flags.cache_only), prepare(flags.local_rank)
-    from sd3_light.journeys import cache_then_train, only_cache
+    from sd3_light.journeys import build_caches, cache_then_train
     from sd3_light.stages.cache import CacheOptions
 
     options = CacheOptions(flags.trust_cache, flags.regenerate_cache)
     if flags.cache_only:
-        only_cache(loaded, launched, options)
+        build_caches(loaded, launched, options)
         return
     place = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)

@@ -1,6 +1,6 @@
 """The strict, typed config: TOML in, frozen objects out, all faults in one report (law 7)."""
 
-from sd3_light.config.base import Place
+from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load import LoadedConfig, cache_dir_of, load_config
 from sd3_light.config.resolved import resolved_toml
@@ -15,12 +15,13 @@ from sd3_light.config.schema_tables import (
     SamplingConfig,
 )
 from sd3_light.config.schema_train import BatchSize, EvalDataset, Resolution, TrainConfig, batch_size_for
-from sd3_light.config.sizes import SIZES, ModelSize, size_from_transformer_config, size_name, size_of
+from sd3_light.config.sizes import SIZES, ModelSize, resolve_size, size_from_transformer_config
 
 __all__ = [
     "SIZES",
     "AdapterConfig",
     "BatchSize",
+    "CacheLocation",
     "ConfigFaults",
     "DatasetConfig",
     "DirectoryConfig",
@@ -33,7 +34,6 @@ __all__ = [
     "ModelSize",
     "MonitoringConfig",
     "OptimizerConfig",
-    "Place",
     "Resolution",
     "SamplingConfig",
     "TrainConfig",
@@ -41,8 +41,7 @@ __all__ = [
     "batch_size_for",
     "cache_dir_of",
     "load_config",
+    "resolve_size",
     "resolved_toml",
     "size_from_transformer_config",
-    "size_name",
-    "size_of",
 ]

@@ -122,10 +122,12 @@ Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrZero = Annotated[int, Strict(), Ge(0)]
 TomlPath = Annotated[Path, BeforeValidator(absolute), Allowed("a path")]
-Place = Path | str
+CacheLocation = Path | str
 """Where a cache lies: a Path is a folder, a str is a URL that fsspec knows."""
-TomlPlace = Annotated[
-    Place, BeforeValidator(path_or_url), Allowed("a path, or a URL such as s3://bucket/folder without credentials")
+TomlLocation = Annotated[
+    CacheLocation,
+    BeforeValidator(path_or_url),
+    Allowed("a path, or a URL such as s3://bucket/folder without credentials"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
 FlagOrSelective = Annotated[

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, annotations, element, table_of, tables, words
-from sd3_light.config.report import LIST_TABLES, show
-from sd3_light.config.retired import RETIRED
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
+from sd3_light.config.unsupported import RETIRED
+from sd3_light.config.validation import LIST_TABLES, show
 
 PAGE = Path("docs") / "config.md"
 _HEAD = """# Configuration

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd3_light.config.base import Place, against, tables
-from sd3_light.config.cross import cross_findings
+from sd3_light.config.base import CacheLocation, against, tables
+from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import ConfigFaults, Fault
 from sd3_light.config.load_dataset import load_directories
-from sd3_light.config.report import check_table, show
-from sd3_light.config.retired import retired_faults
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_train import ALIASES, BatchSize, Resolution, TrainConfig, named_entry
 from sd3_light.config.sizes import SIZES
 from sd3_light.config.toml_file import SET, apply_overrides, read_toml
+from sd3_light.config.unsupported import retired_faults
+from sd3_light.config.validation import check_table, show
 
 # Stand-ins that let the cross checks run when required keys are missing or faulty.
 _PLACEHOLDERS = {"output_dir": "missing", "dataset": "missing.toml"}
@@ -78,7 +78,7 @@ def _load_train(raw: dict[str, Any], path: Path) -> _Train:
     sound["model"] = {"diffusers_path": "missing", **sound.get("model", {})}
     config = TrainConfig.model_validate(sound, context={"base": path.parent})
     faults += checked.faults
-    faults += [Fault(file, **vars(finding)) for finding in cross_findings(config, bad)]
+    faults += [Fault(file, **vars(finding)) for finding in run_cross_checks(config, bad)]
     return _Train(config, bad, faults)
 
 
@@ -127,7 +127,7 @@ def _load_datasets(train: _Train, raw: dict[str, Any], path: Path) -> tuple[dict
     return found, faults
 
 
-def cache_dir_of(train: TrainConfig, name: str, toml: Path) -> Place:
+def cache_dir_of(train: TrainConfig, name: str, toml: Path) -> CacheLocation:
     """Where a dataset's cache lies; `name` is "" for the training set."""
     place, ending = train.cache_dir, f"-eval-{name}" if name else ""
     if place is None:

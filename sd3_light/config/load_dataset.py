@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import Fault
-from sd3_light.config.report import Checked, check_table, show
-from sd3_light.config.retired import retired_faults
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.toml_file import read_toml
+from sd3_light.config.unsupported import retired_faults
+from sd3_light.config.validation import Checked, check_table, show
 
 RANGE_KEYS = ("min_ar", "max_ar", "num_ar_buckets")
 AR_KEYS = ("ar_buckets", *RANGE_KEYS)

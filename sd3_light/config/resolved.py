@@ -6,7 +6,7 @@ from typing import Any
 import tomli_w
 
 from sd3_light.config.load import LoadedConfig
-from sd3_light.config.report import looks_secret
+from sd3_light.config.validation import looks_secret
 
 
 def resolved_toml(loaded: LoadedConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, Strict
 
-from sd3_light.config.base import Allowed, Count, CountOrZero, Flag, Place, Positive, Table, Text, TomlPath, bad
+from sd3_light.config.base import Allowed, CacheLocation, Count, CountOrZero, Flag, Positive, Table, Text, TomlPath, bad
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_train import Resolution, as_resolution
 
@@ -133,7 +133,7 @@ class DatasetConfig:
     """A dataset TOML as the program uses it: defaults merged into each directory."""
 
     path: Path
-    cache_dir: Place
+    cache_dir: CacheLocation
     directories: tuple[DirectoryConfig, ...]
 
     @property

@@ -20,8 +20,8 @@ from sd3_light.config.base import (
     Positive,
     Table,
     Text,
+    TomlLocation,
     TomlPath,
-    TomlPlace,
     bad,
 )
 from sd3_light.config.schema_tables import (
@@ -107,7 +107,7 @@ class TrainConfig(Table):
         default=(),
         description="Dataset TOMLs of the validation loss: paths (named by their stem), or {name, config} tables.",
     )
-    cache_dir: TomlPlace | None = Field(
+    cache_dir: TomlLocation | None = Field(
         default=None,
         description="Folder of the cache, or the URL of a finished one (`s3://...`, `https://...`, whatever fsspec "
         "knows; it is read, not built); eval sets get `<cache_dir>-eval-<name>`. Absent: `<dataset TOML's stem>.cache` "

@@ -112,14 +112,14 @@ class _ChoosesSize(Protocol):
     def qk_norm(self) -> bool | None: ...
 
 
-def size_name(model: _ChoosesSize) -> str | None:
+def chosen_size_name(model: _ChoosesSize) -> str | None:
     """The size that a [model] table chooses; None when only the weights' folder can tell."""
     return model.size or (PRETRAIN_SIZE if model.train_type else None)
 
 
-def size_of(model: _ChoosesSize) -> ModelSize:
+def resolve_size(model: _ChoosesSize) -> ModelSize:
     """The size that a [model] table chooses, `num_layers` and `qk_norm` applied."""
-    name = size_name(model)
+    name = chosen_size_name(model)
     if name is None:
         raise UserError(
             "model.size: not given, and without train_type only the weights' folder knows it; give model.size"

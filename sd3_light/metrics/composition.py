@@ -8,7 +8,7 @@ from PIL import Image
 
 from sd3_light.sampling.generate import Request, TextPolicy, generate
 from sd3_light.sampling.grid import make_grid
-from sd3_light.world import KINDS, Prompt, Verdict, captions, judge
+from sd3_light.world import SCENE_KINDS, Prompt, Verdict, judge, scene_captions
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
@@ -43,7 +43,7 @@ class CompositionScore:
         """The rates of each kind of scene that was asked for."""
         kinds = [prompt.scene.kind for prompt in self.prompts]
         pairs = list(zip(kinds, self.verdicts, strict=True))
-        return {kind: _rates(v for k, v in pairs if k == kind) for kind in KINDS if kind in kinds}
+        return {kind: _rates(v for k, v in pairs if k == kind) for kind in SCENE_KINDS if kind in kinds}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the pictures, for JSON."""
@@ -64,7 +64,7 @@ class CompositionScore:
             scale,
             title,
             marks=[verdict.all for verdict in self.verdicts],
-            fallback_captions=[captions(prompt.scene)["en"] for prompt in self.prompts],
+            fallback_captions=[scene_captions(prompt.scene)["en"] for prompt in self.prompts],
         )
 
 
@@ -81,7 +81,7 @@ def score(
 ) -> CompositionScore:
     """Draw one picture for each prompt and judge it.
 
-    Picture i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.PICTURE_SIZES` for those of
+    Picture i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
     training). `on_progress(done, total)` counts pictures drawn.
     """
     requests = [Request(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, size_from_transformer_config, size_of
+from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
 from sd3_light.model.single_size import single_file_config
 
 MARKER = "sd3_light_init.json"
@@ -37,7 +37,7 @@ def where_weights_start(model: ModelConfig) -> WeightsStart:
     """The one truth about a [model] table's start; raises UserError where it names a folder without a denoiser."""
     source = start_source(model)
     if source is None:
-        size = size_of(model)
+        size = resolve_size(model)
         return WeightsStart("random", None, size, f"random weights of size {size.name}, drawn from the seed")
     if source.is_file():
         size = named_size(single_file_config(source), source)

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sd3_light.config import ModelConfig
-from sd3_light.config.base import Place
+from sd3_light.config.base import CacheLocation
 from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.text import TEXT_ENCODERS
@@ -48,7 +48,7 @@ def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: 
     write_atomically(folder / prompt_file(prompt, recipe), save(features, {"about": json.dumps(about)}))
 
 
-def read_prompt(cache: Place, prompt: str, recipe: Mapping[str, Any]) -> Features | None:
+def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> Features | None:
     """A prompt's features from a cache in a folder or at a URL; None where they are not there, or are damaged."""
     name = f"{FOLDER}/{prompt_file(prompt, recipe)}"
     try:

@@ -22,7 +22,7 @@ from sd3_light.sampling.lora import Lora, add_loras
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
 from sd3_light.training.sd3 import InputPreparer
-from sd3_light.world import prompts
+from sd3_light.world import draw_prompts
 
 
 def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
@@ -59,7 +59,7 @@ def run(
     of the model where some are given."""
     pipe, policy = open_pipeline(model, Launch().device())
     add_loras(pipe, loras, diffusers_tensors)
-    asked = prompts(count, seed, held_out, language=language)
+    asked = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
         result = score(pipe, asked, policy, steps, guidance, seed, batch, on_progress=bar.reach)
     if out is not None:

@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
-from sd3_light.config.calls import adapter_of_call
+from sd3_light.config.arguments import adapter_from_arguments
 from sd3_light.config.faults import UserError
 from sd3_light.flow.bands import by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
@@ -67,7 +67,7 @@ class DiffusionTrainingModule(nn.Module):
 
     def train_adapter(self, **keys: Any) -> tuple[str, ...]:
         """Train an adapter in place of the denoiser's weights; keys are those of `[adapter]`. The layers with one."""
-        adapter = adapter_of_call(keys, "train_adapter")
+        adapter = adapter_from_arguments(keys, "train_adapter")
         if self.adapter is not None:
             raise UserError("train_adapter: the denoiser has an adapter already; make the module anew")
         target_layers(self.transformer, adapter.target_modules)  # before anything is changed

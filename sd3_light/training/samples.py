@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
-from sd3_light.config.base import Place
+from sd3_light.config.base import CacheLocation
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
@@ -57,7 +57,7 @@ class Sampler:
     @staticmethod
     def of_config(
         config: TrainConfig,
-        cache_dir: Place,
+        cache_dir: CacheLocation,
         data: CachedDataset,
         launch: Launch,
         device: torch.device,
@@ -214,7 +214,11 @@ def smallest(buckets: Sequence[BucketShards]) -> BucketShards:
 
 
 def _texts(
-    model: ModelConfig, prompts: Sequence[str], cache_dir: Place, recipe: Mapping[str, Any], device: torch.device
+    model: ModelConfig,
+    prompts: Sequence[str],
+    cache_dir: CacheLocation,
+    recipe: Mapping[str, Any],
+    device: torch.device,
 ) -> dict[str, Text]:
     """The prompts' texts from the cache, or else from the encoders."""
     found = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}

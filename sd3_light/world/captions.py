@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from sd3_light.config.faults import UserError
-from sd3_light.world.scene import BACKGROUNDS, COLOURS, RELATIONS, SHAPES, SIZES, Item, Scene
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, OBJECT_SIZES, RELATIONS, SHAPES, Item, Scene
 
 LANGUAGES: tuple[str, ...] = ("en", "zh")
 
@@ -36,12 +36,12 @@ _ZH_COUNTS = {2: "两个", 3: "三个", 4: "四个"}
 _ZH_RELATIONS = {"left of": "左边", "right of": "右边", "above": "上方", "below": "下方"}
 
 
-def captions(scene: Scene) -> dict[str, str]:
+def scene_captions(scene: Scene) -> dict[str, str]:
     """The scene's sentence in each language, by `LANGUAGES`' keys."""
     return {"en": _english(scene), "zh": _chinese(scene)}
 
 
-def parse(caption: str) -> Scene:
+def parse_caption(caption: str) -> Scene:
     """The scene that a caption of ours describes; a `UserError` names the words that are not ours otherwise."""
     text = caption.strip().rstrip(".。").lower()
     chinese = any("\u4e00" <= letter <= "\u9fff" for letter in text)
@@ -75,7 +75,7 @@ def _chinese(scene: Scene) -> str:
 
 # Every word of either language -> what it means; the two languages share no word.
 _MEANINGS: dict[str, str | int] = {
-    **{word: word for words in (SHAPES, COLOURS, BACKGROUNDS, SIZES, RELATIONS) for word in words},
+    **{word: word for words in (SHAPES, COLOURS, BACKGROUNDS, OBJECT_SIZES, RELATIONS) for word in words},
     **{plural: shape for shape, plural in _EN_PLURALS.items()},
     **{word: count for table in (_EN_COUNTS, _ZH_COUNTS) for count, word in table.items()},
     **{
@@ -110,7 +110,7 @@ def _en_patterns() -> dict[str, re.Pattern[str]]:
     colour, shape = _any("colour", COLOURS), _any("shape", SHAPES)
     other = f"an? {_any('other_colour', COLOURS)} {_any('other_shape', SHAPES)}"
     return {
-        "single": re.compile(f"a {_any('size', SIZES)} {colour} {shape}{ground}"),
+        "single": re.compile(f"a {_any('size', OBJECT_SIZES)} {colour} {shape}{ground}"),
         "count": re.compile(
             f"{_any('count', _EN_COUNTS.values())} {colour} {_any('shape', _EN_PLURALS.values())}{ground}"
         ),

@@ -9,12 +9,12 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.randomness import stream
-from sd3_light.world.captions import LANGUAGES, captions
-from sd3_light.world.render import render
-from sd3_light.world.scene import KINDS, Scene, canonical, draw_scene
+from sd3_light.world.captions import LANGUAGES, scene_captions
+from sd3_light.world.rendering import render_scene
+from sd3_light.world.scene import SCENE_KINDS, Scene, canonical_scene, draw_scene
 
 # (width, height) of every fourth picture in turn: half are square, a quarter each wide and tall.
-PICTURE_SIZES: tuple[tuple[int, int], ...] = ((64, 64), (80, 48), (64, 64), (48, 80))
+IMAGE_SIZES: tuple[tuple[int, int], ...] = ((64, 64), (80, 48), (64, 64), (48, 80))
 
 _TRIES_FOR_A_NEW_SCENE = 50
 
@@ -27,12 +27,12 @@ class Prompt:
     scene: Scene
 
 
-def picture(index: int, seed: int, held_out: bool = False) -> tuple[Image.Image, Scene]:
+def draw_image(index: int, seed: int, held_out: bool = False) -> tuple[Image.Image, Scene]:
     """Picture `index` of the dataset of a seed, and what it shows."""
     rng = stream(seed, _purpose("picture", held_out), 0, 0, index)
     scene = draw_scene(rng, held_out)
-    width, height = PICTURE_SIZES[index % len(PICTURE_SIZES)]
-    return render(scene, width, height, rng), scene
+    width, height = IMAGE_SIZES[index % len(IMAGE_SIZES)]
+    return render_scene(scene, width, height, rng), scene
 
 
 def write_dataset(
@@ -52,10 +52,10 @@ def write_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[str]] = {}
     for index in range(count):
-        image, scene = picture(index, seed, held_out)
+        image, scene = draw_image(index, seed, held_out)
         name = f"{index:06d}.png"
         image.save(folder / name)
-        by_language = captions(scene)
+        by_language = scene_captions(scene)
         texts[name] = [by_language[language] for language in LANGUAGES]
         if on_progress is not None:
             on_progress(index + 1, count)
@@ -63,16 +63,16 @@ def write_dataset(
     return folder
 
 
-def prompts(
+def draw_prompts(
     count: int, seed: int, held_out: bool, kinds: Sequence[str] | None = None, language: str = "en"
 ) -> list[Prompt]:
     """`count` prompts with their scenes, the kinds in turn; `mixed` gives the languages in turn within each kind.
 
     Scenes do not repeat as long as there are enough of a kind.
     """
-    chosen = tuple(kinds or KINDS)
-    if unknown := [kind for kind in chosen if kind not in KINDS]:
-        raise UserError(f"unknown kind of scene {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
+    chosen = tuple(kinds or SCENE_KINDS)
+    if unknown := [kind for kind in chosen if kind not in SCENE_KINDS]:
+        raise UserError(f"unknown kind of scene {unknown[0]!r}; the kinds are {', '.join(SCENE_KINDS)}")
     if language not in (*LANGUAGES, "mixed"):
         raise UserError(f"unknown language {language!r}; give one of {', '.join(LANGUAGES)}, mixed")
     seen: set[Scene] = set()
@@ -80,7 +80,7 @@ def prompts(
     for index in range(count):
         scene = _new_scene(index, seed, held_out, chosen[index % len(chosen)], seen)
         spoken = LANGUAGES[index // len(chosen) % len(LANGUAGES)] if language == "mixed" else language
-        drawn.append(Prompt(captions(scene)[spoken], scene))
+        drawn.append(Prompt(scene_captions(scene)[spoken], scene))
     return drawn
 
 
@@ -89,10 +89,10 @@ def _new_scene(index: int, seed: int, held_out: bool, kind: str, seen: set[Scene
     rng = stream(seed, _purpose("prompt", held_out), 0, 0, index)
     scene = draw_scene(rng, held_out, kind)
     for _ in range(_TRIES_FOR_A_NEW_SCENE):
-        if canonical(scene) not in seen:
+        if canonical_scene(scene) not in seen:
             break
         scene = draw_scene(rng, held_out, kind)
-    seen.add(canonical(scene))
+    seen.add(canonical_scene(scene))
     return scene
 
 

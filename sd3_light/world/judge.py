@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from sd3_light.world.render import REFERENCE_SIDE, scale_of, shape_mask
+from sd3_light.world.rendering import REFERENCE_SIDE, scale_of, shape_mask
 from sd3_light.world.scene import SHAPES, Item, Scene
 from sd3_light.world.segment import UNKNOWN, Floats, Region, find_background, find_regions, sharpen
 
@@ -26,7 +26,7 @@ _STEPS = np.linspace(-1.45, 1.45, 32)
 
 
 @dataclass(frozen=True)
-class SeenObject:
+class DetectedObject:
     """An object found in a picture; colour and shape may be `unknown`, lengths are pixels."""
 
     colour: str
@@ -39,11 +39,11 @@ class SeenObject:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DetectedScene:
     """What a picture shows (the background may be `unknown`), and each colour's share of what is not background."""
 
     background: str
-    objects: tuple[SeenObject, ...]
+    objects: tuple[DetectedObject, ...]
     areas: Mapping[str, float]
 
 
@@ -70,7 +70,7 @@ class Verdict:
         return all(field for field in fields if field is not None)
 
 
-def look(image: Picture) -> Seen:
+def detect_scene(image: Picture) -> DetectedScene:
     """What the picture shows."""
     array = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
     assert array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8, (array.shape, array.dtype)
@@ -79,7 +79,7 @@ def look(image: Picture) -> Seen:
     background, ground = find_background(pixels)
     regions = find_regions(pixels, ground, _MIN_AREA * scale**2)
     objects = tuple(_recognise(r.colour, r.left, r.top, r.cover, scale) for r in regions)
-    return Seen(background, objects, _areas(regions))
+    return DetectedScene(background, objects, _areas(regions))
 
 
 def _areas(regions: Sequence[Region]) -> dict[str, float]:
@@ -92,10 +92,10 @@ def _areas(regions: Sequence[Region]) -> dict[str, float]:
 
 def judge(image: Picture, scene: Scene) -> Verdict:
     """Whether the picture shows what the scene asks for, field by field."""
-    return compare(look(image), scene)
+    return compare(detect_scene(image), scene)
 
 
-def compare(seen: Seen, scene: Scene) -> Verdict:
+def compare(seen: DetectedScene, scene: Scene) -> Verdict:
     """Whether what was seen is what the scene asks for, field by field."""
     asked, found = scene.objects, seen.objects
     size = scene.items[0].size
@@ -115,12 +115,12 @@ def _coloured_as(asked: set[str], areas: Mapping[str, float]) -> bool:
     return set(largest) == asked and min(areas[colour] for colour in asked) >= MIN_EACH
 
 
-def _related(found: tuple[SeenObject, ...], scene: Scene) -> bool:
+def _related(found: tuple[DetectedObject, ...], scene: Scene) -> bool:
     """Whether two of the objects are the scene's items and lie as it says; shapes matter only for equal colours."""
     first, second = scene.items
     twins = first.colour == second.colour
 
-    def fits(seen: SeenObject, item: Item) -> bool:
+    def fits(seen: DetectedObject, item: Item) -> bool:
         return seen.colour == item.colour and (not twins or seen.shape == item.shape)
 
     assert scene.relation is not None
@@ -137,7 +137,7 @@ def _lies(dx: float, dy: float, relation: str) -> bool:
     return ahead > abs(across)
 
 
-def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) -> SeenObject:
+def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) -> DetectedObject:
     """The object of a region, its shape that of the template it overlaps best, at its own place and scale."""
     area, cx, cy = _moments(cover)
     templates, areas = _templates(_reference_diameter(area, scale))
@@ -147,7 +147,7 @@ def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) ->
     best = int(order[-1])
     diameter = math.sqrt(area / float(areas[best]))
     sure = overlaps[best] >= _MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= _MIN_LEAD
-    return SeenObject(
+    return DetectedObject(
         colour=colour,
         shape=SHAPES[best] if sure else UNKNOWN,
         size="small" if diameter < _SIZE_BORDER * scale else "large",

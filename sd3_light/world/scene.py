@@ -28,10 +28,10 @@ BACKGROUNDS: dict[str, Rgb] = {
     "pink": (250, 190, 210),
 }
 
-SIZES: tuple[str, ...] = ("small", "large")
+OBJECT_SIZES: tuple[str, ...] = ("small", "large")
 COUNTS: tuple[int, ...] = (1, 2, 3, 4)
 RELATIONS: tuple[str, ...] = ("left of", "right of", "above", "below")
-KINDS: tuple[str, ...] = ("single", "count", "pair")
+SCENE_KINDS: tuple[str, ...] = ("single", "count", "pair")
 
 _OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 _KIND_SHARES = (0.3, 0.3, 0.4)
@@ -71,7 +71,7 @@ class Scene:
     def __post_init__(self) -> None:
         assert self.background in BACKGROUNDS, self.background
         assert all(item.shape in SHAPES and item.colour in COLOURS for item in self.items), self.items
-        sized = [item.size in SIZES if self.kind == "single" else item.size is None for item in self.items]
+        sized = [item.size in OBJECT_SIZES if self.kind == "single" else item.size is None for item in self.items]
         assert all(sized), self.items
         assert (self.relation in RELATIONS) if self.kind == "pair" else self.relation is None, self.relation
         if self.kind == "pair":
@@ -92,7 +92,7 @@ def is_held_out(scene: Scene) -> bool:
     return any((item.colour, item.shape) in HELD_OUT_PAIRS for item in scene.items)
 
 
-def canonical(scene: Scene) -> Scene:
+def canonical_scene(scene: Scene) -> Scene:
     """The one scene that stands for all that mean the same: "a right of b" becomes "b left of a"."""
     if scene.relation not in ("right of", "below"):
         return scene
@@ -102,12 +102,12 @@ def canonical(scene: Scene) -> Scene:
 def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None) -> Scene:
     """A random scene, of the given kind or of a random one; `held_out` says on which side of the held-out rule."""
     if kind is None:
-        kind = KINDS[int(np.searchsorted(np.cumsum(_KIND_SHARES), rng.random()))]
-    assert kind in KINDS, kind
+        kind = SCENE_KINDS[int(np.searchsorted(np.cumsum(_KIND_SHARES), rng.random()))]
+    assert kind in SCENE_KINDS, kind
     background = _pick(rng, tuple(BACKGROUNDS))
     first = _pick(rng, _HELD_OUT if held_out else _SEEN)
     if kind == "single":
-        return Scene(kind, (_item(first, _pick(rng, SIZES)),), None, 1, background)
+        return Scene(kind, (_item(first, _pick(rng, OBJECT_SIZES)),), None, 1, background)
     if kind == "count":
         return Scene(kind, (_item(first),), None, int(rng.integers(2, max(COUNTS) + 1)), background)
     others = _ALL_PAIRS if held_out else _SEEN
@@ -121,7 +121,7 @@ def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None
 def num_compositions() -> int:
     """How many different scenes there are, held-out ones too, scenes that mean the same counted once."""
     looks = len(_ALL_PAIRS)
-    singles, counts = looks * len(SIZES), looks * (len(COUNTS) - 1)
+    singles, counts = looks * len(OBJECT_SIZES), looks * (len(COUNTS) - 1)
     pairs = looks * (looks - 1) * len(RELATIONS) // 2
     return (singles + counts + pairs) * len(BACKGROUNDS)
 

@@ -69,7 +69,7 @@ def said_lost(job: Job) -> str:
     """The one line of a process that lost another; what happened."""
     line = re.search(LOST, job.words, re.MULTILINE)
     assert line is not None, job.words
-    assert "our fault" not in job.words
+    assert "bug in sd3-light" not in job.words
     return line[2]
 
 

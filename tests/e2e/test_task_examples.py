@@ -17,7 +17,7 @@ from diffusers import (
 
 from sd3_light.assets import DEMO
 from sd3_light.runlog import read_log
-from sd3_light.world import captions, picture
+from sd3_light.world import draw_image, scene_captions
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
@@ -37,9 +37,9 @@ def losses(out: Path) -> list[float]:
 def test_sd3_in_two_stages_is_sd3_in_one(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     for index in range(0, 16, 2):  # the square ones
-        image, scene = picture(index, 1)
+        image, scene = draw_image(index, 1)
         image.save(tmp_path / "pictures" / f"{index:02d}.png")
-        (tmp_path / "pictures" / f"{index:02d}.txt").write_text(captions(scene)["en"], encoding="utf-8")
+        (tmp_path / "pictures" / f"{index:02d}.txt").write_text(scene_captions(scene)["en"], encoding="utf-8")
     for words in (("one",), ("two", "process"), ("two", "train")):
         out, *stage = words
         example("sd3_lora_task.py", DEMO, tmp_path / "pictures", tmp_path / out, *stage)

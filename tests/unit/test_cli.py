@@ -89,11 +89,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(journeys, "cache_then_train", cache_then_train)
 
-    def only_cache(*given: Any) -> list[Path]:
+    def build_caches(*given: Any) -> list[Path]:
         calls.append(("cache", *given))
         return []
 
-    monkeypatch.setattr(journeys, "only_cache", only_cache)
+    monkeypatch.setattr(journeys, "build_caches", build_caches)
     return calls
 
 
@@ -199,8 +199,8 @@ def test_our_fault_is_code_1(
     for said in (verb("train", project.train_toml), train_py("--config", project.train_toml)):
         assert said.code == 1
         line = one_line(said)
-        assert line.startswith("error: RuntimeError: a wheel came off (our fault, at test_cli.py:")
-        assert line.endswith("; --debug shows the whole way)")
+        assert line.startswith("error: RuntimeError: a wheel came off (this is a bug in sd3-light, at test_cli.py:")
+        assert line.endswith("; --debug shows the traceback)")
 
 
 def test_a_lost_process_is_one_line_and_says_try_again(

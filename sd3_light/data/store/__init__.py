@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from sd3_light.config.base import Place
+from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
 from sd3_light.data.store.disk_cache import DiskCache
@@ -82,7 +82,7 @@ class RemoteStore:
         return self.disk.path(entry.sha256, entry.bytes, lambda file: download(url, entry, file))
 
 
-def open_store(place: Place, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
+def open_store(place: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
     """The store of a cache: a Path is a cache folder, a str a URL whose shards are kept in ``folder`` (None: one in
     the system's temp folder)."""
     if isinstance(place, Path):

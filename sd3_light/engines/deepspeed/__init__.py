@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
-from sd3_light.config.engine import deepspeed_problem
+from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
-from sd3_light.config.engine import deepspeed_problem
+from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.model.fast.choice import fp8_obstacle
 from sd3_light.stages.check.disk import disk_faults
 from sd3_light.stages.check.not_yet import NOT_YET

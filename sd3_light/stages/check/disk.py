@@ -5,8 +5,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, Place, UserError
-from sd3_light.config.cross import text_recon_words
+from sd3_light.config import (
+    SIZES,
+    CacheLocation,
+    DatasetConfig,
+    DirectoryConfig,
+    Fault,
+    LoadedConfig,
+    ModelSize,
+    UserError,
+)
+from sd3_light.config.cross_checks import text_recon_problem
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
@@ -137,7 +146,7 @@ def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
     model, key = loaded.train.model, "model.text_recon_target_layer"
     if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
         given = str(model.text_recon_target_layer)
-        yield Fault(str(loaded.path), key, given=given, **text_recon_words(size.num_layers))
+        yield Fault(str(loaded.path), key, given=given, **text_recon_problem(size.num_layers))
 
 
 def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
@@ -250,7 +259,7 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     """Runs and caches have a place where they can be made; a cache at a URL has a protocol that can be read."""
     train = loaded.train
     key = "dataset" if train.cache_dir is None else "cache_dir"
-    places: list[tuple[str, Place | None]] = [("output_dir", train.output_dir), (key, loaded.dataset.cache_dir)]
+    places: list[tuple[str, CacheLocation | None]] = [("output_dir", train.output_dir), (key, loaded.dataset.cache_dir)]
     if isinstance(train.cache_dir, str):
         places.append(("stream_cache_dir", train.stream_cache_dir))
     else:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from sd3_light.config import (
     BatchSize,
+    CacheLocation,
     DatasetConfig,
     DirectoryConfig,
     Fault,
     LoadedConfig,
-    Place,
     Resolution,
     TrainConfig,
     batch_size_for,
@@ -63,7 +63,7 @@ class DatasetSurvey:
 
     name: str
     path: Path
-    cache_dir: Place
+    cache_dir: CacheLocation
     samples: int
     rejects: Mapping[str, int]
     rows: tuple[BucketRow, ...]

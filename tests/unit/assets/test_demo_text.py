@@ -22,14 +22,14 @@ from sd3_light.world import (
     BACKGROUNDS,
     COLOURS,
     COUNTS,
+    OBJECT_SIZES,
     RELATIONS,
     SHAPES,
-    SIZES,
     Item,
     Scene,
-    canonical,
-    captions,
+    canonical_scene,
     draw_scene,
+    scene_captions,
 )
 
 DEMO = Path(sd3_light.__file__).parent / "assets" / "demo"
@@ -52,12 +52,14 @@ def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
 def texts() -> list[str]:
     """Every single and count scene, and every pair of looks with some relation and background, in both languages."""
     looks = list(product(SHAPES, COLOURS))
-    scenes = [Scene("single", (Item(*look, size),), None, 1, b) for look, size, b in product(looks, SIZES, BACKGROUNDS)]
+    scenes = [
+        Scene("single", (Item(*look, size),), None, 1, b) for look, size, b in product(looks, OBJECT_SIZES, BACKGROUNDS)
+    ]
     scenes += [Scene("count", (Item(*look),), None, n, b) for look, n, b in product(looks, COUNTS[1:], BACKGROUNDS)]
     for index, (one, other) in enumerate(permutations(looks, 2)):
         relation, background = RELATIONS[index % 4], tuple(BACKGROUNDS)[index // 4 % 4]
         scenes.append(Scene("pair", (Item(*one), Item(*other)), relation, 2, background))
-    return [text for scene in scenes for text in captions(scene).values()]
+    return [text for scene in scenes for text in scene_captions(scene).values()]
 
 
 def encode(name: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenizerBase]) -> tuple[torch.Tensor, ...]:
@@ -96,9 +98,9 @@ def test_every_caption_fits_and_has_one_token_a_word(
 def test_a_word_has_the_same_token_in_every_company(name: str, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     tokenizer = tokenizers[name]
     item = Item("circle", "red", "large")
-    first = {language: tokenizer(text).input_ids for language, text in captions(_single(item)).items()}
+    first = {language: tokenizer(text).input_ids for language, text in scene_captions(_single(item)).items()}
     for colour, shape in product(COLOURS, SHAPES):
-        for language, text in captions(_single(Item(shape, colour, "large"))).items():
+        for language, text in scene_captions(_single(Item(shape, colour, "large"))).items():
             changed = sum(a != b for a, b in zip(first[language], tokenizer(text).input_ids, strict=True))
             assert changed == (colour != item.colour) + (shape != item.shape), text
 
@@ -130,7 +132,10 @@ def test_outputs_have_unit_scale_and_strange_text_is_finite(
 ) -> None:
     rng = stream(3, "test-demo-text", 0, 0, 0)
     texts = [
-        text for held_out in (False, True) for _ in range(64) for text in captions(draw_scene(rng, held_out)).values()
+        text
+        for held_out in (False, True)
+        for _ in range(64)
+        for text in scene_captions(draw_scene(rng, held_out)).values()
     ]
     width = ENCODERS[name][2]
     for output in encode(name, texts, tokenizers):
@@ -143,8 +148,10 @@ def test_outputs_have_unit_scale_and_strange_text_is_finite(
 
 def test_pooled_output_tells_meaning_from_language(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     rng = stream(4, "test-demo-text", 0, 0, 0)
-    scenes = list({canonical(scene): scene for scene in (draw_scene(rng, held_out=True) for _ in range(100))}.values())
-    texts = [captions(scene)[language] for language in ("en", "zh") for scene in scenes]
+    scenes = list(
+        {canonical_scene(scene): scene for scene in (draw_scene(rng, held_out=True) for _ in range(100))}.values()
+    )
+    texts = [scene_captions(scene)[language] for language in ("en", "zh") for scene in scenes]
     pooled = torch.cat([encode(name, texts, tokenizers)[1] for name in ("text_encoder", "text_encoder_2")], dim=-1)
     english, chinese = pooled.chunk(2)
     nearest = torch.cdist(english, chinese).argmin(dim=1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault, UserError, load_config
-from sd3_light.config.report import looks_secret
+from sd3_light.config.validation import looks_secret
 
 OnlyFault = Callable[..., Fault]
 PLACE = "a path, or a URL such as s3://bucket/folder without credentials"

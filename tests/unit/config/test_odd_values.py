@@ -8,7 +8,7 @@ import tomli_w
 
 from sd3_light.config import ConfigFaults, load_config
 from sd3_light.config.base import tables
-from sd3_light.config.report import KINDS
+from sd3_light.config.validation import KINDS
 
 ODD = """
 values = [true, -1, 0, 3, 1e400, nan, 0.5, "", "x", [], [1], [[]], [["a", 1]], [[1, 2, 3]], [{}], {}, {a = 1},

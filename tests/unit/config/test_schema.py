@@ -6,9 +6,9 @@ import pytest
 
 from sd3_light.config.base import annotations, tables, words
 from sd3_light.config.docs import PAGE, render
-from sd3_light.config.report import KINDS, looks_secret
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import ALIASES, TrainConfig
+from sd3_light.config.validation import KINDS, looks_secret
 
 ROOT = Path(__file__).parents[3]
 TRAIN_KEYS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, size_from_transformer_config, size_of
+from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
 
 
 def _count(size: ModelSize, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
@@ -51,9 +51,9 @@ def test_design_sizes() -> None:
 def test_size_of_a_model_table() -> None:
     folder = Path("folder")
     pretrain = ModelConfig(diffusers_path=folder, train_type="sd3_light_pretrain")
-    assert size_of(pretrain) == SIZES["sd3_light"]
+    assert resolve_size(pretrain) == SIZES["sd3_light"]
     small = ModelConfig(diffusers_path=folder, size="sd3.5_medium", num_layers=4, qk_norm=False)
-    assert (size_of(small).num_layers, size_of(small).qk_norm) == (4, False)
-    assert size_of(small).dual_attention_layers == (0, 1, 2, 3)
+    assert (resolve_size(small).num_layers, resolve_size(small).qk_norm) == (4, False)
+    assert resolve_size(small).dual_attention_layers == (0, 1, 2, 3)
     with pytest.raises(UserError, match=r"model\.size"):
-        size_of(ModelConfig(diffusers_path=folder))
+        resolve_size(ModelConfig(diffusers_path=folder))

@@ -15,7 +15,7 @@ from sd3_light.encoders import frozen_parts
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_text_model, load_tokenizer
 from sd3_light.encoders.vae import load_vae, raw_moments
-from sd3_light.world import picture
+from sd3_light.world import draw_image
 
 CPU = torch.device("cpu")
 CAPTIONS = [
@@ -50,7 +50,7 @@ def padded(demo_parts: Path) -> Iterator[FrozenParts]:
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray[Any, Any]:
     """Seven wide pictures of the demo world, uint8 [B, H, W, 3]."""
-    return np.stack([np.asarray(picture(1 + 4 * index, seed=0)[0]) for index in range(7)])
+    return np.stack([np.asarray(draw_image(1 + 4 * index, seed=0)[0]) for index in range(7)])
 
 
 # --- captions ------------------------------------------------------------------------------------

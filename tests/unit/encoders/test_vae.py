@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from sd3_light.encoders.vae import LatentScale, convolutions_in_tf32, draw_latent, load_vae, raw_moments
-from sd3_light.world import picture
+from sd3_light.world import draw_image
 
 
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray[Any, Any]:
     """Two wide pictures of the demo world, uint8 [B, H, W, 3]."""
-    return np.stack([np.asarray(picture(index, seed=0)[0]) for index in (1, 5)])
+    return np.stack([np.asarray(draw_image(index, seed=0)[0]) for index in (1, 5)])
 
 
 def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pixels: Any) -> None:

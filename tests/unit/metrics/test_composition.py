@@ -11,14 +11,14 @@ from PIL import Image
 from sd3_light.metrics import composition
 from sd3_light.metrics.composition import DEMANDS, TABLE_COLUMNS, judge_pictures, score
 from sd3_light.sampling.generate import Request, TextPolicy
-from sd3_light.world import PICTURE_SIZES, prompts, render
+from sd3_light.world import IMAGE_SIZES, draw_prompts, render_scene
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
-PROMPTS = prompts(12, seed=3, held_out=True)
+PROMPTS = draw_prompts(12, seed=3, held_out=True)
 
 
 def drawn(size: tuple[int, int] = (64, 64)) -> list[Image.Image]:
-    return [render(prompt.scene, *size, np.random.default_rng(i)) for i, prompt in enumerate(PROMPTS)]
+    return [render_scene(prompt.scene, *size, np.random.default_rng(i)) for i, prompt in enumerate(PROMPTS)]
 
 
 def test_true_pictures_score_one_everywhere() -> None:
@@ -47,7 +47,7 @@ def test_rates_are_over_those_that_ask_and_by_kind() -> None:
 
 def test_what_nobody_asks_has_no_rate() -> None:
     counts = [prompt for prompt in PROMPTS if prompt.scene.kind == "count"]
-    images = [render(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
+    images = [render_scene(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
     result = judge_pictures(counts, images)
     row = dict(zip(TABLE_COLUMNS, result.as_table_row(), strict=True))
     assert row["relation"] == row["size"] == "–"
@@ -55,7 +55,7 @@ def test_what_nobody_asks_has_no_rate() -> None:
     assert json.loads(json.dumps(result.as_dict()))["by_kind"]["count"]["size"] is None
 
 
-@pytest.mark.parametrize("sizes", [None, PICTURE_SIZES])
+@pytest.mark.parametrize("sizes", [None, IMAGE_SIZES])
 def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
     asked: list[Request] = []
 
@@ -63,7 +63,7 @@ def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytes
         asked.extend(requests)
         assert (pipe, rest) == ("pipe", (POLICY, 5, 3.0, 4, None))
         return [
-            render(prompt.scene, request.width, request.height, np.random.default_rng(request.seed))
+            render_scene(prompt.scene, request.width, request.height, np.random.default_rng(request.seed))
             for prompt, request in zip(PROMPTS, requests, strict=True)
         ]
 

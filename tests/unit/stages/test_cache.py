@@ -24,7 +24,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.engines import Launch
-from sd3_light.journeys import only_cache
+from sd3_light.journeys import build_caches
 from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.freshness import CacheState, compare, render
 from sd3_light.stages.cache.shard_builder import ShardBuilder
@@ -708,5 +708,5 @@ def test_evaluation_sets_have_caches_of_their_own(fresh_project: Project) -> Non
 def test_a_folder_that_is_not_there_is_found_before_anything_is_encoded(fresh_project: Project) -> None:
     fresh_project.data('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
     with pytest.raises(ConfigFaults, match="nowhere"):
-        only_cache(fresh_project.load(), Launch())
+        build_caches(fresh_project.load(), Launch())
     assert not fresh_project.cache.exists()

@@ -7,15 +7,15 @@ from sd3_light.config.faults import UserError
 from sd3_light.world import (
     BACKGROUNDS,
     COLOURS,
-    KINDS,
+    OBJECT_SIZES,
     RELATIONS,
+    SCENE_KINDS,
     SHAPES,
-    SIZES,
     Item,
     Scene,
-    captions,
     draw_scene,
-    parse,
+    parse_caption,
+    scene_captions,
 )
 
 
@@ -45,7 +45,7 @@ from sd3_light.world import (
     ],
 )
 def test_the_sentences(scene: Scene, english: str, chinese: str) -> None:
-    assert captions(scene) == {"en": english, "zh": chinese}
+    assert scene_captions(scene) == {"en": english, "zh": chinese}
 
 
 def test_round_trip_of_all_singles_and_counts() -> None:
@@ -55,26 +55,26 @@ def test_round_trip_of_all_singles_and_counts() -> None:
         for colour in COLOURS
         for background in BACKGROUNDS
         for scene in (
-            *(Scene("single", (Item(shape, colour, size),), None, 1, background) for size in SIZES),
+            *(Scene("single", (Item(shape, colour, size),), None, 1, background) for size in OBJECT_SIZES),
             *(Scene("count", (Item(shape, colour),), None, count, background) for count in (2, 3, 4)),
         )
     ]
-    assert all(parse(text) == scene for scene in scenes for text in captions(scene).values())
-    assert len({text for scene in scenes for text in captions(scene).values()}) == 2 * len(scenes)
+    assert all(parse_caption(text) == scene for scene in scenes for text in scene_captions(scene).values())
+    assert len({text for scene in scenes for text in scene_captions(scene).values()}) == 2 * len(scenes)
 
 
 def test_round_trip_of_drawn_scenes() -> None:
     rng = np.random.default_rng(0)
-    scenes = [draw_scene(rng, bool(index % 2), kind) for kind in KINDS for index in range(300)]
+    scenes = [draw_scene(rng, bool(index % 2), kind) for kind in SCENE_KINDS for index in range(300)]
     assert {scene.relation for scene in scenes} == {None, *RELATIONS}
-    assert all(parse(text) == scene for scene in scenes for text in captions(scene).values())
+    assert all(parse_caption(text) == scene for scene in scenes for text in scene_captions(scene).values())
 
 
 def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
-    wanted = parse("a small red ring on a white background")
-    assert parse("  A small  red ring on a White background. ") == wanted
-    assert parse("白色背景上有一个小的红色圆环。") == wanted
-    assert parse("灰色背景上, 红色圆形在蓝色正方形的左边") == parse(
+    wanted = parse_caption("a small red ring on a white background")
+    assert parse_caption("  A small  red ring on a White background. ") == wanted
+    assert parse_caption("白色背景上有一个小的红色圆环。") == wanted
+    assert parse_caption("灰色背景上, 红色圆形在蓝色正方形的左边") == parse_caption(
         "a red circle left of a blue square on a grey background"
     )
 
@@ -93,7 +93,7 @@ def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
 )
 def test_what_is_told_about_other_sentences(caption: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse(caption)
+        parse_caption(caption)
     message = str(caught.value)
     assert told in message
     assert repr(caption) in message

@@ -9,7 +9,17 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.world import KINDS, canonical, captions, is_held_out, judge, parse, picture, prompts, write_dataset
+from sd3_light.world import (
+    SCENE_KINDS,
+    canonical_scene,
+    draw_image,
+    draw_prompts,
+    is_held_out,
+    judge,
+    parse_caption,
+    scene_captions,
+    write_dataset,
+)
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -34,8 +44,8 @@ def test_pictures_have_true_captions_on_one_side_of_the_rule(tmp_path: Path, hel
     right = []
     sizes: Counter[tuple[int, int]] = Counter()
     for name, (english, chinese) in texts.items():
-        scene = parse(english)
-        assert parse(chinese) == scene
+        scene = parse_caption(english)
+        assert parse_caption(chinese) == scene
         assert is_held_out(scene) == held_out
         image = Image.open(folder / name)
         sizes[image.size] += 1
@@ -45,8 +55,8 @@ def test_pictures_have_true_captions_on_one_side_of_the_rule(tmp_path: Path, hel
 
 
 def test_no_picture_or_prompt_of_training_is_held_out() -> None:
-    assert not any(is_held_out(picture(index, seed=0)[1]) for index in range(3000))
-    assert not any(is_held_out(prompt.scene) for prompt in prompts(1000, seed=0, held_out=False))
+    assert not any(is_held_out(draw_image(index, seed=0)[1]) for index in range(3000))
+    assert not any(is_held_out(prompt.scene) for prompt in draw_prompts(1000, seed=0, held_out=False))
 
 
 def test_an_impossible_count_is_refused(tmp_path: Path) -> None:
@@ -55,23 +65,23 @@ def test_an_impossible_count_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_are_balanced_distinct_and_repeatable() -> None:
-    drawn = prompts(120, seed=4, held_out=True, language="mixed")
-    assert drawn == prompts(120, seed=4, held_out=True, language="mixed")
-    assert Counter(prompt.scene.kind for prompt in drawn) == dict.fromkeys(KINDS, 40)
-    assert len({canonical(prompt.scene) for prompt in drawn}) == 120
-    assert all(parse(prompt.text) == prompt.scene and is_held_out(prompt.scene) for prompt in drawn)
+    drawn = draw_prompts(120, seed=4, held_out=True, language="mixed")
+    assert drawn == draw_prompts(120, seed=4, held_out=True, language="mixed")
+    assert Counter(prompt.scene.kind for prompt in drawn) == dict.fromkeys(SCENE_KINDS, 40)
+    assert len({canonical_scene(prompt.scene) for prompt in drawn}) == 120
+    assert all(parse_caption(prompt.text) == prompt.scene and is_held_out(prompt.scene) for prompt in drawn)
     chinese = Counter(prompt.scene.kind for prompt in drawn if not prompt.text.isascii())
-    assert chinese == dict.fromkeys(KINDS, 20)
+    assert chinese == dict.fromkeys(SCENE_KINDS, 20)
 
 
 def test_prompts_of_one_kind_and_language() -> None:
     for language in ("en", "zh"):
-        drawn = prompts(9, seed=0, held_out=False, kinds=["pair"], language=language)
-        assert all(p.scene.kind == "pair" and p.text == captions(p.scene)[language] for p in drawn)
+        drawn = draw_prompts(9, seed=0, held_out=False, kinds=["pair"], language=language)
+        assert all(p.scene.kind == "pair" and p.text == scene_captions(p.scene)[language] for p in drawn)
 
 
 def test_unknown_kinds_and_languages_are_refused() -> None:
     with pytest.raises(UserError, match="single, count, pair"):
-        prompts(1, seed=0, held_out=False, kinds=["triple"])
+        draw_prompts(1, seed=0, held_out=False, kinds=["triple"])
     with pytest.raises(UserError, match="en, zh, mixed"):
-        prompts(1, seed=0, held_out=False, language="fr")
+        draw_prompts(1, seed=0, held_out=False, language="fr")

@@ -10,27 +10,27 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from sd3_light.world import (
     COLOURS,
-    KINDS,
+    SCENE_KINDS,
     SHAPES,
     Item,
     Scene,
-    canonical,
+    canonical_scene,
     compare,
+    detect_scene,
     draw_scene,
     judge,
-    look,
-    render,
+    render_scene,
 )
 
-PICTURE_SIZES = [(64, 64), (80, 48), (48, 80)]
+IMAGE_SIZES = [(64, 64), (80, 48), (48, 80)]
 
 
 def _pictures(per_kind: int, kind: str, seed: int = 0) -> list[tuple[Image.Image, Scene]]:
-    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    rng = np.random.default_rng([seed, SCENE_KINDS.index(kind)])
     pictures = []
     for index in range(per_kind):
         scene = draw_scene(rng, held_out=index % 5 == 0, kind=kind)
-        pictures.append((render(scene, *PICTURE_SIZES[index % 3], rng), scene))
+        pictures.append((render_scene(scene, *IMAGE_SIZES[index % 3], rng), scene))
     return pictures
 
 
@@ -50,24 +50,24 @@ def _compressed(image: Image.Image) -> Image.Image:
     return Image.open(packed).convert("RGB")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCENE_KINDS)
 def test_true_pictures_are_read_right(kind: str) -> None:
     verdicts = [judge(image, scene) for image, scene in _pictures(510, kind)]
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.99
 
 
 @pytest.mark.parametrize("damage", [_blurred, _noisy, _compressed, lambda i: _compressed(_noisy(_blurred(i)))])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCENE_KINDS)
 def test_damaged_pictures_are_read_right(kind: str, damage: Callable[[Image.Image], Image.Image]) -> None:
     verdicts = [judge(damage(image), scene) for image, scene in _pictures(150, kind, seed=1)]
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.97
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCENE_KINDS)
 def test_captions_of_other_pictures_are_true_by_coincidence_only(kind: str) -> None:
     pictures = _pictures(300, kind, seed=2)
-    seen = [look(image) for image, _ in pictures]
-    scenes = [canonical(scene) for _, scene in pictures]
+    seen = [detect_scene(image) for image, _ in pictures]
+    scenes = [canonical_scene(scene) for _, scene in pictures]
     others = [(one, other) for one in range(300) for other in range(300) if one != other]
     coincidence = np.mean([scenes[one] == scenes[other] for one, other in others])
     judged = np.mean([compare(seen[one], scenes[other]).all for one, other in others])
@@ -80,7 +80,7 @@ def _single(shape: str = "square", colour: str = "blue", size: str = "large", ba
 
 
 def _fields(drawn: Scene, asked: Scene) -> dict[str, bool | None]:
-    verdict = judge(render(drawn, 64, 64, np.random.default_rng(0)), asked)
+    verdict = judge(render_scene(drawn, 64, 64, np.random.default_rng(0)), asked)
     return {**vars(verdict), "all": verdict.all}
 
 
@@ -132,7 +132,7 @@ def test_every_wrong_shape_is_told() -> None:
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         for size in ("small", "large"):
-            seen = look(render(_single(shape=shape, size=size), 64, 64, rng))
+            seen = detect_scene(render_scene(_single(shape=shape, size=size), 64, 64, rng))
             told = {other for other in SHAPES if compare(seen, _single(shape=other, size=size)).shape}
             assert told == {shape}
 
@@ -152,18 +152,18 @@ def test_shapes_that_are_none_of_ours_are_unknown() -> None:
         _drawn(lambda d: d.line((60, 60, 60, 190, 190, 190), fill=blue, width=40)),
     ]
     for image in images:
-        assert [(o.colour, o.shape) for o in look(image).objects] == [("blue", "unknown")]
+        assert [(o.colour, o.shape) for o in detect_scene(image).objects] == [("blue", "unknown")]
 
 
 def test_colours_and_backgrounds_that_are_none_of_ours_are_unknown() -> None:
     brown = _drawn(lambda d: d.ellipse((60, 60, 190, 190), fill=(110, 60, 30)))
-    assert [o.colour for o in look(brown).objects] == ["unknown"]
+    assert [o.colour for o in detect_scene(brown).objects] == ["unknown"]
     split = _drawn(lambda d: d.rectangle((0, 0, 127, 255), fill="black"))
-    assert look(split).background == "unknown"
+    assert detect_scene(split).background == "unknown"
 
 
 def test_empty_and_random_pictures_show_nothing() -> None:
-    blank = look(np.full((48, 80, 3), 255, dtype=np.uint8))
+    blank = detect_scene(np.full((48, 80, 3), 255, dtype=np.uint8))
     assert (blank.background, blank.objects) == ("white", ())
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
     assert not any(judge(noise, scene).all for _, scene in _pictures(20, "single"))
@@ -171,4 +171,4 @@ def test_empty_and_random_pictures_show_nothing() -> None:
 
 def test_an_array_is_read_as_the_picture_is() -> None:
     image, _ = _pictures(1, "pair")[0]
-    assert look(np.asarray(image)) == look(image)
+    assert detect_scene(np.asarray(image)) == detect_scene(image)

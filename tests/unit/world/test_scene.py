@@ -8,11 +8,11 @@ import pytest
 from sd3_light.world import (
     COLOURS,
     HELD_OUT_PAIRS,
-    KINDS,
+    SCENE_KINDS,
     SHAPES,
     Item,
     Scene,
-    canonical,
+    canonical_scene,
     draw_scene,
     is_held_out,
     num_compositions,
@@ -26,7 +26,7 @@ def test_held_out_pairs_leave_every_word_in_much_company() -> None:
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCENE_KINDS)
 def test_a_drawn_scene_is_on_its_side_of_the_rule(kind: str, held_out: bool) -> None:
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng, held_out, kind) for _ in range(500)]
@@ -36,7 +36,7 @@ def test_a_drawn_scene_is_on_its_side_of_the_rule(kind: str, held_out: bool) -> 
 def test_all_kinds_words_and_places_of_the_held_out_item_are_drawn() -> None:
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng, held_out=False) for _ in range(2000)]
-    assert {scene.kind for scene in scenes} == set(KINDS)
+    assert {scene.kind for scene in scenes} == set(SCENE_KINDS)
     looks = {(item.colour, item.shape) for scene in scenes for item in scene.items}
     assert looks == {(colour, shape) for colour in COLOURS for shape in SHAPES} - HELD_OUT_PAIRS
     pairs = [draw_scene(rng, held_out=True, kind="pair") for _ in range(200)]
@@ -54,8 +54,8 @@ def test_num_compositions_counts_equal_meanings_once() -> None:
     red, blue = Item("circle", "red"), Item("square", "blue")
     left = Scene("pair", (red, blue), "left of", 2, "white")
     right = Scene("pair", (blue, red), "right of", 2, "white")
-    assert canonical(left) == canonical(right) == left
-    assert canonical(Scene("pair", (red, blue), "right of", 2, "white")) != left
+    assert canonical_scene(left) == canonical_scene(right) == left
+    assert canonical_scene(Scene("pair", (red, blue), "right of", 2, "white")) != left
 
 
 def test_a_scene_must_make_sense() -> None:

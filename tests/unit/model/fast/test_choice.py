@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.config.cross import cross_findings
+from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
@@ -64,7 +64,7 @@ def test_what_is_demanded_in_vain_is_a_fault() -> None:
 def test_two_ways_at_once_are_findings() -> None:
     def keys(**given: Any) -> list[str]:
         given |= {"save_every_n_steps": 1}
-        return [finding.key for finding in cross_findings(table(**given), frozenset())]
+        return [finding.key for finding in run_cross_checks(table(**given), frozenset())]
 
     assert keys(fast=True, compile=True) == ["fast"]
     assert keys(activation_checkpointing="selective", compile=True) == ["activation_checkpointing"]
@@ -84,7 +84,7 @@ def test_fp8_needs_the_fast_blocks_and_a_gpu_that_knows_it() -> None:
 
 def test_fp8_beside_what_it_cannot_join_is_a_finding() -> None:
     def problems(**given: Any) -> list[str]:
-        found = list(cross_findings(table(fp8=True, save_every_n_steps=1, **given), frozenset()))
+        found = list(run_cross_checks(table(fp8=True, save_every_n_steps=1, **given), frozenset()))
         assert all(finding.key == "fp8" for finding in found)
         return [finding.problem for finding in found]
 

@@ -5,17 +5,27 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from sd3_light.world import BACKGROUNDS, COLOURS, KINDS, Item, Placed, Scene, draw_scene, layout, render
+from sd3_light.world import (
+    BACKGROUNDS,
+    COLOURS,
+    SCENE_KINDS,
+    Item,
+    PlacedObject,
+    Scene,
+    draw_scene,
+    place_objects,
+    render_scene,
+)
 
-SIZES = [(64, 64), (80, 48), (48, 80), (128, 96), (32, 48)]
+IMAGE_SHAPES = [(64, 64), (80, 48), (48, 80), (128, 96), (32, 48)]
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height"), IMAGE_SHAPES)
 def test_objects_stay_inside_and_apart(width: int, height: int) -> None:
     rng = np.random.default_rng(0)
     scale = (width * height) ** 0.5 / 64
     for index in range(200):
-        placed = layout(draw_scene(rng, held_out=False, kind=KINDS[index % 3]), width, height, rng)
+        placed = place_objects(draw_scene(rng, held_out=False, kind=SCENE_KINDS[index % 3]), width, height, rng)
         for one in placed:
             radius = one.diameter / 2 + scale
             assert radius <= one.x <= width - radius
@@ -25,26 +35,26 @@ def test_objects_stay_inside_and_apart(width: int, height: int) -> None:
             assert gap >= 2.5 * scale
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height"), IMAGE_SHAPES)
 def test_relations_are_clear(width: int, height: int) -> None:
     rng = np.random.default_rng(1)
     for _ in range(200):
         scene = draw_scene(rng, held_out=False, kind="pair")
-        first, second = layout(scene, width, height, rng)
+        first, second = place_objects(scene, width, height, rng)
         assert scene.relation is not None
         ahead, across = _offset(first, second, scene.relation)
         assert ahead > 2 * abs(across)
 
 
-def _offset(first: Placed, second: Placed, relation: str) -> tuple[float, float]:
+def _offset(first: PlacedObject, second: PlacedObject, relation: str) -> tuple[float, float]:
     dx, dy = second.x - first.x, second.y - first.y
     return {"left of": (dx, dy), "right of": (-dx, dy), "above": (dy, dx), "below": (-dy, dx)}[relation]
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height"), IMAGE_SHAPES)
 def test_a_rendering_has_its_size_and_flat_colours(width: int, height: int) -> None:
     scene = Scene("single", (Item("square", "blue", "large"),), None, 1, "pink")
-    image = render(scene, width, height, np.random.default_rng(0))
+    image = render_scene(scene, width, height, np.random.default_rng(0))
     assert (image.mode, image.size) == ("RGB", (width, height))
     assert image.getpixel((0, 0)) == BACKGROUNDS["pink"]
     assert image.getpixel((width // 2, height // 2)) == COLOURS["blue"]
@@ -52,14 +62,16 @@ def test_a_rendering_has_its_size_and_flat_colours(width: int, height: int) -> N
 
 def test_rendering_is_a_function_of_scene_size_and_generator() -> None:
     scene = draw_scene(np.random.default_rng(3), held_out=False, kind="pair")
-    first, again, moved = (render(scene, 64, 64, np.random.default_rng(seed)).tobytes() for seed in (5, 5, 6))
+    first, again, moved = (render_scene(scene, 64, 64, np.random.default_rng(seed)).tobytes() for seed in (5, 5, 6))
     assert first == again != moved
 
 
 def test_large_is_larger_than_small_at_every_size() -> None:
-    for width, height in SIZES:
+    for width, height in IMAGE_SHAPES:
         small, large = (
-            layout(Scene("single", (Item("star", "red", size),), None, 1, "white"), width, height, rng)[0].diameter
+            place_objects(Scene("single", (Item("star", "red", size),), None, 1, "white"), width, height, rng)[
+                0
+            ].diameter
             for size, rng in (("small", np.random.default_rng(0)), ("large", np.random.default_rng(1)))
         )
         assert large > 1.5 * small

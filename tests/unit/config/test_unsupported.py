@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from sd3_light.config.base import choices, tables
-from sd3_light.config.report import KINDS, check_table
-from sd3_light.config.retired import RETIRED, Retired
+from sd3_light.config.unsupported import RETIRED, Retired
+from sd3_light.config.validation import KINDS, check_table
 
 NAMES = [f"{entry.kind}:{entry.where}{'=' + entry.value if entry.value else ''}" for entry in RETIRED]
 

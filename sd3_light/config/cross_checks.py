@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import TrainConfig
-from sd3_light.config.sizes import SIZES, size_name
+from sd3_light.config.sizes import SIZES, chosen_size_name
 
 UNSHARDED_OPTIMIZERS = ("adamw8bit", "muon")
 
@@ -25,7 +25,7 @@ class Finding:
 
 def depth_of(train: TrainConfig) -> int | None:
     """Number of joint blocks; None when only the weights' folder can tell."""
-    name = size_name(train.model)
+    name = chosen_size_name(train.model)
     if train.model.num_layers is not None:
         return train.model.num_layers
     return SIZES[name].num_layers if name else None
@@ -52,10 +52,10 @@ def text_recon(train: TrainConfig) -> Iterator[Finding]:
     """The text stream can be read after the context embedder and after every block that is not its last."""
     depth, layer = depth_of(train), train.model.text_recon_target_layer
     if train.model.text_recon_gamma > 0 and depth is not None and layer > depth - 2:
-        yield Finding("model.text_recon_target_layer", **text_recon_words(depth), given=str(layer))
+        yield Finding("model.text_recon_target_layer", **text_recon_problem(depth), given=str(layer))
 
 
-def text_recon_words(depth: int) -> dict[str, str]:
+def text_recon_problem(depth: int) -> dict[str, str]:
     """Why a layer of a model of ``depth`` blocks cannot be reconstructed, and what can."""
     if depth == 1:
         problem = "the model has 1 layer, whose text is only read: there is nothing to reconstruct"
@@ -271,8 +271,23 @@ CHECKS = (
 )
 
 
-def cross_findings(train: TrainConfig, bad: frozenset[str]) -> Iterator[Finding]:
+def run_cross_checks(train: TrainConfig, bad: frozenset[str]) -> Iterator[Finding]:
     """All findings of the checks whose keys are sound."""
     for check in CHECKS:
         if not bad.intersection(check.keys):
             yield from check.run(train)
+
+
+def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
+    """Why ``world`` processes of the DeepSpeed engine cannot train so, with the remedy; None where they can."""
+    stages = config.pipeline_stages
+    if config.optimizer.type != "adamw":
+        return f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
+    if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
+        return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
+    if config.parallel != "ddp":
+        hint = "start without --deepspeed, or write zero_stage = 3 in its place"
+        return f"parallel = {config.parallel!r} is for torch's own engine; {hint}"
+    if world % stages:
+        return f"{world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
+    return None

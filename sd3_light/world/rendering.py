@@ -22,7 +22,7 @@ _SLOT_SHARE = 0.78  # the most of a slot's side that an object may take
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedObject:
     """An object with its place: centre and diameter in pixels."""
 
     item: Item
@@ -36,12 +36,12 @@ def scale_of(width: int, height: int) -> float:
     return math.sqrt(width * height) / REFERENCE_SIDE
 
 
-def render(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:
+def render_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:
     """An RGB picture of the scene; the rng moves and scales its objects a little."""
     background = BACKGROUNDS[scene.background]
     canvas = Image.new("RGB", (width * SUPERSAMPLE, height * SUPERSAMPLE), background)
     draw = ImageDraw.Draw(canvas)
-    for placed in layout(scene, width, height, rng):
+    for placed in place_objects(scene, width, height, rng):
         colour = COLOURS[placed.item.colour]
         _draw_shape(draw, placed.item.shape, placed.x, placed.y, placed.diameter, colour, background)
     return canvas.reduce(SUPERSAMPLE)
@@ -54,7 +54,7 @@ def shape_mask(shape: str, diameter: float, side: int) -> Mask:
     return np.asarray(canvas.reduce(SUPERSAMPLE), dtype=np.float32) / 255.0
 
 
-def layout(scene: Scene, width: int, height: int, rng: np.random.Generator) -> list[Placed]:
+def place_objects(scene: Scene, width: int, height: int, rng: np.random.Generator) -> list[PlacedObject]:
     """Where the objects of the scene stand: apart from one another, inside, relations clear."""
     scale = scale_of(width, height)
     placed = []
@@ -64,7 +64,7 @@ def layout(scene: Scene, width: int, height: int, rng: np.random.Generator) -> l
         diameter = min(diameter, _SLOT_SHARE * min(slot_w, slot_h))
         x = (left + right) / 2 * width + _room(slot_w, diameter, scale) * rng.uniform(-1, 1)
         y = (top + bottom) / 2 * height + _room(slot_h, diameter, scale) * rng.uniform(-1, 1)
-        placed.append(Placed(item, x, y, diameter))
+        placed.append(PlacedObject(item, x, y, diameter))
     return placed
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sd3_light.config.base import Table
-from sd3_light.config.cross import adapter_findings
+from sd3_light.config.cross_checks import adapter_findings
 from sd3_light.config.faults import Fault, UserError
-from sd3_light.config.report import check_table
 from sd3_light.config.schema_tables import AdapterConfig
+from sd3_light.config.validation import check_table
 
 Kind = TypeVar("Kind", bound=Table)
 
 
-def table_of_call(schema: type[Kind], keys: Mapping[str, Any], caller: str, table: str) -> Kind:
+def table_from_arguments(schema: type[Kind], keys: Mapping[str, Any], caller: str, table: str) -> Kind:
     """The table ``table`` with these keys; paths are taken from the working folder."""
     checked = check_table(schema, keys, kind="train", file=caller, base=Path.cwd(), table=table)
     if checked.faults:
@@ -21,9 +21,9 @@ def table_of_call(schema: type[Kind], keys: Mapping[str, Any], caller: str, tabl
     return schema.model_validate(dict(keys), context={"base": Path.cwd()})
 
 
-def adapter_of_call(keys: Mapping[str, Any], caller: str) -> AdapterConfig:
+def adapter_from_arguments(keys: Mapping[str, Any], caller: str) -> AdapterConfig:
     """`[adapter]` by the arguments of a call; what its keys say against each other is a fault too."""
-    adapter = table_of_call(AdapterConfig, keys, caller, "adapter")
+    adapter = table_from_arguments(AdapterConfig, keys, caller, "adapter")
     for one in adapter_findings(adapter):
         key = one.key.removeprefix("adapter.")
         raise UserError(str(Fault(caller, key, one.problem, one.given, one.allowed, one.hint)))
