@@ -54,11 +54,9 @@ def guarded(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except Exception as error:  # the last resort of the program: everything unknown is ours
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(at.filename).name}:{at.lineno}"
-        return _fail(
-            f"{type(error).__name__}: {error} (this is a bug in sd3-light, at {where}; --debug shows the traceback)", 1
-        )
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        bug = f"this is a bug in sd3-light (at {Path(frame.filename).name}:{frame.lineno})"
+        return _fail(f"{type(error).__name__}: {error}; {bug}; --debug shows the traceback", 1)
     return 0
 
 

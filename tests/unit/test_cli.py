@@ -199,8 +199,8 @@ def test_our_fault_is_code_1(
     for said in (verb("train", project.train_toml), train_py("--config", project.train_toml)):
         assert said.code == 1
         line = one_line(said)
-        assert line.startswith("error: RuntimeError: a wheel came off (this is a bug in sd3-light, at test_cli.py:")
-        assert line.endswith("; --debug shows the traceback)")
+        assert line.startswith("error: RuntimeError: a wheel came off; this is a bug in sd3-light (at test_cli.py:")
+        assert line.endswith("); --debug shows the traceback")
 
 
 def test_a_lost_process_is_one_line_and_says_try_again(
