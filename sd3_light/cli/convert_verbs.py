@@ -79,7 +79,7 @@ def lora_merge(
 ) -> None:
     """A full model with LoRAs added to its weights: a diffusers folder, proven as every export is."""
     prepare()
-    from sd3_light.sampling.lora import Lora
+    from sd3_light.sampling.lora_stack import Lora
     from sd3_light.stages import lora as stage
 
     echo(f"wrote and proved {stage.merged(model, list(map(Lora.parse, loras)), out, dtype)}")

@@ -75,8 +75,8 @@ def sample(
     """Draw pictures; the same prompt and seed give the picture that stock diffusers gives. Under torchrun the
     processes share the work."""
     launched = prepare()
-    from sd3_light.sampling.lora import Lora
-    from sd3_light.sampling.requests import Row, read_rows
+    from sd3_light.sampling.image_requests import Row, read_rows
+    from sd3_light.sampling.lora_stack import Lora
     from sd3_light.stages import sample as stage
 
     rows = [*map(Row, prompt or []), *(read_rows(file) if file is not None else [])]
@@ -120,7 +120,7 @@ def evaluate(
             Console().print(table)
         return
     from sd3_light.journeys import score_table
-    from sd3_light.sampling.lora import Lora
+    from sd3_light.sampling.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
     result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out, loras=loras)

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import AdapterConfig
-from sd3_light.export import adapter_reload as reload
+from sd3_light.export import adapter_proof_process as reload
 from sd3_light.export.lora_layouts import baked
+from sd3_light.export.proof import ProofError, fixed_inputs
 from sd3_light.export.single_file import transformer_from_single_file
-from sd3_light.export.verify import ProofError, fixed_inputs
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris
 from sd3_light.model.lora import LoraModule

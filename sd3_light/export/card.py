@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from sd3_light.export.spec import ExportSpec
+from sd3_light.export.export_spec import ExportSpec
 
 _CARD = """---
 {metadata}

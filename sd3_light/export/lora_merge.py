@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import is_finite
+from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_names import find_layers
 from sd3_light.export.single_parts import read_place
 from sd3_light.model.lora import LoraModule

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import FACTS, FROZEN, read_facts
-from sd3_light.export.frozen import link_parts
+from sd3_light.export.diffusers_folder import FACTS, FROZEN, read_facts
 from sd3_light.export.lora_layouts import Padding
-from sd3_light.export.real import add_pipeline
+from sd3_light.export.part_links import link_parts
+from sd3_light.export.proof import ProofError
+from sd3_light.export.real_text import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
 from sd3_light.export.single_parts import (
@@ -31,7 +32,6 @@ from sd3_light.export.single_parts import (
     weights_stem,
     without_pads,
 )
-from sd3_light.export.verify import ProofError
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import folder_size, read_json

@@ -20,8 +20,8 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.attention import real_text_mask, use_masked_attention
+from sd3_light.sampling.image_requests import Request
 from sd3_light.sampling.png import save_png
-from sd3_light.sampling.requests import Request
 from sd3_light.sampling.texts import Text, TextBatch, TextPolicy, batched, encode, no_text
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import peers_in_words, start_process_group
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.export.lora import diffusers_tensors
-from sd3_light.export.open import open_pipeline
+from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.runlog import progress
-from sd3_light.sampling.lora import Lora, add_loras
+from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
 from sd3_light.training.sd3 import InputPreparer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import LoadedConfig
-from sd3_light.export.folder import write_folder
+from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.saver import export_spec, model_config

@@ -8,18 +8,18 @@ from typing import Any, get_args
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.folder import ExportError, ExportSpec, read_facts, write_folder
-from sd3_light.export.lora import Layout, check_new_lora, read_lora, write_lora
+from sd3_light.export.diffusers_folder import ExportError, ExportSpec, read_facts, write_folder
+from sd3_light.export.lora_file import Layout, check_new_lora, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract, merge
-from sd3_light.export.open import text_policy
+from sd3_light.export.open_pipeline import text_policy
+from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
-from sd3_light.export.verify import ProofError
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import read_json
-from sd3_light.sampling.lora import Lora
+from sd3_light.sampling.lora_stack import Lora
 from sd3_light.tensor_file import DTYPES as STORED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

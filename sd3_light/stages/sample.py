@@ -21,16 +21,16 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.export.lora import diffusers_tensors
-from sd3_light.export.open import open_pipeline
+from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import write_errors
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import draw, size_fault
 from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.lora import Lora, add_loras
+from sd3_light.sampling.image_requests import Request, Row
+from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.sampling.png import FACTS, parameters, read_facts, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
-from sd3_light.sampling.requests import Request, Row
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
 from sd3_light.sampling.texts import TextPolicy
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.trained import write_trained
+from sd3_light.export.trained_file import write_trained
 from sd3_light.runlog import info, is_main_process
 from sd3_light.training.errors import as_user_error
 

@@ -26,7 +26,7 @@ from sd3_light.engines import Launch
 from sd3_light.runlog import info
 from sd3_light.sampling.generate import Request, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.prompts import encode_in_passing, read_prompt
+from sd3_light.sampling.prompt_features import encode_in_passing, read_prompt
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import Text, batched, joined, no_text
 

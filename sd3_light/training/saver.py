@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from sd3_light.checkpoint.state import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
-from sd3_light.export.folder import ExportError, ExportSpec, write_folder
+from sd3_light.export.diffusers_folder import ExportError, ExportSpec, write_folder
 from sd3_light.training.card_facts import card_facts
 
 RAW = "raw"

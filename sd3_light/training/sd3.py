@@ -13,7 +13,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.encoders.text import Allocate, TextFeatures, join_text, unpad_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
-from sd3_light.export.folder import write_folder
+from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity

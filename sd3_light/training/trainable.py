@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sd3_light.checkpoint.state import Progress
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter import AdapterSpec, write_adapter
-from sd3_light.export.trained import read_trained_adapter
+from sd3_light.export.adapter_folder import AdapterSpec, write_adapter
+from sd3_light.export.trained_file import read_trained_adapter
 from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris, narrow_frozen
 from sd3_light.model.lora import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base

@@ -139,7 +139,7 @@ def patch() -> None:
     checkpoint, bit by bit, and what it holds at its end is noted."""
     from sd3_light.checkpoint.state import track_kind
     from sd3_light.data.loader import PipelineDataLoader
-    from sd3_light.export import folder
+    from sd3_light.export import diffusers_folder as folder
     from sd3_light.stages import train
     from sd3_light.stages.train import resume
 

@@ -52,7 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
     """A cached project with one process's run of two steps to compare with."""
     project = cached_project.copy(tmp_path_factory.mktemp("launch") / "project")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="one"', "max_steps=2", "checkpoint_every_n_steps=1")
     return project
 

@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -
     text = text.replace('save_dtype = "float32"', 'save_dtype = "bfloat16"\nfreeze = ["context_embedder.*"]')
     project.train_toml.write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="trained"')
     return project
 
@@ -68,7 +68,7 @@ def test_every_layout_exports_the_same_bytes(trained: Project, tmp_path: Path, m
     """Weights, configs, scheduler, facts, card and frozen parts; by the runs and by `sd3-light export`."""
     for parallel in ("ddp", "fsdp2"):
         resume(trained, parallel, parallel)
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     trained.train('output_dir="one"', resume=Resume(resumable(trained, "one")))
     exports = {name: trained.folder / name / "exports" / checkpoint_name(STEPS) for name in ("one", "ddp", "fsdp2")}
     exports["stage"] = export.run(trained.folder / "trained", tmp_path / "stage")

@@ -221,7 +221,7 @@ def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout
 
 @pytest.mark.parametrize("source", TAKEN_UP, ids=lambda layout: layout.name)
 def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     resumed = job(trained, ONE, source=source)
     trained.train(*resumed.overrides, resume=Resume(saved(trained, source)))
     require_same_curve(trained, resumed.run, ONE)

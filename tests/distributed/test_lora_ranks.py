@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
-from sd3_light.export.lora import read_lora
+from sd3_light.export.lora_file import read_lora
 from tests.distributed.test_two_processes import torchrun
 from tests.e2e.test_lora_run import STEPS, use_adapter
 from tests.project import Project
@@ -22,7 +22,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
         cached_project.copy(tmp_path_factory.mktemp("alone") / "project"), "rank = 3\nuse_dora = true"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+        patch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
         project.train('output_dir="alone"')
     return project
 

@@ -55,6 +55,6 @@ def test_cut_weights_stop_by_file_and_go_on(project: Project) -> None:
     assert [(event["step"], event["reason"]) for event in live.log.read("stop")] == [(last, "save_quit")]
     assert_saved_by_both(project, last)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
     assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))

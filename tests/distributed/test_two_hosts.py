@@ -86,7 +86,7 @@ def shards(project: Project) -> dict[str, bytes]:
 def as_one_process(project: Project, steps: int) -> list[float]:
     """The same steps in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="alone"', f"max_steps={steps}", "checkpoint_every_n_steps=1000")
     return curve(project, "alone")
 
@@ -94,7 +94,7 @@ def as_one_process(project: Project, steps: int) -> list[float]:
 def resumed_here(project: Project, step: int) -> int:
     """The run in this process, on from its newest checkpoint to a step; the step of that checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train(f"max_steps={step}", resume=Resume())
     found: int = project.events("resume")[-1]["step"]
     return found

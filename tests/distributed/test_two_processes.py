@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
     text = text.replace("checkpoint_every_n_steps = 2", "checkpoint_every_n_steps = 5\neval_every_n_steps = 10")
     project.train_toml.write_text(text.replace("seed = 3", 'seed = 3\neval_datasets = ["eval.toml"]'))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="alone"')
     return project
 
@@ -125,7 +125,7 @@ def every_loss(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -
         mask.save(project.folder / "masks" / path.name)
     project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="alone"', *(f"{key}={value}" for key, value in LOSSES.items()))
         project.train('output_dir="plain"')
     return project
@@ -147,7 +147,7 @@ def test_every_loss_counts(every_loss: Project) -> None:
 
 
 def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     shares = {**LOSSES, "micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     every_loss.train('output_dir="accumulated"', *(f"{key}={value}" for key, value in shares.items()))
     # of losses around 1; that of the text begins at 1e-7, a difference of equal numbers that roundings reach
@@ -182,7 +182,7 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     (event,) = alone.events("resume", "halves")
     assert (event["world"], event["step"]) == (2, 5)
     assert curve(alone, "halves", 5) == pytest.approx(curve(alone, "alone", 5), rel=1e-5)
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     alone.train('output_dir="back"', resume=Resume(checkpoint(alone, 10, "halves")))
     assert curve(alone, "back", 10) == pytest.approx(curve(alone, "alone", 10), rel=1e-5)
 
@@ -200,7 +200,7 @@ def test_halves_of_the_weights_evaluate_and_draw_as_the_whole(
     text += '[[ema.track]]\nname = "wide"\npower_width = 0.1\nupdate_every = 1\n'
     text += '[sampling]\nprompts = ["a red circle", "a blue square", "a green star"]\nevery_n_steps = 3\nsteps = 2\n'
     project.train_toml.write_text(text.replace("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"'))
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     project.train('output_dir="whole"')
     torchrun(project, output_dir='"cut"', micro_batch_size_per_gpu=2, parallel='"fsdp2"')
     assert curve_of(project, "cut") == pytest.approx(curve_of(project, "whole"), rel=1e-5)

@@ -74,7 +74,7 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     """Two steps of few samples in this process; a GPU recipe's batch and workers are too large for it."""
     from sd3_light.journeys import cache_then_train
 
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})  # proven where the README runs
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # proven where the README runs
     wishes = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
     loaded = load_config(demo_folder / Path(name).name, [*wishes, "logging_steps=1"])
     done = cache_then_train(loaded, Launch())
@@ -111,8 +111,8 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     """All keys as shipped but for places, counts and what the demo's encoders need."""
     from sd3_light.journeys import cache_then_train
 
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})  # a LoRA is proven in tests/e2e
-    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # a LoRA is proven in tests/e2e
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     sets = (FOLDER / f"{name}_data.toml").read_text(encoding="utf-8")
     sides = sets.replace("[512]", "[64]").replace("[1024]", "[64]")
     (tmp_path / f"{name}_data.toml").write_text(sides, encoding="utf-8")

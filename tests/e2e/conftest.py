@@ -19,7 +19,7 @@ def one_thread() -> None:
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports without the proof's process (6 s), for tests of everything else."""
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
     """A project whose run went through 15 steps without a break, with a checkpoint after each."""
     project = cached_project.copy(tmp_path_factory.mktemp("whole") / "project")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train(f"max_steps={WHOLE_STEPS}", "checkpoint_every_n_steps=1")
     return project

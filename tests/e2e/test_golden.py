@@ -45,7 +45,7 @@ def lay_out(folder: Path) -> Path:
 def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
     """Train by the recipe: a row of `COLUMNS` for every step, and the evaluation at the end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         cache_then_train(load_config(recipe, (*OVERRIDES, f'output_dir="{run}"', *overrides)), Launch())
     events = list(read_log(recipe.parent / run / "log.jsonl"))
     steps = [event for event in events if event["event"] == "step"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import read_lora
+from sd3_light.export.lora_file import read_lora
 from sd3_light.model.lora import is_lora_name
 from sd3_light.stages import export, report
 from sd3_light.stages.train import Resume
@@ -85,7 +85,7 @@ def test_it_is_evaluated_drawn_and_reported(tuned: Project) -> None:
 
 
 def test_the_export_verb_gives_the_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
     assert same.read_bytes() == file_of(tuned).read_bytes()
     raw = export.run(tuned.run, tuned.folder / "raw", weights="raw") / file_of(tuned).name
@@ -94,7 +94,7 @@ def test_the_export_verb_gives_the_file(tuned: Project, monkeypatch: pytest.Monk
 
 def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, which belongs to step and micro-batch; and activation checkpointing changes nothing."""
-    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     where = tuned.run / "checkpoints" / checkpoint_name(2)
     wishes = ('output_dir="resumed"', "activation_checkpointing=true")
     tuned.train(*wishes, resume=Resume(where))
@@ -109,7 +109,7 @@ def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.
 def test_a_run_starts_from_an_existing_adapter(
     tuned: Project, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     start = f'rank = 4\nalpha = 2.0\ninit_from_existing = "{file_of(tuned).parent}"'
     use_adapter(project, start).train("max_steps=1", "optimizer.lr=1e-30")
     before, after = read_lora(file_of(tuned)).modules, read_lora(file_of(project, 1)).modules
@@ -132,7 +132,7 @@ def test_a_run_over_few_bits_gives_a_file_for_the_whole_model(project: Project, 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
 def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter.prove_adapter", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     use_adapter(project, f'type = "{kind}"\nrank = 4').train("max_steps=2")
     (file,) = project.run.glob("exports/step-*/adapter.safetensors")
     assert all(name.startswith("lycoris_transformer_blocks_") for name in load_file(file))
@@ -141,7 +141,7 @@ def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.M
 
 def test_freezing_by_pattern_in_full_fine_tuning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is frozen stays as the start has it, bit for bit, and is in the export with the rest."""
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     use_adapter(project)
     project.train_toml.write_text(project.train_toml.read_text().partition("[adapter]")[0])
     project.train("max_steps=1", 'freeze=["transformer_blocks.[0-2].*", "*embed*"]')

@@ -10,7 +10,7 @@ import torch
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint, read_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.export.verify import ProofError
+from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
@@ -163,7 +163,7 @@ def test_an_export_that_failed_is_made_when_the_run_is_resumed(
         raise ProofError("it does not load")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", disprove)
+        patch.setattr("sd3_light.export.diffusers_folder.prove", disprove)
         with pytest.raises(UserError, match=r"the export at step 2 failed: it does not load; .* then resume"):
             project.train(*settings("run", max_steps=2))
     assert list((project.run / "exports").iterdir()) == []

@@ -15,7 +15,7 @@ from sd3_light.checkpoint.store import read_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.flow.bands import BAND_NAMES
-from sd3_light.sampling.requests import Row
+from sd3_light.sampling.image_requests import Row
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume
 from tests.project import Project

@@ -23,7 +23,7 @@ def single(tmp_path: Path) -> Path:
 def test_a_single_file_starts_what_its_folder_starts(
     project: Project, single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     use_adapter(project, "rank = 2")
     toml = project.train_toml.read_text()
     project.train_toml.write_text(toml.partition("[adapter]")[0])

@@ -121,7 +121,7 @@ def _half_written(live: Live) -> Path | None:
 def undisturbed(soak: Soak, project: Project) -> None:
     """The reference, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train(*(f"{key}={value}" for key, value in soak.settings().items()))
 
 

@@ -13,7 +13,7 @@ from tests.project import Project
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports without the proof's process, which is of the CPU anyway."""
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def train(project: Project, name: str, dtype: str, *overrides: str) -> dict[int, float]:

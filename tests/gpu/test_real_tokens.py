@@ -47,7 +47,7 @@ def test_bf16_rounds_and_sees_no_padding_either() -> None:
 
 
 def test_a_run_on_real_tokens(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     for dtype in ("float32", "bfloat16"):
         settings = (f'output_dir="{dtype}"', f'model.transformer_dtype="{dtype}"', 'model.text_tokens="real"')
         fresh_project.train(*settings, "max_steps=3")

@@ -10,7 +10,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.files import sweep_files
 from sd3_light.runlog import info
-from sd3_light.sampling.prompts import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
+from sd3_light.sampling.prompt_features import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.freshness import CacheState
 
 _POLL_SECONDS = 0.2

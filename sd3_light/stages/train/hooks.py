@@ -15,8 +15,8 @@ from sd3_light.checkpoint.state import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import Piece
-from sd3_light.export.folder import ExportError
-from sd3_light.export.verify import ProofError
+from sd3_light.export.diffusers_folder import ExportError
+from sd3_light.export.proof import ProofError
 from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from sd3_light.config import SIZES
 from sd3_light.export.card import model_card
-from sd3_light.export.spec import ExportSpec
+from sd3_light.export.export_spec import ExportSpec
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}

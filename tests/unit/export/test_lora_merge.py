@@ -12,7 +12,7 @@ from torch import Tensor
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import write_lora
+from sd3_light.export.lora_file import write_lora
 from sd3_light.export.lora_merge import denoiser_state, extract, merge
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.lora import LoraModule, lora_modules

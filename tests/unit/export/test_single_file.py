@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelSize, UserError
 from sd3_light.export import single_file
+from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import read_single_file, transformer_from_single_file, write_single_file
 from sd3_light.export.single_names import deduced_config, denoiser_rules, fused, vae_name
 from sd3_light.export.single_parts import promised_shapes
-from sd3_light.export.verify import ProofError
 from sd3_light.tensor_file import zeros
 
 TINY = replace(SIZES["tiny2"], pos_embed_max_size=8)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from sd3_light.cli import app
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import write_lora
+from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora import LoraModule
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")

@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
-from sd3_light.sampling.prompts import FOLDER, prompt_file, read_prompt
+from sd3_light.sampling.prompt_features import FOLDER, prompt_file, read_prompt
 from sd3_light.stages import cache, train
 from sd3_light.stages.cache import cached_prompts as stage_prompts
 from tests.project import Project
@@ -194,7 +194,7 @@ def test_a_run_draws_its_grids_without_a_text_encoder(
     keys = (*sampling(*PROMPTS), "sampling.steps=2", "max_steps=2", "checkpoint_every_n_steps=2")
     project.build_cache(*keys)
     request.getfixturevalue("no_encoders")
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     train.run(project.load(*keys))
     (event,) = project.events("sample")
     assert (project.run / event["file"]).is_file()

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from sd3_light.cli import app
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import diffusers_tensors, write_lora
+from sd3_light.export.lora_file import diffusers_tensors, write_lora
 from sd3_light.model.lora import LoraModule
 from sd3_light.sampling.generate import Request, generate
-from sd3_light.sampling.lora import Lora, add_loras
+from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.sampling.texts import TextPolicy
 
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
@@ -71,7 +71,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof takes seconds and has its own tests."""
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def make_lora(model: Path, file: Path, seed: int = 1, layers: Sequence[str] = LAYERS) -> Path:

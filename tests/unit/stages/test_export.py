@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> T
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the proof's process: it belongs to sd3_light/export."""
-    monkeypatch.setattr("sd3_light.export.folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def exported(folder: Path) -> tuple[Tensor, dict[str, Any]]:

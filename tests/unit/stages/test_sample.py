@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.sampling.lora import Lora
-from sd3_light.sampling.requests import Row, read_rows
+from sd3_light.sampling.image_requests import Row, read_rows
+from sd3_light.sampling.lora_stack import Lora
 from sd3_light.stages import sample
 from sd3_light.stages.sample import Wishes, deal
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import METADATA, from_peft, read_lora, write_lora
+from sd3_light.export.lora_file import METADATA, from_peft, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.lora import LoraModule, add_lora, load_lora, lora_modules, lora_state, merge_lora
@@ -500,7 +500,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, m
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sd3_light.export.lora.save_file", full)
+    monkeypatch.setattr("sd3_light.export.lora_file.save_file", full)
     with pytest.raises(UserError, match=r"cannot write .*other\.safetensors: No space"):
         write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter import Modules, adapter_facts, read_adapter
-from sd3_light.export.lora import METADATA, from_peft, write_lora
+from sd3_light.export.adapter_folder import Modules, adapter_facts, read_adapter
+from sd3_light.export.lora_file import METADATA, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
-from sd3_light.export.lycoris import write_lycoris
+from sd3_light.export.lycoris_file import write_lycoris
 from sd3_light.files import atomic_file
 from sd3_light.model.adapter import lycoris_modules
 from sd3_light.model.lora import ADAPTER, LoraModule, lora_scale

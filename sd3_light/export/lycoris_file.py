@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora import METADATA
+from sd3_light.export.lora_file import METADATA
 from sd3_light.files import atomic_file
 from sd3_light.model.adapter import LycorisModule
 

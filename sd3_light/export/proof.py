@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.encoders.vae import load_vae
-from sd3_light.export import reload
-from sd3_light.export.spec import ExportSpec
+from sd3_light.export import proof_process as reload
+from sd3_light.export.export_spec import ExportSpec
 from sd3_light.model.attention import real_text_mask, use_masked_attention
 from sd3_light.model.folder import missing_parts
 from sd3_light.sampling.scheduler import flow_scheduler

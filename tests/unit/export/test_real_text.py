@@ -14,12 +14,12 @@ from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 
 from sd3_light.config import SIZES
-from sd3_light.export import folder as folder_module
+from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import real_pipeline
-from sd3_light.export.folder import ExportSpec, write_folder
-from sd3_light.export.open import open_pipeline
+from sd3_light.export.diffusers_folder import ExportSpec, write_folder
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.export.proof import ProofError, prove
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
-from sd3_light.export.verify import ProofError, prove
 from sd3_light.model.attention import MaskedJointAttention, real_text_mask
 from sd3_light.model.initial import new_transformer
 from sd3_light.sampling.generate import Request, TextPolicy, generate

@@ -13,10 +13,10 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.card import model_card
-from sd3_light.export.frozen import link_parts
-from sd3_light.export.real import add_pipeline
-from sd3_light.export.spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportSpec
-from sd3_light.export.verify import prove
+from sd3_light.export.export_spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportSpec
+from sd3_light.export.part_links import link_parts
+from sd3_light.export.proof import prove
+from sd3_light.export.real_text import add_pipeline
 from sd3_light.files import new_folder
 from sd3_light.model.folder import missing_parts
 from sd3_light.model.start import read_json

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
-from sd3_light.export import adapter as export_adapter
-from sd3_light.export.adapter import AdapterSpec, adapter_modules, read_adapter, write_adapter
-from sd3_light.export.spec import ExportError
-from sd3_light.export.verify import ProofError
+from sd3_light.export import adapter_folder as export_adapter
+from sd3_light.export.adapter_folder import AdapterSpec, adapter_modules, read_adapter, write_adapter
+from sd3_light.export.export_spec import ExportError
+from sd3_light.export.proof import ProofError
 from sd3_light.model.adapter import LycorisModule, add_adapter, is_adapter_name
 from sd3_light.model.initial import new_transformer
 

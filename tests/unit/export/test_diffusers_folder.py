@@ -18,11 +18,14 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export import folder as folder_module
-from sd3_light.export import frozen, real_pipeline, reload, verify
-from sd3_light.export.folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
-from sd3_light.export.open import open_pipeline
-from sd3_light.export.verify import ProofError, prove, weights_digest
+from sd3_light.export import diffusers_folder as folder_module
+from sd3_light.export import part_links as frozen
+from sd3_light.export import proof as verify
+from sd3_light.export import proof_process as reload
+from sd3_light.export import real_pipeline
+from sd3_light.export.diffusers_folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.export.proof import ProofError, prove, weights_digest
 from sd3_light.model.initial import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.saver import model_spec

@@ -13,10 +13,10 @@ from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_card import adapter_card, base_name
 from sd3_light.export.adapter_proof import prove_adapter
-from sd3_light.export.folder import write_json
-from sd3_light.export.lora import from_peft, read_lora, write_lora
-from sd3_light.export.lycoris import read_lycoris, write_lycoris
-from sd3_light.export.spec import FACTS, ExportError
+from sd3_light.export.diffusers_folder import write_json
+from sd3_light.export.export_spec import FACTS, ExportError
+from sd3_light.export.lora_file import from_peft, read_lora, write_lora
+from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.files import new_folder
 from sd3_light.model.adapter import LycorisModule, lycoris_modules
 from sd3_light.model.lora import LoraModule
