@@ -24,7 +24,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from sd3_light.assets import DEMO
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import write_checkpoint
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.model.initial import new_transformer

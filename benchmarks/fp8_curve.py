@@ -45,7 +45,7 @@ from sd3_light.encoders.text import (
 )
 from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
-from sd3_light.model.fast.block import How
+from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import unpatchify
@@ -207,7 +207,7 @@ def train(args: argparse.Namespace, scale: Scale, device: torch.device) -> None:
     data = Data(scale, **{name: part.to(device) for name, part in load_file(args.data).items()})
     transformer = new_transformer(scale.size.transformer_config(), 0).to(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    how = How(products="fp8" if args.products == "fp8" else "plain", fast_sums=not args.exact_sums)
+    how = BlockOptions(products="fp8" if args.products == "fp8" else "plain", fast_sums=not args.exact_sums)
     plain = FastDenoiser(transformer, dtype)
     own = FastDenoiser(transformer, dtype, how) if args.products == "fp8" else plain
     update = optimizer_of(list(transformer.parameters()))

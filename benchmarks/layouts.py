@@ -14,7 +14,7 @@ from pathlib import Path
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
 from sd3_light.model.cost import Tokens, image_tokens
-from sd3_light.model.fast.choice import config_obstacle
+from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.memory import GIB, Case, gpu_memory
 
 GPUS = 8
@@ -55,7 +55,7 @@ def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Case:
         batch,
         ema_tracks=1,
         checkpointing=True,
-        fast=config_obstacle(config, size, GPUS, zero is not None) is None,
+        fast=why_stock_by_config(config, size, GPUS, zero is not None) is None,
         accumulation=4 * stages if stages > 1 else 1,
         world=GPUS,
         parallel=parallel,

@@ -26,7 +26,7 @@ import torch
 from step_loops import Batch, Row, Step, batches, flops, make_step
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast.block import How
+from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.peaks import peak_flops
 
 GIB = 1 << 30
@@ -46,10 +46,10 @@ def _rows() -> dict[str, Row]:
         "fast-64": replace(ours, batch=64),
         "fast-128": ours,
         "fast-192": replace(ours, batch=192),
-        "fast-128-flash": replace(ours, how=How("flash")),
+        "fast-128-flash": replace(ours, how=BlockOptions("flash")),
         "fast-128-real": replace(ours, text="real"),
         "fast-256-real": replace(ours, batch=256, text="real"),
-        "fast-128-bf16-gradients": replace(ours, how=How(float32_gradients=False)),
+        "fast-128-bf16-gradients": replace(ours, how=BlockOptions(float32_gradients=False)),
         "fast-128-clip-apart": replace(ours, optimizer="fused"),
         "fast-128-buckets": replace(ours, sides=BUCKETS),
         "fast-128-real-buckets": replace(ours, sides=BUCKETS, text="real"),
@@ -62,23 +62,23 @@ def _rows() -> dict[str, Row]:
         "fast-128-graph": replace(ours, step="graph"),
         "fast-128-in-backward": replace(ours, optimizer="in backward"),
         # less is kept for the backward pass
-        "fast-128-selective": replace(ours, how=How(keep="products")),
-        "fast-128-again": replace(ours, how=How(keep="inputs")),
-        "fast-256-selective": replace(ours, batch=256, how=How(keep="products")),
-        "fast-512-again": replace(ours, batch=512, how=How(keep="inputs")),
+        "fast-128-selective": replace(ours, how=BlockOptions(keep="products")),
+        "fast-128-again": replace(ours, how=BlockOptions(keep="inputs")),
+        "fast-256-selective": replace(ours, batch=256, how=BlockOptions(keep="products")),
+        "fast-512-again": replace(ours, batch=512, how=BlockOptions(keep="inputs")),
         # products of rows with weights in 8 bits
-        "fast-64-fp8": replace(ours, batch=64, how=How(products="fp8")),
-        "fast-128-fp8": replace(ours, how=How(products="fp8")),
-        "fast-128-fp8-exact-sums": replace(ours, how=How(products="fp8", fast_sums=False)),
-        "fast-128-fp8-selective": replace(ours, how=How(keep="products", products="fp8")),
-        "fast-256-real-fp8": replace(ours, batch=256, text="real", how=How(products="fp8")),
+        "fast-64-fp8": replace(ours, batch=64, how=BlockOptions(products="fp8")),
+        "fast-128-fp8": replace(ours, how=BlockOptions(products="fp8")),
+        "fast-128-fp8-exact-sums": replace(ours, how=BlockOptions(products="fp8", fast_sums=False)),
+        "fast-128-fp8-selective": replace(ours, how=BlockOptions(keep="products", products="fp8")),
+        "fast-256-real-fp8": replace(ours, batch=256, text="real", how=BlockOptions(products="fp8")),
         # about the largest micro-batches that 139 GiB hold
         "plain-112-most": replace(plain, batch=112, **most),
         "plain-120-most": replace(plain, batch=120, **most),
-        "plain-960-again-most": replace(plain, batch=960, how=How(keep="inputs"), **most),
+        "plain-960-again-most": replace(plain, batch=960, how=BlockOptions(keep="inputs"), **most),
         "fast-208-most": replace(ours, batch=208, **most),
-        "fast-336-selective-most": replace(ours, batch=336, how=How(keep="products"), **most),
-        "fast-1024-again-most": replace(ours, batch=1024, how=How(keep="inputs"), **most),
+        "fast-336-selective-most": replace(ours, batch=336, how=BlockOptions(keep="products"), **most),
+        "fast-1024-again-most": replace(ours, batch=1024, how=BlockOptions(keep="inputs"), **most),
     }
 
 

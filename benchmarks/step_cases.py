@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight
-from sd3_light.model.fast.rows import Plan, Rows
+from sd3_light.model.fast.row_plan import Plan, Rows
 
 WIDTH, HEADS, UNITS = 1536, 24, 64
 NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15

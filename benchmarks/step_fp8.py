@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast.fp8 import E4M3, Eight, multiply
-from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.fast.row_plan import Plan, make_plan
 
 LAYERS = (("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1))
 

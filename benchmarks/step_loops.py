@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sd3_light.config import ModelSize
 from sd3_light.flow.objective import flow_loss
 from sd3_light.model.cost import image_tokens, step_flops
-from sd3_light.model.fast.block import How
+from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import compile_blocks, unpatchify
 
@@ -33,7 +33,7 @@ class Row:
     optimizer: str = "folded"
     size: str = "sd3_light"
     qk_norm: bool = True
-    how: How = field(default_factory=How)
+    how: BlockOptions = field(default_factory=BlockOptions)
     batches: int = NUM_BATCHES
     steps: int | None = None
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from sd3_light.config import SIZES
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import Eight
-from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.fast.row_plan import Plan, make_plan
 
 
 def captions(count: int) -> list[int]:
@@ -225,7 +225,7 @@ def products(batch: int, device: torch.device) -> dict[str, Any]:
 
 def attention(batch: int, device: torch.device) -> dict[str, Any]:
     """Milliseconds of one block's attention, forward, and forward with backward."""
-    from sd3_light.model.fast.attention import attend
+    from sd3_light.model.fast.sample_attention import attend
 
     listed = attempt("flash implementations", lambda: torch.nn.attention.list_flash_attention_impls())
     print(f"flash implementations: {listed}", flush=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sd3_light.assets import DEMO
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, deepspeed

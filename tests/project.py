@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch and diffusers are imported only by the tests that need them
-    from sd3_light.checkpoint.state import Progress
+    from sd3_light.checkpoint.progress import Progress
     from sd3_light.config import LoadedConfig
     from sd3_light.stages.cache import CacheReport
     from sd3_light.stages.train import Resume

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sd3_light.checkpoint.host import HostCopies, room
+from sd3_light.checkpoint.host_buffers import HostBuffers, room
 from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, start_fresh, temporary_folder, write_part
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 _MESSAGE_BYTES = 1024
 _ROOM = "room in host memory"
 
 
 @dataclass(frozen=True)
-class Done:
+class JobResult:
     """A job that ended: what it returned or raised, and how long it took."""
 
     name: str
@@ -32,7 +32,7 @@ class Done:
     seconds: float
 
 
-class Background:
+class BackgroundWorker:
     """One thread, called ``name``, that does jobs in the order in which they were given.
 
     A process that ends without `close` does not wait for them: after a fault the other ranks may be gone, and a job
@@ -41,7 +41,7 @@ class Background:
 
     def __init__(self, name: str = "background") -> None:
         self._jobs: queue.Queue[tuple[str, Callable[[], Any]] | None] = queue.Queue()
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -54,7 +54,7 @@ class Background:
         """Whether `poll` has something to give."""
         return not self._done.empty()
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[JobResult]:
         """The jobs that ended since the last time, without waiting."""
         found = []
         while self.has_news():
@@ -66,7 +66,7 @@ class Background:
         with self._jobs.all_tasks_done:
             return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
 
-    def wait(self) -> list[Done]:
+    def wait(self) -> list[JobResult]:
         """Wait until no job is left; those that ended since the last time."""
         self._jobs.join()
         return self.poll()
@@ -86,13 +86,13 @@ class Background:
                 result = job()
             except BaseException as error:  # not dropped: the caller's thread gets it
                 fault = error
-            self._done.put(Done(name, result, fault, time.perf_counter() - started))
+            self._done.put(JobResult(name, result, fault, time.perf_counter() - started))
             del given, job, result, fault  # what they hold is large, and the next one may be hours away
             self._jobs.task_done()
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint that is in place: its size, the seconds in the background, the seconds that training stood still.
 
     ``warning`` is one line where older ones could not be deleted.
@@ -108,7 +108,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Failed:
+class CheckpointFailed:
     """A checkpoint that could not be written; ``reason`` is one line that names the rank. Earlier ones are intact."""
 
     step: int
@@ -137,18 +137,18 @@ class CheckpointKeeper:
         self.folder, self.rank, self.writers, self.keep_last = folder, rank, writers, keep_last
         self._group, self._members = group, 1 if group is None else dist.get_world_size(group)
         assert rank >= writers or writers <= self._members, "writers cannot agree without a group"
-        self._copies = HostCopies()
-        self._background = Background("checkpoints")
-        self._ended: list[Done] = []
+        self._copies = HostBuffers()
+        self._background = BackgroundWorker("checkpoints")
+        self._ended: list[JobResult] = []
 
-    def prepare(self, pieces: Iterable[Piece]) -> None:
+    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
         """Make pinned room for copies of these pieces in the background, so that the first save need not."""
         held = list(pieces)
         if self.rank < self.writers and any(piece.values.is_cuda for piece in held):
             nbytes = room(held)
             self._background.submit(_ROOM, lambda: self._copies.reserve(nbytes))
 
-    def save(self, step: int, pieces: Iterable[Piece], facts: Mapping[str, Any]) -> float:
+    def save(self, step: int, pieces: Iterable[TensorPiece], facts: Mapping[str, Any]) -> float:
         """Copy the pieces and begin to write them; the seconds that this took, an earlier save's end included."""
         if self.rank >= self._members:
             return 0.0
@@ -168,11 +168,11 @@ class CheckpointKeeper:
         """Whether `poll` has something to tell."""
         return bool(self._ended) or self._background.has_news()
 
-    def poll(self) -> list[Saved | Failed]:
+    def poll(self) -> list[CheckpointSaved | CheckpointFailed]:
         """What ended since the last time, without waiting."""
         return self._take(self._background.poll())
 
-    def wait(self) -> list[Saved | Failed]:
+    def wait(self) -> list[CheckpointSaved | CheckpointFailed]:
         """Wait for what is being written; what ended since the last time."""
         return self._take(self._background.wait())
 
@@ -180,14 +180,16 @@ class CheckpointKeeper:
         """Wait for what is being written and end the thread; `poll` still tells of it."""
         self._background.close()
 
-    def _take(self, done: list[Done]) -> list[Saved | Failed]:
+    def _take(self, done: list[JobResult]) -> list[CheckpointSaved | CheckpointFailed]:
         ended, self._ended = self._ended + done, []
         for one in ended:
             if one.error is not None:
                 raise one.error
         return [one.result for one in ended if one.name != _ROOM]
 
-    def _write(self, step: int, pieces: list[Piece], facts: dict[str, Any], stall: float) -> Saved | Failed:
+    def _write(
+        self, step: int, pieces: list[TensorPiece], facts: dict[str, Any], stall: float
+    ) -> CheckpointSaved | CheckpointFailed:
         """In the thread. Nobody writes before leftovers are gone, and nobody commits before all have written."""
         started = time.perf_counter()
         temporary = temporary_folder(self.folder, step)
@@ -199,9 +201,9 @@ class CheckpointKeeper:
         except _SaveFailed as failure:
             # all have stopped writing; each clears up, for the folder may prove not to be shared
             shutil.rmtree(temporary, ignore_errors=True)
-            return Failed(step, facts, str(failure), time.perf_counter() - started, stall)
+            return CheckpointFailed(step, facts, str(failure), time.perf_counter() - started, stall)
         path, size = self.folder / checkpoint_name(step), sum(map(int, sizes[: self.writers]))
-        return Saved(step, facts, path, size, time.perf_counter() - started, stall, warning)
+        return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 
     def _commit(self, step: int, facts: dict[str, Any]) -> str:
         path = commit(self.folder, step, range(self.writers), facts)

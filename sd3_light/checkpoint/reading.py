@@ -12,7 +12,7 @@ from torch import Tensor
 from sd3_light.checkpoint.index import Index, Range, damaged, read_index, wrong_size
 from sd3_light.checkpoint.ranges import DTYPES, read_offsets, read_range
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 
 def open_checkpoint(path: Path) -> "Checkpoint":
@@ -73,7 +73,7 @@ class Checkpoint:
         return found
 
     @torch.no_grad()
-    def load_into(self, pieces: Iterable[Piece]) -> None:
+    def load_into(self, pieces: Iterable[TensorPiece]) -> None:
         """Copy into the pieces' live memory, of their device and dtype; replicas are filled like any other piece."""
         for piece in pieces:
             self._require(piece.name)

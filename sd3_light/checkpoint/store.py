@@ -23,7 +23,7 @@ from sd3_light.checkpoint.index import INDEX, Index, Range, entries, incomplete,
 from sd3_light.checkpoint.ranges import DTYPE_NAMES, write_ranges
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
 
 __all__ = [
@@ -71,7 +71,7 @@ def start_fresh(temporary: Path) -> None:
     temporary.mkdir(parents=True, exist_ok=True)
 
 
-def write_part(temporary: Path, rank: int, pieces: Iterable[Piece]) -> int:
+def write_part(temporary: Path, rank: int, pieces: Iterable[TensorPiece]) -> int:
     """Write the pieces that this rank writes, and a note of them for `commit`; the file's size in bytes.
 
     Both are on the disk when it returns. Ranks may do so at once.
@@ -95,14 +95,14 @@ def _part_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _cut(piece: Piece) -> Iterator[Piece]:
+def _cut(piece: TensorPiece) -> Iterator[TensorPiece]:
     """Ranges of bounded length; of an empty piece only that of an empty tensor, which must be somewhere."""
     if not len(piece.values):
         if 0 in piece.shape:
             yield piece
         return
     for at in range(0, len(piece.values), RANGE_ELEMENTS):
-        yield Piece(piece.name, piece.values[at : at + RANGE_ELEMENTS], piece.start + at, piece.shape)
+        yield TensorPiece(piece.name, piece.values[at : at + RANGE_ELEMENTS], piece.start + at, piece.shape)
 
 
 def commit(folder: Path, step: int, ranks: Sequence[int], facts: Mapping[str, Any]) -> Path:
@@ -268,7 +268,9 @@ def remove(path: Path) -> None:
 def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
     """A checkpoint of one process's tensors, by ``KIND/NAME``. The result is whole or not there."""
     temporary = temporary_folder(folder, step)
-    pieces = [Piece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    pieces = [
+        TensorPiece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
     try:
         start_fresh(temporary)
         write_part(temporary, 0, pieces)

@@ -71,9 +71,9 @@ def _fail(text: str, code: int) -> int:
         traceback.print_exc()
     Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
     if "torch.distributed" in sys.modules:
-        from sd3_light.engines.processes import abandon
+        from sd3_light.engines.processes import abort_process_group
 
-        abandon()
+        abort_process_group()
     return code
 
 

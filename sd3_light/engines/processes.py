@@ -32,7 +32,7 @@ _OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """Groups that talk through host memory (gloo): ``control`` of all ranks for the main thread, ``saving`` and
     ``snapshots`` of the first ``writers`` ranks, which write, each for a thread of its own. None where there is nobody
     to talk to."""
@@ -54,7 +54,7 @@ class Groups:
             if not busy:
                 return
 
-    def by_first(self, is_first: bool, decide: Callable[[], str | None]) -> str | None:
+    def decide_on_rank_0(self, is_first: bool, decide: Callable[[], str | None]) -> str | None:
         """What rank 0 decides, on all ranks; a fault of the user that it meets is raised on all of them."""
         decision: list[str | None] = [None, None]
         if is_first:
@@ -69,19 +69,21 @@ class Groups:
         return decision[0]
 
 
-def start_process_group(launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False) -> Groups:
+def start_process_group(
+    launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False
+) -> ProcessGroups:
     """Join the other processes; made after the cache stage, which needs none (law 9).
 
     Whoever does not come within ``timeout_sec`` is a fault of the user in one line. Where each holds something of its
     own, they ``all_write``; otherwise the processes of the first machine share the writing of what is equal on all.
     """
     if launch.world == 1:
-        return Groups()
-    with _meeting(launch, timeout_sec):
+        return ProcessGroups()
+    with _rendezvous_errors(launch, timeout_sec):
         return _join(launch, device, timedelta(seconds=timeout_sec), all_write)
 
 
-def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> Groups:
+def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> ProcessGroups:
     _allow_sockets(launch.world)
     open_default_group(device, timeout=timeout, device_id=device if device.type == "cuda" else None)
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -89,10 +91,10 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: b
     dist.broadcast(first_machine, 0, control)
     writers = launch.world if all_write else int(first_machine)
     if writers == 1:
-        return Groups(control)
+        return ProcessGroups(control)
     ranks = list(range(writers))
     saving, snapshots = (dist.new_group(ranks, backend="gloo", timeout=_SAVING_TIMEOUT) for _ in range(2))
-    return Groups(control, saving, snapshots, writers)
+    return ProcessGroups(control, saving, snapshots, writers)
 
 
 def open_default_group(device: torch.device, **options: Any) -> None:
@@ -107,19 +109,19 @@ def open_default_group(device: torch.device, **options: Any) -> None:
 
 def _leave() -> None:
     if hasattr(sys, "last_value"):  # a script's own error ends it
-        abandon()
+        abort_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
 
 
-def abandon() -> None:
+def abort_process_group() -> None:
     """Leave the group without a word to the others, who may be dead or in the middle of something: after a fault."""
     atexit.unregister(_leave)
     if dist.is_initialized() and dist.get_backend() == "nccl":
         c10d._abort_process_group()
 
 
-def share_patience(groups: Groups, timeout_sec: float) -> None:
+def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
     """Let groups that a library has made for itself wait no longer than ours, those for saving apart.
 
     DeepSpeed gives its own no time, so they would have torch's: half an hour with gloo.
@@ -146,7 +148,7 @@ def _allow_sockets(world: int) -> None:
 
 
 @contextmanager
-def _meeting(launch: Launch, timeout_sec: float) -> Iterator[None]:
+def _rendezvous_errors(launch: Launch, timeout_sec: float) -> Iterator[None]:
     """What goes wrong while processes look for each other, in one line that names where they meet."""
     try:
         yield
@@ -194,7 +196,7 @@ def _in_short(error: Exception) -> str:
     return re.split(r"\. (?:This is|The client socket has failed to connect to \S+:\d)", text)[0].rstrip(". ")
 
 
-class Agreement:
+class SharedFlags:
     """What any rank wishes, told to all of them a call later, so that nobody waits for the answer.
 
     With one process the answer is its own wish at once. All ranks ask equally often.
@@ -205,7 +207,7 @@ class Agreement:
         self._wishes = wishes
         self._sent: tuple[Tensor, dist.Work] | None = None
 
-    def ask(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+    def exchange(self, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which of the wishes some rank had at the call before (with one process: at this one)."""
         assert len(wishes) == self._wishes
         if self.group is None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sd3_light.flow.bands import NUM_BANDS
 
-Prepared = tuple[tuple[Any, ...], tuple[Any, ...]]
-Steps = Generator[Sequence[Prepared], None, None]
+MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
+StepStream = Generator[Sequence[MicroBatch], None, None]
 """The micro-batches of one optimizer step after another; closing it lets go of who makes them."""
 
 
@@ -65,7 +65,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A flat part of one tensor of the run that this rank holds.
 
     ``values`` is a 1-D view of live memory: elements ``start`` to ``start + len(values)`` of a tensor of ``shape``. Of
@@ -82,14 +82,14 @@ class Piece:
 class Engine(Protocol):
     """Runs steps; shows what it holds of weights and optimizer state by canonical names.
 
-    ``writers`` is how many ranks, from 0 on, write their pieces of a checkpoint. ``in_turn`` says that micro-batches of
-    a step are asked for one after another, each done with before the next but one: two may be on the device.
+    Ranks 0 to ``writers`` - 1 write their pieces of a checkpoint. ``sequential_micro_batches``: the engine takes a
+    step's micro-batches one after another and needs at most two of them on the device at a time.
     """
 
     rank: int
     world: int
     writers: int
-    in_turn: bool
+    sequential_micro_batches: bool
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -99,10 +99,10 @@ class Engine(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shape of every trainable weight of the model, whichever rank holds it."""
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """One optimizer step over equal micro-batches."""
 
-    def evaluate(self, batch: Prepared) -> Tensor:
+    def evaluate(self, batch: MicroBatch) -> Tensor:
         """[sum of the samples' flow losses, number of samples] of this rank's micro-batch; nothing is learned."""
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -111,10 +111,10 @@ class Engine(Protocol):
     def weight_norm(self) -> float:
         """The norm over all trainable weights."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """This rank's part of weights and optimizer state; copying into them loads."""
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do, such as an average of them."""
 
     def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

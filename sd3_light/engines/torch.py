@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
-from sd3_light.engines.ahead import moved
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.layouts import Layout, Replicas, Shards
-from sd3_light.engines.protocol import Piece, Prepared, StepResult
-from sd3_light.engines.shares import share_out
+from sd3_light.engines.prefetch import to_device
+from sd3_light.engines.protocol import MicroBatch, StepResult, TensorPiece
+from sd3_light.engines.writers import assign_writers
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
@@ -29,7 +29,7 @@ class TorchEngine:
     processes write their shares of a checkpoint.
     """
 
-    in_turn = True
+    sequential_micro_batches = True
 
     def __init__(
         self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
@@ -69,7 +69,7 @@ class TorchEngine:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
         self.optimizer.set_rate(lr)
         for weight in self._parameters.values():
@@ -78,7 +78,7 @@ class TorchEngine:
         names: tuple[str, ...] = ()
         shapes = set()
         for number, prepared in enumerate(batches):
-            features, label = moved(prepared, self.device)
+            features, label = to_device(prepared, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
@@ -114,9 +114,9 @@ class TorchEngine:
         return float(self._norm(list(self._weights.values())))
 
     @torch.no_grad()
-    def evaluate(self, batch: Prepared) -> Tensor:
+    def evaluate(self, batch: MicroBatch) -> Tensor:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
-        features, label = moved(batch, self.device)
+        features, label = to_device(batch, self.device)
         each = self.module(features, label)["each"].double()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
         return torch.stack([(each * weight).sum(), weight.sum()])
@@ -124,7 +124,7 @@ class TorchEngine:
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(moved((features, ()), self.device)[0])
+        velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class TorchEngine:
 
     # --- state ---------------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
         yield from self.like_weights(WEIGHTS, self._weights)
         self.optimizer.prepare_state()
@@ -145,9 +145,9 @@ class TorchEngine:
                     yield self._piece(f"{kind}/{name}", self.layout.held(value), writer, weight)
                 else:  # a count or a table of its own: every process has it whole
                     shape = tuple(value.shape)
-                    yield Piece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
+                    yield TensorPiece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do."""
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             yield self._piece(f"{kind}/{name}", held[name], writer, weight)
@@ -155,11 +155,13 @@ class TorchEngine:
     @cached_property
     def _writer_of(self) -> list[int]:
         """Of each weight who writes what all processes have alike."""
-        return share_out([weight.numel() for weight in self._parameters.values()], self.writers)
+        return assign_writers([weight.numel() for weight in self._parameters.values()], self.writers)
 
-    def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> Piece:
+    def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> TensorPiece:
         start = self.layout.start(weight)
-        return Piece(name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0)
+        return TensorPiece(
+            name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0
+        )
 
     def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, in rank 0's host memory; a copy."""

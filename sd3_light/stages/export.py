@@ -8,7 +8,7 @@ from pathlib import Path
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.checkpoint.state import EMA, WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.progress import EMA, WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.files import refuse_existing, write_errors

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
-from sd3_light.engines.protocol import Steps
+from sd3_light.engines.protocol import StepStream
 from sd3_light.training.errors import as_user_error
 
 Batch = list[dict[str, Any]]
@@ -80,10 +80,10 @@ class _AsItIs:
         return batch
 
 
-def steps_of(batches: TaskBatches, num_workers: int) -> Callable[[int], Steps]:
+def steps_of(batches: TaskBatches, num_workers: int) -> Callable[[int], StepStream]:
     """From a position on, the micro-batches of step after step, for ever; items are read by worker processes."""
 
-    def steps(first: int) -> Steps:
+    def steps(first: int) -> StepStream:
         micro = batches.micro_batches
         items = range(first * micro, 2**62)
         return PipelineDataLoader(batches, None, micro, _AsItIs(), num_workers, 2, items).steps()

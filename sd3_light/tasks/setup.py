@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_of
-from sd3_light.engines.processes import Groups
+from sd3_light.engines.processes import ProcessGroups
 from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.settings import TaskSettings
@@ -32,7 +32,7 @@ def engine_of(
     launch: Launch,
     device: torch.device,
     accelerator: Accelerator | None,
-    groups: Groups,
+    groups: ProcessGroups,
 ) -> Engine:
     """The engine that was asked for, with the module in it."""
     optimizer, clip = wishes.optimizer_table, wishes.gradient_clipping

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from sd3_light.checkpoint.background import CheckpointKeeper, Failed, Saved
+from sd3_light.checkpoint.background import CheckpointFailed, CheckpointKeeper, CheckpointSaved
 from sd3_light.checkpoint.lock import take_folder
-from sd3_light.checkpoint.state import EMA, Progress, track_kind
+from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.processes import Agreement, Groups, abandon, start_process_group
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.processes import ProcessGroups, SharedFlags, abort_process_group, start_process_group
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.metrics.validation import QUANTILES, validate
 from sd3_light.model.adapter import AdapterDropout, narrow_linears
 from sd3_light.optim.ema import Averages
@@ -54,7 +54,7 @@ def leaving_on_fault() -> Iterator[None]:
         raise
     finally:
         if not together and dist.is_initialized() and dist.get_world_size() > 1:
-            abandon()
+            abort_process_group()
 
 
 @leaving_on_fault()
@@ -117,7 +117,7 @@ class _Task:
     logger: ModelLogger
     wishes: TaskSettings
     launch: Launch
-    groups: Groups
+    groups: ProcessGroups
     engine: Engine
     samples: Samples
     averages: Averages
@@ -140,7 +140,7 @@ class _Task:
         launch, device = setup.place_of(accelerator, wishes)
         set_main_process(launch.is_main)
         groups = start_process_group(launch, device, 600.0, all_write=wishes.engine == "deepspeed")
-        groups.by_first(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
+        groups.decide_on_rank_0(launch.is_main, lambda: _begin(dataset, model, logger, wishes, take))
         micro = setup.accumulation_of(accelerator, wishes)
         samples = Samples(dataset, wishes.seed, wishes.batch_size * micro * launch.world, wishes.bucket_of)
         model.seed = wishes.seed
@@ -162,7 +162,7 @@ class _Task:
             learning_rate=lambda step: setup.rate_of(wishes, step, total),
             total_steps=total,
             averages=averages,
-            requests=RunRequests(place, None, Agreement(groups.control, NUM_FLAGS)),
+            requests=RunRequests(place, None, SharedFlags(groups.control, NUM_FLAGS)),
             begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
             steps_per_epoch=samples.order.steps_per_epoch,
             max_nonfinite_steps=wishes.max_nonfinite_steps,
@@ -292,7 +292,7 @@ class _Task:
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """All that a checkpoint holds of this rank."""
         shadows = (
             self.engine.like_weights(track_kind(name), track.shadow) for name, track in self.averages.tracks.items()
@@ -307,11 +307,11 @@ class _Task:
         self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
-    def tell(self, ended: Sequence[Saved | Failed]) -> None:
+    def tell(self, ended: Sequence[CheckpointSaved | CheckpointFailed]) -> None:
         """Say and log which saves failed. Training goes on: the next one may succeed."""
         for item in ended:
             self._failed = None
-            if isinstance(item, Failed):
+            if isinstance(item, CheckpointFailed):
                 self._failed = f"the checkpoint at step {item.step} failed: {item.reason}"
                 info(self._failed)
                 self.run.log("checkpoint_failed", step=item.step, reason=item.reason)
@@ -320,7 +320,7 @@ class _Task:
 
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
-        path = self.groups.by_first(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
+        path = self.groups.decide_on_rank_0(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
         for broken in half_written(folder) if self.launch.is_main else ():
             info(f"ignoring {broken}: it is not whole (a save was cut short)")
         if path is None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import TrainConfig
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.runlog import read_log

@@ -16,8 +16,8 @@ from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.ahead import pin, steps_ahead
-from sd3_light.engines.protocol import Prepared, Steps
+from sd3_light.engines.prefetch import pin, prefetch_steps
+from sd3_light.engines.protocol import MicroBatch, StepStream
 from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.start import WeightsStart
 
@@ -90,7 +90,7 @@ def training_steps(
     preparer: PreparesInPlace,
     ahead: torch.device | None = None,
     fed: bool = True,
-) -> Callable[[int], Steps]:
+) -> Callable[[int], StepStream]:
     """From a position in the order on, the micro-batches of step after step, for ever.
 
     With a device to send them ``ahead`` to they come to it while it computes the ones before. A process that is not
@@ -101,30 +101,30 @@ def training_steps(
         return lambda first: _placeholder_steps(order, first, launch.world, micro)
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 
-    def steps(first: int) -> Steps:
+    def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         if ahead is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()
-        return steps_ahead(iter(make_loader(config, dataset, engine, micro, preparer, items, pin)), micro, ahead)
+        return prefetch_steps(iter(make_loader(config, dataset, engine, micro, preparer, items, pin)), micro, ahead)
 
     return steps
 
 
-def placeholder_batch(samples: int) -> Prepared:
+def placeholder_batch(samples: int) -> MicroBatch:
     """A micro-batch of which only its size is known, for stages of a pipeline that look at no other thing of it."""
     return (torch.empty(samples, device="meta"),), (None,)
 
 
-def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Steps:
+def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> StepStream:
     for step in count(first):
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
-def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[Prepared]], int]:
+def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[MicroBatch]], int]:
     """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have; 0 where this
     process has not read them."""
 
-    def flops(batches: Sequence[Prepared]) -> int:
+    def flops(batches: Sequence[MicroBatch]) -> int:
         total = 0
         for features, _ in batches:
             if len(features) == 1:

@@ -7,7 +7,7 @@ from sd3_light.config import LoadedConfig, batch_size_for
 from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
 from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
@@ -31,7 +31,7 @@ class Evaluator:
         for name in self.loaded.eval_datasets:
             yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
 
-    def _loader(self, name: str) -> Iterable[Prepared]:
+    def _loader(self, name: str) -> Iterable[MicroBatch]:
         """Each sample once, whatever its directory's repeats; a process that is not fed reads none."""
         if name not in self._open:
             self._open[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)

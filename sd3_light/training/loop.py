@@ -6,10 +6,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config.faults import UserError
-from sd3_light.engines.processes import Agreement
-from sd3_light.engines.protocol import Engine, Prepared, StepNumbers, Steps
+from sd3_light.engines.processes import SharedFlags
+from sd3_light.engines.protocol import Engine, MicroBatch, StepNumbers, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
@@ -30,7 +30,7 @@ class Hook:
 
 
 def _nobody() -> RunRequests:
-    return RunRequests(None, None, Agreement(None, NUM_FLAGS))
+    return RunRequests(None, None, SharedFlags(None, NUM_FLAGS))
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Run:
     often waits for data; where it is empty nobody looks."""
 
     engine: Engine
-    steps: Callable[[int], Steps]
+    steps: Callable[[int], StepStream]
     samples_in: Callable[[int], int]
     learning_rate: Callable[[int], float]
     total_steps: int
@@ -51,7 +51,7 @@ class Run:
     log: Callable[..., None] = lambda *args, **fields: None
     meter: Meter = field(default_factory=Meter)
     requests: RunRequests = field(default_factory=_nobody)
-    flops_in: Callable[[Sequence[Prepared]], int] = lambda batches: 0
+    flops_in: Callable[[Sequence[MicroBatch]], int] = lambda batches: 0
     begin_step: Callable[[int], None] = lambda step: None
     steps_per_epoch: int = 1
     max_nonfinite_steps: int = 10
@@ -64,7 +64,7 @@ class Run:
 
 def train(run: Run) -> Progress:
     """Train from ``run.progress`` to ``run.total_steps``, or until somebody asks to stop; returns where it ended."""
-    coming: Sequence[Prepared] | None = None
+    coming: Sequence[MicroBatch] | None = None
     with (
         closing(run.steps(run.progress.position)) as batches,
         progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
@@ -99,7 +99,7 @@ def train(run: Run) -> Progress:
     return run.progress
 
 
-def _next_step(run: Run, batches: Steps) -> Sequence[Prepared]:
+def _next_step(run: Run, batches: StepStream) -> Sequence[MicroBatch]:
     """What the next step learns from."""
     with run.meter.waiting():
         found = next(batches)

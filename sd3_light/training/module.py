@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.block import How, Keep, Products
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle
-from sd3_light.model.fast.forward import FastDenoiser, obstacle
+from sd3_light.model.fast.block import BlockOptions, Keep, Products
+from sd3_light.model.fast.choice import why_stock_by_config, why_stock_on_device
+from sd3_light.model.fast.forward import FastDenoiser, why_stock
 from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
 from sd3_light.model.start import where_weights_start
 
@@ -29,7 +29,9 @@ def why_stock_blocks(
     """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""
     size = where_weights_start(config.model).size
     return (
-        config_obstacle(config, size, world, by_deepspeed) or device_obstacle(config, device) or obstacle(transformer)
+        why_stock_by_config(config, size, world, by_deepspeed)
+        or why_stock_on_device(config, device)
+        or why_stock(transformer)
     )
 
 
@@ -133,7 +135,7 @@ class SD3TrainingModule(nn.Module):
         """Made when it is first needed: its copies of weights lie where they do."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            how = How(keep=_KEEPS[self.checkpointing], products=self.products)
+            how = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
             self._fast = FastDenoiser(self.transformer, dtype, how)
         return self._fast
 

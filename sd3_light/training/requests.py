@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from sd3_light.engines.processes import Agreement
+from sd3_light.engines.processes import SharedFlags
 from sd3_light.runlog import info
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,7 +27,7 @@ class RunRequests:
     is wished for when the last one is ``minutes`` old. Inside its block SIGTERM and SIGINT are wishes to save and quit.
     """
 
-    def __init__(self, folder: Path | None, minutes: float | None, agreement: Agreement) -> None:
+    def __init__(self, folder: Path | None, minutes: float | None, agreement: SharedFlags) -> None:
         self.folder, self.minutes, self.agreement = folder, minutes, agreement
         self.save = self.quit = False
         self.reason: str | None = None  # of the end; whether it is a file's wish is the same on all ranks
@@ -40,7 +40,7 @@ class RunRequests:
         """Look at all wishes and agree."""
         save, leave = self._files()
         asked = (save or self._is_time(), leave, self.signal is not None)
-        wishes_save, by_file, by_signal = self.agreement.ask(asked)
+        wishes_save, by_file, by_signal = self.agreement.exchange(asked)
         self.quit = by_file or by_signal
         self.save = wishes_save or self.quit
         if self.quit and self.reason is None:

@@ -12,7 +12,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.export.diffusers_folder import ExportError, ExportSpec, write_folder

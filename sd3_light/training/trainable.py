@@ -11,7 +11,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import AdapterSpec, write_adapter

@@ -137,7 +137,7 @@ def poison(batches: Sequence[Any]) -> Sequence[Any]:
 def patch() -> None:
     """No proof of exports, bad batches where a job asks for them, what a run has loaded is compared with its
     checkpoint, bit by bit, and what it holds at its end is noted."""
-    from sd3_light.checkpoint.state import track_kind
+    from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
     from sd3_light.stages import train

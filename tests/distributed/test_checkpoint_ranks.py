@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from sd3_light.checkpoint import background
-from sd3_light.checkpoint.background import CheckpointKeeper, Failed
+from sd3_light.checkpoint.background import CheckpointFailed, CheckpointKeeper
 from sd3_light.checkpoint.store import open_checkpoint, temporary_folder
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 ROWS, WIDTH = 6, 5
 LONGEST_FILE = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -26,13 +26,13 @@ LONGEST_FILE = resource.getrlimit(resource.RLIMIT_FSIZE)
 # --- what each of the two processes does (this file is their program) ---------------------------
 
 
-def halves(rank: int, value: float) -> list[Piece]:
+def halves(rank: int, value: float) -> list[TensorPiece]:
     """Half of the rows of one tensor, all of a replica that rank 1 writes, and a tensor that rank 0 has alone."""
     rows = torch.arange(ROWS * WIDTH, dtype=torch.float32) + value
     count = ROWS * WIDTH // 2
-    pieces = [Piece("param/rows", rows[rank * count :][:count], rank * count, (ROWS, WIDTH))]
-    pieces.append(Piece("step/rows", torch.tensor([value]), 0, (), writes=rank == 1))
-    return [*pieces, Piece("ema/rows", rows.bfloat16(), 0, (ROWS * WIDTH,))] if rank == 0 else pieces
+    pieces = [TensorPiece("param/rows", rows[rank * count :][:count], rank * count, (ROWS, WIDTH))]
+    pieces.append(TensorPiece("step/rows", torch.tensor([value]), 0, (), writes=rank == 1))
+    return [*pieces, TensorPiece("ema/rows", rows.bfloat16(), 0, (ROWS * WIDTH,))] if rank == 0 else pieces
 
 
 class Worker:
@@ -48,7 +48,11 @@ class Worker:
     def tell(self, keeper: CheckpointKeeper) -> list[dict[str, Any]]:
         found = []
         for one in keeper.wait():
-            said = {"failed": one.reason} if isinstance(one, Failed) else {"file": one.path.name, "bytes": one.bytes}
+            said = (
+                {"failed": one.reason}
+                if isinstance(one, CheckpointFailed)
+                else {"file": one.path.name, "bytes": one.bytes}
+            )
             found.append({"step": one.step, **said, "facts": one.facts})
         return found
 

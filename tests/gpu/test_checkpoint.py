@@ -4,17 +4,17 @@ from pathlib import Path
 
 import torch
 
-from sd3_light.checkpoint.background import CheckpointKeeper, Saved
-from sd3_light.checkpoint.host import BLOCK_BYTES, HostCopies
+from sd3_light.checkpoint.background import CheckpointKeeper, CheckpointSaved
+from sd3_light.checkpoint.host_buffers import BLOCK_BYTES, HostBuffers
 from sd3_light.checkpoint.store import open_checkpoint
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 
 def test_copies_are_pinned_and_exact_across_blocks() -> None:
     live = torch.randn(BLOCK_BYTES // 4 + 1000, device="cuda")
     count = torch.tensor([3.0])  # optimizers may keep their step count on the host
-    store = HostCopies()
-    copies = store.take([Piece("step/w", count, 0, ()), Piece("param/w", live, 0, tuple(live.shape))])
+    store = HostBuffers()
+    copies = store.take([TensorPiece("step/w", count, 0, ()), TensorPiece("param/w", live, 0, tuple(live.shape))])
     assert len(copies) == 3
     assert all(copy.values.is_pinned() for copy in copies)
     assert len(store._blocks) == 2
@@ -25,10 +25,10 @@ def test_training_may_go_on_as_soon_as_save_returns(tmp_path: Path) -> None:
     live = torch.randn(3000, 1000, device="cuda")
     before = live.cpu()
     keeper = CheckpointKeeper(tmp_path, 0)
-    keeper.save(1, [Piece("param/w", live.view(-1), 0, (3000, 1000))], {})
+    keeper.save(1, [TensorPiece("param/w", live.view(-1), 0, (3000, 1000))], {})
     live.zero_()
     (saved,) = keeper.wait()
-    assert isinstance(saved, Saved)
-    open_checkpoint(saved.path).load_into([Piece("param/w", live.view(-1)[1000:], 1000, (3000, 1000))])
+    assert isinstance(saved, CheckpointSaved)
+    open_checkpoint(saved.path).load_into([TensorPiece("param/w", live.view(-1)[1000:], 1000, (3000, 1000))])
     assert torch.equal(live[1:].cpu(), before[1:])
     assert not live[0].any()

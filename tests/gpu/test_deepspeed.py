@@ -8,7 +8,7 @@ import torch
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -27,7 +27,7 @@ def engine(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = C
     return make(module, config, Launch(), device)
 
 
-def batch(seed: int) -> Prepared:
+def batch(seed: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
     noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.background import CheckpointKeeper, Saved
+from sd3_light.checkpoint.background import CheckpointKeeper, CheckpointSaved
 from sd3_light.checkpoint.store import open_checkpoint
 from sd3_light.config import SIZES, EmaConfig, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.initial import new_transformer
 from sd3_light.optim.ema import Averages
@@ -27,7 +27,7 @@ def engine(tmp_path: Path) -> TorchEngine:
     return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), torch.device("cuda", 0))
 
 
-def batch(seed: int, poison: float = 0.0) -> Prepared:
+def batch(seed: int, poison: float = 0.0) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
     noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -67,7 +67,7 @@ def test_room_is_made_ahead_and_the_copy_is_of_its_moment(engine: TorchEngine, t
     keeper.save(1, engine.pieces(), {})
     engine.train_step([batch(1)], 1e-3)
     (saved,) = keeper.wait()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     found = open_checkpoint(saved.path)
     assert [name for name in expected if not torch.equal(found.tensor(name).flatten(), expected[name])] == []
     keeper.close()

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines.ahead import pin, steps_ahead
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.prefetch import pin, prefetch_steps
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.attention import attend
 from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, multiply
-from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.sample_attention import attend
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
@@ -144,7 +144,7 @@ def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, True), config, Launch(), CUDA)
         given = (prepared(True, seed % 4) for seed in range(60))
-        numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
+        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(True, 0))[0])])
     assert curves[1] == pytest.approx(curves[0], rel=0.15)
@@ -180,7 +180,7 @@ def table(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(given, context={"base": Path.cwd()})
 
 
-def prepared(real: bool, seed: int) -> Prepared:
+def prepared(real: bool, seed: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     noisy, target = torch.randn(2, 8, 16, 8, 8, generator=generator)
     prompt, pooled = torch.randn(8, 20, 256, generator=generator), torch.randn(8, 224, generator=generator)
@@ -199,7 +199,7 @@ def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) ->
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
         given = (prepared(real, seed % 4) for seed in range(40))
-        numbers = [engine.train_step(step, 2e-3).read() for step in steps_ahead(given, 2, CUDA)]
+        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(given, 2, CUDA)]
         assert all(one.taken for one in numbers)
         curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(real, 0))[0])])
         drawn = engine.denoise(prepared(real, 0)[0])
@@ -220,12 +220,12 @@ def test_pinned_memory_is_known_as_such_and_let_go() -> None:
 def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
     big = torch.randn(4096, 4096, device=CUDA)
 
-    def source() -> Generator[Prepared, None, None]:
+    def source() -> Generator[MicroBatch, None, None]:
         for number in range(30):
             yield (torch.full((3, 1 << 18), float(number)).pin_memory(), torch.tensor([number])), (None,)
 
     sums = []
-    for step in steps_ahead(source(), 3, CUDA):
+    for step in prefetch_steps(source(), 3, CUDA):
         for (values, _), _ in step:
             for _ in range(20):  # the device is long busy before it comes to read
                 big = torch.nn.functional.normalize(big @ big)

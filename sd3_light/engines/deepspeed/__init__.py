@@ -64,7 +64,7 @@ def make_engine(
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
         return PipelineEngine(module, config, launch, device, writers)
-    from sd3_light.engines.deepspeed.replicas import ZeroEngine
+    from sd3_light.engines.deepspeed.zero import ZeroEngine
 
     return ZeroEngine(module, config, launch, device)
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.ahead import moved
-from sd3_light.engines.deepspeed.holds import HoldsState
+from sd3_light.engines.deepspeed.base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.setup import quiet, settings
-from sd3_light.engines.deepspeed.state import Grid, StageState
+from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import Prepared, StepResult
+from sd3_light.engines.prefetch import to_device
+from sd3_light.engines.protocol import MicroBatch, StepResult
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
@@ -61,7 +61,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
 
-class PipelineEngine(HoldsState[StageState]):
+class PipelineEngine(DeepSpeedBase[StageState]):
     """Steps over float32 weights, each process holding one stage of the model.
 
     ``module`` is a `SD3TrainingModule`: its layers are cut, and its losses are computed by the last stage, from
@@ -74,8 +74,8 @@ class PipelineEngine(HoldsState[StageState]):
         self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
-        self.grid = Grid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
-        self.in_turn = self.grid.stages == 1
+        self.grid = PipelineGrid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
+        self.sequential_micro_batches = self.grid.stages == 1
         self.module = _any(module)
         self.names: tuple[str, ...] = self.module.loss_names
         self.clip = config.gradient_clipping
@@ -135,7 +135,7 @@ class PipelineEngine(HoldsState[StageState]):
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """The micro-batches through the pipeline and back, then a step clipped by the norm over all stages."""
         self.optimizer.set_rate(lr)
         self._numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
@@ -144,7 +144,7 @@ class PipelineEngine(HoldsState[StageState]):
         self.engine.train_batch(self._feed(batches))
         return StepResult(self.names, self._numbers)
 
-    def _feed(self, batches: Sequence[Prepared]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """Micro-batches as DeepSpeed takes them: on the device, or it would wait for its end to copy them.
 
         Labels wait here, as its own cannot be without a mask, and so do the features of a stage that is alone, which
@@ -152,14 +152,14 @@ class PipelineEngine(HoldsState[StageState]):
         """
         first, last = self.grid.stage == 0, self.grid.stage == self.grid.stages - 1
         shapes = set()
-        for features, label in batches if self.in_turn else _even(batches):
+        for features, label in batches if self.sequential_micro_batches else _even(batches):
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
-            mine, label = moved((features if first else features[1:2], label), self.device)
+            mine, label = to_device((features if first else features[1:2], label), self.device)
             times = mine[1] if first else mine[0]
             if last:
                 self._labels.append((times, label))
-            if self.in_turn:
+            if self.sequential_micro_batches:
                 self._features.append(mine)
             whole = first and not last
             yield tuple(part.to(self.device, non_blocking=True) for part in mine) if whole else (times,), times
@@ -223,7 +223,7 @@ class PipelineEngine(HoldsState[StageState]):
     # --- without learning ----------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batch: Prepared) -> Tensor:
+    def evaluate(self, batch: MicroBatch) -> Tensor:
         """[sum of the flow losses, number of samples] on the last stage, zeros on others; padding weighs nothing."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._run(_split(batch, self.eval_pieces), self._judge)
@@ -250,7 +250,7 @@ class PipelineEngine(HoldsState[StageState]):
         self._velocity = self.module.velocity(outputs, size)
         return self._velocity.mean()
 
-    def _run(self, batches: Sequence[Prepared], purpose: Any) -> None:
+    def _run(self, batches: Sequence[MicroBatch], purpose: Any) -> None:
         self._purpose = purpose
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
@@ -263,7 +263,7 @@ def _any(module: nn.Module) -> Any:
     return module
 
 
-def _split(batch: Prepared, pieces: int) -> list[Prepared]:
+def _split(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """A micro-batch as up to ``pieces`` equal ones, so that the stages have work at the same time."""
     features, label = batch
     pieces = pieces if len(features[0]) % pieces == 0 else 1
@@ -272,7 +272,7 @@ def _split(batch: Prepared, pieces: int) -> list[Prepared]:
     return list(zip(parts, labels, strict=True))
 
 
-def _even(batches: Sequence[Prepared]) -> Iterator[Prepared]:
+def _even(batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
     """Texts of one length: stages tell each other shapes once a step. What real text is followed by changes nothing."""
     longest = max(features[2].shape[1] for features, _ in batches)
     for features, label in batches:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.accelerate import bands_of
-from sd3_light.engines.deepspeed.replicas import ZeroEngine
+from sd3_light.engines.deepspeed.zero import ZeroEngine
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import StepResult
 from sd3_light.flow.bands import NUM_BANDS

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sd3_light.model.fast import products
-from sd3_light.model.fast.attention import attend
 from sd3_light.model.fast.fp8 import Eight, Form, Operand
 from sd3_light.model.fast.operations import operations
 from sd3_light.model.fast.reference import Pending
-from sd3_light.model.fast.rows import Plan, Rows
+from sd3_light.model.fast.row_plan import Plan, Rows
+from sd3_light.model.fast.sample_attention import attend
 from sd3_light.model.fast.weights import Linear, Stream, Weights
 
 Keep = Literal["all", "products", "inputs"]
@@ -29,7 +29,7 @@ Gradients of weights, attention and modulation have the type that computes alway
 
 
 @dataclass(frozen=True)
-class How:
+class BlockOptions:
     """Choices that change speed and memory but not what is computed (rounding apart)."""
 
     attention: str | None = None
@@ -96,7 +96,7 @@ class Block(torch.autograd.Function):
         plan: Plan,
         streams: tuple[Stream, Stream],
         heads: int,
-        how: How,
+        how: BlockOptions,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         """``tensors``: for each stream x, y, bias, gate, modulation, out bias; then its parameters, for autograd."""
@@ -145,7 +145,7 @@ class Block(torch.autograd.Function):
 
 
 def _compute(
-    plan: Plan, streams: tuple[Stream, Stream], heads: int, how: How, given: Any, again: bool = False
+    plan: Plan, streams: tuple[Stream, Stream], heads: int, how: BlockOptions, given: Any, again: bool = False
 ) -> tuple[tuple[Tensor, ...], list[_Saved], _Attention]:
     """(what the block hands on, what the backward pass needs); ``again`` without the products that only hand on."""
     ops, rows = operations(given[0][0].device), (plan.image, plan.text)
@@ -173,7 +173,7 @@ def _kept(rows: Operand) -> Tensor | None:
     return rows.plain if isinstance(rows, Eight) else rows
 
 
-def _read(ops: ModuleType, stream: Stream, values: Any, rows: Rows, how: How, form: Form) -> _Saved:
+def _read(ops: ModuleType, stream: Stream, values: Any, rows: Rows, how: BlockOptions, form: Form) -> _Saved:
     """The first half of a stream: norm, and the products of attention."""
     modulation = values[4]
     if stream.out is None:  # the last text: its norm has scale before shift
@@ -192,7 +192,7 @@ def _add(
     kept: _Saved,
     joined: Tensor,
     again: bool,
-    how: How,
+    how: BlockOptions,
     form: Form,
 ) -> tuple[Tensor, ...]:
     """The second half: attention's output into the stream, and the feed-forward, which stays pending."""
@@ -221,7 +221,9 @@ class _Late:
     out_bias: Tensor | None = None
 
 
-def _add_backward(ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: How) -> _Late:
+def _add_backward(
+    ops: ModuleType, stream: Stream, values: Any, rows: Rows, kept: Any, grads: Any, how: BlockOptions
+) -> _Late:
     assert stream.out is not None and stream.up is not None and stream.down is not None
     form, fast, wide = how.form(is_kept=True), how.fast_sums, how.float32_gradients
     gx, df = grads[0], grads[1] if form == "plain" else ops.round_rows(grads[1])
@@ -253,7 +255,7 @@ def _read_backward(
     late: _Late,
     grad_qkv: tuple[Tensor, ...],
     heads: int,
-    how: How,
+    how: BlockOptions,
 ) -> tuple[list[Any], list[Any]]:
     """(gradients of the stream's six inputs, gradients of its parameters)"""
     dqkv, bias, norms = ops.join_backward(grad_qkv, kept.qkv, stream.norms, heads, rows, how.form(is_kept=True))
@@ -303,7 +305,7 @@ class Modulation(torch.autograd.Function):
     """One product for the modulation of all blocks and of the last norm: [B, D] -> [B, all of it]."""
 
     @staticmethod
-    def forward(ctx: Any, linear: Linear, how: How, time: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, linear: Linear, how: BlockOptions, time: Tensor, *parameters: Tensor) -> Tensor:
         """``parameters`` are the weights, then the biases, for autograd."""
         ctx.linear, ctx.how = linear, how
         ctx.save_for_backward(time)
@@ -319,7 +321,7 @@ class Modulation(torch.autograd.Function):
         return None, None, products.of_input(linear, grad, False), *linear.split(weight), *linear.split(bias)
 
 
-def modulate(weights: Weights, time_BD: Tensor, how: How) -> Tensor:
+def modulate(weights: Weights, time_BD: Tensor, how: BlockOptions) -> Tensor:
     """The modulation of everything, from the time (already through its activation)."""
     linear = weights.modulation
     parameters = [*(module.weight for module in linear.modules), *(module.bias for module in linear.modules)]

@@ -10,7 +10,7 @@ FIRST_FP8 = (8, 9)
 """Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 
 
-def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
+def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
     """Why a run computes with the stock blocks, in words; None where it takes the fast ones."""
     if config.fast is False:
         return "fast = false"
@@ -31,7 +31,7 @@ def config_obstacle(config: TrainConfig, size: ModelSize, world: int = 1, by_dee
     return None
 
 
-def device_obstacle(config: TrainConfig, device: str) -> str | None:
+def why_stock_on_device(config: TrainConfig, device: str) -> str | None:
     """Return why this machine cannot run the fast blocks, or None.
 
     With ``fast = true`` a CPU runs their torch reference: slower than the stock blocks, for tests.
@@ -41,7 +41,7 @@ def device_obstacle(config: TrainConfig, device: str) -> str | None:
     return None if config.fast is True else "there is no GPU"
 
 
-def fp8_obstacle(size: ModelSize, capability: tuple[int, int] | None) -> str | None:
+def why_no_fp8(size: ModelSize, capability: tuple[int, int] | None) -> str | None:
     """Why the fast blocks cannot multiply in 8 bits; ``capability`` is the GPU's, None without one (for tests)."""
     if size.width % MULTIPLE:
         return f"the width {size.width} is no multiple of {MULTIPLE}"

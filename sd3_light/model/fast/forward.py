@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.attention import attend
-from sd3_light.model.fast.block import Block, How, Norm, modulate
-from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.fast.block import Block, BlockOptions, Norm, modulate
+from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.sample_attention import attend
 from sd3_light.model.fast.weights import Stream, Weights
 
 Pending = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -19,7 +19,7 @@ Streams = list[Pending]
 """Image and text, each with what is pending: (x, y, bias, gate)."""
 
 
-def obstacle(transformer: SD3Transformer2DModel) -> str | None:
+def why_stock(transformer: SD3Transformer2DModel) -> str | None:
     """Why the fast blocks cannot stand for a transformer's own, in words; None where they can."""
     config = transformer.config
     if any(block.attn2 is not None for block in transformer.transformer_blocks):
@@ -55,9 +55,9 @@ class FastDenoiser:
     what computes; the weights stay float32.
     """
 
-    def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, how: How | None = None) -> None:
-        assert obstacle(transformer) is None, obstacle(transformer)
-        self.transformer, self.dtype, self.how = transformer, dtype, how or How()
+    def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, how: BlockOptions | None = None) -> None:
+        assert why_stock(transformer) is None, why_stock(transformer)
+        self.transformer, self.dtype, self.how = transformer, dtype, how or BlockOptions()
         self.heads = int(transformer.config.num_attention_heads)
         self.weights = Weights(transformer, dtype, self.how.products == "fp8")
         self.run_block: Callable[..., Any] = self._by_hand

@@ -16,7 +16,7 @@ from sd3_light.model.fast import kernels_fp8, reference
 from sd3_light.model.fast.fp8 import Form, Operand
 from sd3_light.model.fast.kernels_fp8 import Room, by_row, round_rows, round_weight, store_rows
 from sd3_light.model.fast.reference import EPS, HeadNorms, Pending
-from sd3_light.model.fast.rows import Plan, Rows
+from sd3_light.model.fast.row_plan import Plan, Rows
 from sd3_light.model.fast.tuning import TUNING
 
 __all__ = [

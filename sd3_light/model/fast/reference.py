@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sd3_light.model.fast.fp8 import Eight, EightWeight, Form, Operand, formed
-from sd3_light.model.fast.rows import Plan, Rows
+from sd3_light.model.fast.row_plan import Plan, Rows
 
 EPS = 1e-6
 Pending = tuple[Tensor, Tensor, Tensor]

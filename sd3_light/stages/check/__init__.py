@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
 from sd3_light.config.cross_checks import deepspeed_problem
-from sd3_light.model.fast.choice import fp8_obstacle
+from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.stages.check.disk import disk_faults
 from sd3_light.stages.check.not_yet import NOT_YET
 from sd3_light.stages.check.render import render
@@ -62,7 +62,7 @@ def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = Fal
     if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
         raise UserError(problem)
     found = survey(loaded, world, by_deepspeed)
-    if loaded.train.fp8 and (reason := found.stock or fp8_obstacle(found.case.size, None)):
+    if loaded.train.fp8 and (reason := found.stock or why_no_fp8(found.case.size, None)):
         raise UserError(f"fp8 = true cannot be had: {reason}; write fp8 = false")
     faults = empty_faults(found)
     if faults:

@@ -26,7 +26,7 @@ from sd3_light.data.footprint import (
 )
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
-from sd3_light.model.fast.choice import config_obstacle
+from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.folder import TextShape, stored_weights, text_shape
 from sd3_light.model.linears import adapter_layers
 from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
@@ -176,7 +176,7 @@ class _Ruler:
     @property
     def stock(self) -> str | None:
         """Why the stock blocks would run on GPUs."""
-        return config_obstacle(self.train, self.start.size, self.world, self.by_deepspeed)
+        return why_stock_by_config(self.train, self.start.size, self.world, self.by_deepspeed)
 
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetSurvey:
         """Evaluation sees each sample once, without accumulation."""

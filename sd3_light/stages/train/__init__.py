@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import torch
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.loader import worker_exit_error
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
-from sd3_light.engines.processes import Agreement, lost_peer
+from sd3_light.engines.processes import SharedFlags, lost_peer
 from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
@@ -68,7 +68,7 @@ def _plan(context: RunContext, state: TrainState, restored: Restored) -> Run:
     engine, share = state.engine, context.share
     total = total_steps(config, order, restored.progress)
     place = context.folder.path if launch.is_main else None
-    ahead = device if device.type == "cuda" and engine.in_turn else None
+    ahead = device if device.type == "cuda" and engine.sequential_micro_batches else None
     dropout = state.module.dropout
     return Run(
         engine=engine,
@@ -82,7 +82,7 @@ def _plan(context: RunContext, state: TrainState, restored: Restored) -> Run:
         averages=state.averages,
         log=context.folder.log,
         meter=Meter(launch.world, _peak(device, config), restored.window),
-        requests=RunRequests(place, config.checkpoint_every_n_minutes, Agreement(context.groups.control, NUM_FLAGS)),
+        requests=RunRequests(place, config.checkpoint_every_n_minutes, SharedFlags(context.groups.control, NUM_FLAGS)),
         flops_in=flops_counter(where_weights_start(config.model), share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,

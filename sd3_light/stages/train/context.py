@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
-from sd3_light.engines.processes import Groups, start_process_group
+from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
@@ -27,7 +27,7 @@ class RunContext:
     device: torch.device
     by_deepspeed: bool
     folder: RunFolder
-    groups: Groups
+    groups: ProcessGroups
     data: CachedDataset
     order: Order
     saved: ResumePoint | None
@@ -85,7 +85,7 @@ def open_context(
     data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
-    saved = open_resume_point(groups.by_first(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+    saved = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
     config = settings_in_force(train, saved, resume)
     share = launch.of_data(config.pipeline_stages)
     order = make_order(data, loaded, share)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from PIL import Image
 
 from sd3_light.checkpoint.lock import take_folder
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.files import write_atomically
 from sd3_light.runlog import RunLog

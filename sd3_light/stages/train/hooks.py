@@ -10,11 +10,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sd3_light.checkpoint.background import Background, CheckpointKeeper, Done, Failed, Saved
-from sd3_light.checkpoint.state import EMA, Progress, track_kind
+from sd3_light.checkpoint.background import (
+    BackgroundWorker,
+    CheckpointFailed,
+    CheckpointKeeper,
+    CheckpointSaved,
+    JobResult,
+)
+from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.export.diffusers_folder import ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
@@ -57,9 +63,9 @@ class RunHooks:
         self.keeper = CheckpointKeeper(path / "checkpoints", launch.rank, engine.writers, self.groups.saving, keep)
         self.keeper.prepare(self.pieces())
         self.snapshots = CheckpointKeeper(path / "ema", launch.rank, engine.writers, self.groups.snapshots)
-        self.exports = Background("exports")
+        self.exports = BackgroundWorker("exports")
         self._order_facts = order_facts(self.order)  # once: it looks at every shard
-        self._news: list[Saved | Failed | Done] = []
+        self._news: list[CheckpointSaved | CheckpointFailed | JobResult] = []
         self._failed: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -132,7 +138,7 @@ class RunHooks:
 
     # --- saving --------------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """All that a checkpoint holds of this rank."""
         yield from self.engine.pieces()
         for name, track in self.averages.tracks.items():
@@ -187,7 +193,7 @@ class RunHooks:
         def missing() -> str:
             return " ".join(hook for hook, place in places.items() if not (self.folder.path / place / name).exists())
 
-        wanted = (self.groups.by_first(self.context.launch.is_main, missing) or "").split()
+        wanted = (self.groups.decide_on_rank_0(self.context.launch.is_main, missing) or "").split()
         samples = progress.samples - self.order.batch_size(progress.position - 1)
         before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
         for hook in self.training.hooks:
@@ -204,14 +210,14 @@ class RunHooks:
         """Say and log what was written since the last time, and what could not be."""
         news, self._news = self._news, []
         for item in news:
-            if isinstance(item, Saved):
+            if isinstance(item, CheckpointSaved):
                 self._tell_saved(item)
-            elif isinstance(item, Failed):
+            elif isinstance(item, CheckpointFailed):
                 self._tell_failure(_kind(item), item.step, item.reason)
             else:
                 self._tell_export(item)
 
-    def _tell_saved(self, saved: Saved) -> None:
+    def _tell_saved(self, saved: CheckpointSaved) -> None:
         if saved.warning:
             info(saved.warning)
         kind, progress = _kind(saved), Progress(**saved.facts["progress"])
@@ -219,7 +225,7 @@ class RunHooks:
         self.folder.log(kind, **progress.counts(), file=saved.path.name, **numbers)
         self._failed.pop(kind, None)
 
-    def _tell_export(self, done: Done) -> None:
+    def _tell_export(self, done: JobResult) -> None:
         if done.error is None:
             progress, path = done.result
             info(f"export at step {progress.step}, proven with stock diffusers: {path}")
@@ -249,6 +255,6 @@ class RunHooks:
         self.folder.log("stop", **progress.counts(), reason=self.training.requests.reason or "finished")
 
 
-def _kind(item: Saved | Failed) -> str:
+def _kind(item: CheckpointSaved | CheckpointFailed) -> str:
     """A snapshot says which tracks it holds; a checkpoint says more."""
     return SNAPSHOT if "tracks" in item.facts else CHECKPOINT

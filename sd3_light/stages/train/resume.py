@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sd3_light.checkpoint.state import WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.progress import WEIGHTS, Progress, track_kind
 from sd3_light.checkpoint.store import (
     Checkpoint,
     abandoned,

@@ -8,10 +8,10 @@ from diffusers import SD3Transformer2DModel
 from sd3_light.config import ModelSize, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.processes import share_patience
+from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
+from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
 from sd3_light.model.start import where_weights_start
@@ -49,7 +49,7 @@ def make_train_state(context: RunContext) -> TrainState:
         module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
-    share_patience(context.groups, config.dist_timeout_sec)
+    apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.whole(engine.weights)
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
@@ -57,8 +57,8 @@ def make_train_state(context: RunContext) -> TrainState:
 def require_blocks(config: TrainConfig, launch: Launch, by_deepspeed: bool) -> None:
     """Refuse blocks that the config demands in vain, as far as it tells; before anything is made."""
     size, device = where_weights_start(config.model).size, launch.device()
-    reason = config_obstacle(config, size, launch.world, by_deepspeed)
-    _refuse(config, reason or device_obstacle(config, device.type), size, device)
+    reason = why_stock_by_config(config, size, launch.world, by_deepspeed)
+    _refuse(config, reason or why_stock_on_device(config, device.type), size, device)
 
 
 def choose_blocks(
@@ -78,7 +78,7 @@ def _refuse(config: TrainConfig, reason: str | None, size: ModelSize, device: to
         raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
     if config.fp8:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if in_the_way := reason or fp8_obstacle(size, capability):
+        if in_the_way := reason or why_no_fp8(size, capability):
             raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint import background, host
-from sd3_light.checkpoint.background import Background, CheckpointKeeper, Failed, Saved
-from sd3_light.checkpoint.host import HostCopies
+from sd3_light.checkpoint import background, host_buffers
+from sd3_light.checkpoint.background import BackgroundWorker, CheckpointFailed, CheckpointKeeper, CheckpointSaved
+from sd3_light.checkpoint.host_buffers import HostBuffers
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 PATIENCE = 30  # seconds
 
 
-def pieces(value: float, count: int = 6) -> list[Piece]:
+def pieces(value: float, count: int = 6) -> list[TensorPiece]:
     values = torch.full((count,), float(value))
-    return [Piece("param/w", values, 0, (count,)), Piece("step/w", values[:1].clone(), 0, ())]
+    return [TensorPiece("param/w", values, 0, (count,)), TensorPiece("step/w", values[:1].clone(), 0, ())]
 
 
 # --- copies ------------------------------------------------------------------------------------
@@ -29,23 +29,26 @@ def pieces(value: float, count: int = 6) -> list[Piece]:
 
 def test_copies_do_not_follow_the_live_memory() -> None:
     live = torch.arange(12.0).view(3, 4)
-    (copy,) = HostCopies().take([Piece("param/w", live.view(-1)[4:], 4, (3, 4))])
+    (copy,) = HostBuffers().take([TensorPiece("param/w", live.view(-1)[4:], 4, (3, 4))])
     live.zero_()
     assert (copy.name, copy.start, copy.shape) == ("param/w", 4, (3, 4))
     assert copy.values.tolist() == list(range(4, 12))
 
 
 def test_replicas_that_another_rank_writes_are_not_copied() -> None:
-    given = [Piece("param/w", torch.ones(3), 0, (3,), writes=False), Piece("param/v", torch.ones(3), 0, (3,))]
-    assert [copy.name for copy in HostCopies().take(iter(given))] == ["param/v"]
+    given = [
+        TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False),
+        TensorPiece("param/v", torch.ones(3), 0, (3,)),
+    ]
+    assert [copy.name for copy in HostBuffers().take(iter(given))] == ["param/v"]
 
 
 def test_copies_of_all_dtypes_fill_blocks_without_treading_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece that does not fit into what is left of a block goes on in the next."""
-    monkeypatch.setattr(host, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 256)
     dtypes = (torch.uint8, torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
     live = [torch.arange(n).to(dtype) for n, dtype in zip((3, 150, 33, 32, 0, 700), dtypes, strict=True)]
-    copies = HostCopies().take(Piece(str(n), one, 0, tuple(one.shape)) for n, one in enumerate(live))
+    copies = HostBuffers().take(TensorPiece(str(n), one, 0, tuple(one.shape)) for n, one in enumerate(live))
     assert len(copies) > 10
     for number, one in enumerate(live):
         parts = [copy for copy in copies if copy.name == str(number)]
@@ -63,13 +66,13 @@ def test_blocks_are_pinned_where_the_process_uses_a_gpu(uses_gpu: bool, monkeypa
     monkeypatch.setattr(
         torch, "empty", lambda *size, pin_memory, **keys: (asked.append(pin_memory), empty(*size, **keys))[1]
     )
-    HostCopies().take([Piece("step/w", torch.tensor([3.0]), 0, ())])
+    HostBuffers().take([TensorPiece("step/w", torch.tensor([3.0]), 0, ())])
     assert asked == [uses_gpu]
 
 
 def test_memory_is_used_again_and_what_is_too_much_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "BLOCK_BYTES", 256)
-    copies = HostCopies()
+    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 256)
+    copies = HostBuffers()
     first = [copy.values.data_ptr() for copy in copies.take(pieces(1, count=300))]
     again = [copy.values.data_ptr() for copy in copies.take(pieces(2, count=300))]
     assert first == again
@@ -82,7 +85,7 @@ def test_memory_is_used_again_and_what_is_too_much_is_given_back(monkeypatch: py
 
 
 def test_jobs_are_done_in_order_beside_the_caller() -> None:
-    work, gate, seen = Background(), threading.Event(), list[Any]()
+    work, gate, seen = BackgroundWorker(), threading.Event(), list[Any]()
     work.submit("first", lambda: (gate.wait(PATIENCE), seen.append(1), threading.current_thread().name)[-1])
     work.submit("second", lambda: seen.append(2))
     assert (work.poll(), work.has_news(), seen) == ([], False, [])
@@ -95,7 +98,7 @@ def test_jobs_are_done_in_order_beside_the_caller() -> None:
 
 
 def test_a_fault_belongs_to_its_job_and_the_next_is_done() -> None:
-    work = Background()
+    work = BackgroundWorker()
     work.submit("bad", lambda: 1 // 0)
     work.submit("good", lambda: 7)
     bad, good = work.wait()
@@ -104,7 +107,7 @@ def test_a_fault_belongs_to_its_job_and_the_next_is_done() -> None:
 
 
 def test_idle_means_that_the_last_job_has_ended() -> None:
-    gate, work = threading.Event(), Background()
+    gate, work = threading.Event(), BackgroundWorker()
     assert work.is_idle()
     work.submit("held", gate.wait)
     assert not work.is_idle(0.01)
@@ -114,7 +117,7 @@ def test_idle_means_that_the_last_job_has_ended() -> None:
 
 
 def test_closing_waits_and_what_ended_is_still_told() -> None:
-    work = Background("closing")
+    work = BackgroundWorker("closing")
     gate = threading.Event()
     work.submit("slow", lambda: gate.wait(PATIENCE))
     threading.Timer(0.05, gate.set).start()
@@ -141,7 +144,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, monkeypatch: 
     assert (keeper.poll(), keeper.has_news()) == ([], False)
     gate.set()
     (saved,) = keeper.wait()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     assert (saved.step, saved.facts, saved.warning) == (1, {"progress": {"step": 1}}, "")
     assert (saved.path, saved.stall_seconds) == (tmp_path / "anywhere" / checkpoint_name(1), stall)
     assert saved.bytes == (saved.path / "rank-00000.safetensors").stat().st_size
@@ -153,7 +156,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, monkeypatch: 
 def test_a_second_save_waits_for_the_first_and_both_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their copies share memory, so the second may not begin before the first is written."""
     gate, seen = threading.Event(), list[str]()
-    write, take = background.write_part, HostCopies.take
+    write, take = background.write_part, HostBuffers.take
 
     def slow_write(*given: Any) -> int:
         gate.wait(PATIENCE)
@@ -161,7 +164,7 @@ def test_a_second_save_waits_for_the_first_and_both_are_told(tmp_path: Path, mon
         return write(*given)
 
     monkeypatch.setattr(background, "write_part", slow_write)
-    monkeypatch.setattr(HostCopies, "take", lambda *given: (seen.append("copy"), take(*given))[1])
+    monkeypatch.setattr(HostBuffers, "take", lambda *given: (seen.append("copy"), take(*given))[1])
     keeper = CheckpointKeeper(tmp_path, 0)
     keeper.save(1, pieces(1), {})
     threading.Timer(0.1, gate.set).start()
@@ -199,14 +202,14 @@ def test_a_save_that_fails_is_told_and_the_next_one_works(tmp_path: Path, longes
     keeper.save(2, pieces(2), {"step": 2})
     (failed,) = keeper.wait()
     longest_file(1 << 30)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, CheckpointFailed)
     assert (failed.step, failed.facts) == (2, {"step": 2})
     file = tmp_path / ".step-00000002.tmp" / "rank-00000.safetensors"
     assert failed.reason == f"File too large: {file}; earlier checkpoints are intact"
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
     keeper.save(2, pieces(2), {})
     (saved,) = keeper.wait()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     assert open_checkpoint(saved.path).tensor("step/w") == 2
 
 
@@ -221,7 +224,7 @@ def test_old_ones_that_cannot_be_deleted_do_not_spoil_the_new_one(
     monkeypatch.setattr(background, "keep_newest", stuck)
     keeper.save(1, pieces(1), {})
     (saved,) = keeper.wait()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     assert saved.warning == f"older checkpoints in {tmp_path} cannot be deleted: Device or resource busy: step-00000001"
 
 

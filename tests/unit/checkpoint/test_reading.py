@@ -17,14 +17,14 @@ from sd3_light.checkpoint.index import Entry, Index, Range
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import INDEX, write_checkpoint
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 Writer = Callable[..., Path]
 PART = "rank-00000.safetensors"
 
 
-def piece(name: str, whole: Tensor, start: int = 0, stop: int | None = None, *, writes: bool = True) -> Piece:
-    return Piece(name, whole.reshape(-1)[start:stop], start, tuple(whole.shape), writes)
+def piece(name: str, whole: Tensor, start: int = 0, stop: int | None = None, *, writes: bool = True) -> TensorPiece:
+    return TensorPiece(name, whole.reshape(-1)[start:stop], start, tuple(whole.shape), writes)
 
 
 def flip(path: Path, at: int) -> None:
@@ -94,7 +94,7 @@ def test_any_part_of_any_cut(tmp_path: Path, write_ranks: Writer, monkeypatch: p
     for step in range(20):
         whole = torch.randn(chance.randint(1, 40))
         cuts = sorted({0, len(whole), *(chance.randint(0, len(whole)) for _ in range(4))})
-        ranks: list[list[Piece]] = [[] for _ in range(3)]
+        ranks: list[list[TensorPiece]] = [[] for _ in range(3)]
         for start, stop in pairwise(cuts):
             chance.choice(ranks).append(piece("param/w", whole, start, stop))
         for pieces in ranks:
@@ -135,9 +135,9 @@ def test_pieces_are_filled_in_their_own_dtype_replicas_too(saved: Path) -> None:
     count = torch.zeros(())
     open_checkpoint(saved).load_into(
         [
-            Piece("param/w", weight.view(-1)[5:], 5, (3, 5)),
-            Piece("param/w", half.view(-1), 0, (3, 5), writes=False),
-            Piece("step/w", count.view(-1), 0, ()),
+            TensorPiece("param/w", weight.view(-1)[5:], 5, (3, 5)),
+            TensorPiece("param/w", half.view(-1), 0, (3, 5), writes=False),
+            TensorPiece("step/w", count.view(-1), 0, ()),
         ]
     )
     assert torch.equal(weight[1:], torch.arange(5.0, 15.0).view(2, 5))
@@ -150,7 +150,7 @@ def test_pieces_are_filled_in_their_own_dtype_replicas_too(saved: Path) -> None:
 
 def test_a_missing_name_and_another_shape_name_checkpoint_and_tensor(saved: Path) -> None:
     found, target = open_checkpoint(saved), torch.zeros(15)
-    good = Piece("param/w", target, 0, (3, 5))
+    good = TensorPiece("param/w", target, 0, (3, 5))
     with pytest.raises(UserError, match=rf"checkpoint {saved} has no tensor param/v; "):
         found.load_into([replace(good, name="param/v")])
     with pytest.raises(UserError, match=rf"{saved} holds param/w of shape \[3, 5\], this run has \[5, 3\]; "):

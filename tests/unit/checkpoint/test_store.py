@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.checkpoint import host, index, ranges, reading, store
+from sd3_light.checkpoint import host_buffers, index, ranges, reading, store
 from sd3_light.checkpoint.store import (
     INDEX,
     checkpoint_name,
@@ -27,7 +27,7 @@ from sd3_light.checkpoint.store import (
     write_part,
 )
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 Writer = Callable[..., Path]
 WHOLE = torch.arange(16.0)
@@ -66,7 +66,7 @@ def test_a_checkpoint_and_its_files(tmp_path: Path) -> None:
 
 
 def test_the_index_says_where_everything_is(tmp_path: Path, write_ranks: Writer) -> None:
-    parts = [[Piece("param/w", WHOLE[:4], 0, (2, 8))], [Piece("param/w", WHOLE[4:], 4, (2, 8))]]
+    parts = [[TensorPiece("param/w", WHOLE[:4], 0, (2, 8))], [TensorPiece("param/w", WHOLE[4:], 4, (2, 8))]]
     found = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
     assert set(found) == {"format", "facts", "files", "tensors", "sha256"}
     assert (found["format"], found["facts"]) == (2, {"given": "größer"})
@@ -81,7 +81,7 @@ def test_nothing_on_disk_is_code(tmp_path: Path) -> None:
     """Law 8: safetensors and JSON, no pickle, and no code that would read one."""
     for path in save(tmp_path, 1, 0).iterdir():
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip of pickles"
-    for module in (store, reading, ranges, index, host):
+    for module in (store, reading, ranges, index, host_buffers):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         assert "pickle" not in text
         assert "torch.load" not in text
@@ -96,7 +96,7 @@ def test_live_weights_are_only_read(tmp_path: Path) -> None:
 
 
 def test_replicas_are_written_by_one(tmp_path: Path) -> None:
-    pieces = [Piece("param/w", WHOLE, 0, (16,), writes=False), Piece("param/v", WHOLE, 0, (16,))]
+    pieces = [TensorPiece("param/w", WHOLE, 0, (16,), writes=False), TensorPiece("param/v", WHOLE, 0, (16,))]
     write_part(tmp_path, 3, pieces)
     note = json.loads((tmp_path / "rank-00003.json").read_text())
     assert list(note["tensors"]) == ["param/v"]
@@ -127,31 +127,31 @@ def test_names_sort_by_step() -> None:
 def test_gaps_and_overlaps_of_the_ranks_are_named(
     tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], said: str
 ) -> None:
-    parts = [[Piece("param/w", WHOLE[start:stop], start, (3, 5))] for start, stop in cuts]
+    parts = [[TensorPiece("param/w", WHOLE[start:stop], start, (3, 5))] for start, stop in cuts]
     with pytest.raises(UserError, match=f"do not cover param/w exactly once: {said}"):
         write_ranks(tmp_path, 1, parts)
     assert newest_checkpoint(tmp_path) is None
 
 
 def test_an_empty_tensor_is_covered_and_an_empty_piece_is_nothing(tmp_path: Path, write_ranks: Writer) -> None:
-    nothing = Piece("param/nothing", WHOLE[:0], 0, (0, 3))
-    first = [nothing, Piece("param/w", WHOLE, 0, (16,))]
-    found, _ = read_checkpoint(write_ranks(tmp_path, 1, [first, [Piece("param/w", WHOLE[:0], 16, (16,))]]))
+    nothing = TensorPiece("param/nothing", WHOLE[:0], 0, (0, 3))
+    first = [nothing, TensorPiece("param/w", WHOLE, 0, (16,))]
+    found, _ = read_checkpoint(write_ranks(tmp_path, 1, [first, [TensorPiece("param/w", WHOLE[:0], 16, (16,))]]))
     assert {name: list(tensor.shape) for name, tensor in found.items()} == {"param/nothing": [0, 3], "param/w": [16]}
 
 
 @pytest.mark.parametrize(
-    "other", [Piece("param/w", WHOLE[8:], 8, (16,)), Piece("param/w", WHOLE[8:].half(), 8, (4, 4))]
+    "other", [TensorPiece("param/w", WHOLE[8:], 8, (16,)), TensorPiece("param/w", WHOLE[8:].half(), 8, (4, 4))]
 )
-def test_ranks_that_do_not_agree_are_named(tmp_path: Path, write_ranks: Writer, other: Piece) -> None:
+def test_ranks_that_do_not_agree_are_named(tmp_path: Path, write_ranks: Writer, other: TensorPiece) -> None:
     with pytest.raises(UserError, match=r"the ranks do not agree on param/w: F32 \[4, 4\] and F"):
-        write_ranks(tmp_path, 1, [[Piece("param/w", WHOLE[:8], 0, (4, 4))], [other]])
+        write_ranks(tmp_path, 1, [[TensorPiece("param/w", WHOLE[:8], 0, (4, 4))], [other]])
 
 
 def test_a_part_that_is_not_there_or_short_is_named(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
     start_fresh(temporary)
-    write_part(temporary, 0, [Piece("param/w", WHOLE, 0, (16,))])
+    write_part(temporary, 0, [TensorPiece("param/w", WHOLE, 0, (16,))])
     with pytest.raises(UserError, match=r"rank 1's part is not in .* all machines share"):
         commit(tmp_path, 1, range(2), {})
     with open(temporary / "rank-00000.safetensors", "ab") as file:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, processes
-from sd3_light.engines.processes import Groups, lost_peer, peers_in_words, share_patience, start_process_group
+from sd3_light.engines.processes import ProcessGroups, apply_timeout, lost_peer, peers_in_words, start_process_group
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ def test_other_errors_stay_what_they_are(text: str) -> None:
 
 
 def test_nobody_is_waited_for_alone() -> None:
-    assert start_process_group(Launch(), CPU, 1.0) == Groups()
+    assert start_process_group(Launch(), CPU, 1.0) == ProcessGroups()
 
 
 def test_a_meeting_that_fails_names_place_time_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_groups_of_a_library_wait_as_long_as_ours_and_a_save_longer() -> None:
         control, theirs = dist.new_group(), dist.new_group()
         saving = dist.new_group(timeout=timedelta(hours=2))
         assert patience(theirs) == 1800
-        share_patience(Groups(control, saving), 7.0)
+        apply_timeout(ProcessGroups(control, saving), 7.0)
         assert [patience(group) for group in (control, theirs, saving)] == [7, 7, 7200]
     finally:
         dist.destroy_process_group()
@@ -141,14 +141,14 @@ def test_waiting_asks_until_the_work_is_done() -> None:
         asked.append(seconds)
         return next(answers)
 
-    Groups().wait_together(is_done)
+    ProcessGroups().wait_together(is_done)
     assert asked == [1.0] * 3
 
 
 _ENDING = """
 import atexit
 import torch, torch.distributed as dist
-from sd3_light.engines.processes import abandon, open_default_group
+from sd3_light.engines.processes import abort_process_group, open_default_group
 atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
 open_default_group(torch.device("cpu"), store=dist.HashStore(), rank=0, world_size=1)
 open_default_group(torch.device("cpu"), store=None)  # there is one
@@ -156,7 +156,8 @@ open_default_group(torch.device("cpu"), store=None)  # there is one
 
 
 @pytest.mark.parametrize(
-    ("end", "said", "code"), [("", "left", 0), ("abandon()", "still there", 0), ("raise OSError", "still there", 1)]
+    ("end", "said", "code"),
+    [("", "left", 0), ("abort_process_group()", "still there", 0), ("raise OSError", "still there", 1)],
 )
 def test_a_process_leaves_its_group_in_order_unless_it_fails(end: str, said: str, code: int) -> None:
     """To wait for others after a fault could be to wait for ever."""

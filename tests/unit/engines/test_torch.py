@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -47,13 +47,13 @@ class Line(nn.Module):
         return {"loss": loss, "flow": loss.detach(), "each": each.detach()}
 
 
-def line_batch(seed: int = 0, count: int = 8) -> Prepared:
+def line_batch(seed: int = 0, count: int = 8) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     values, target = torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
     return (values, 1000 * torch.linspace(0.01, 0.99, count)), (target, None)
 
 
-def pieces(batch: Prepared, count: int) -> list[Prepared]:
+def pieces(batch: MicroBatch, count: int) -> list[MicroBatch]:
     features, (target, _) = batch
     cut = [tensor.chunk(count) for tensor in features]
     return [(tuple(part[at] for part in cut), (target.chunk(count)[at], None)) for at in range(count)]
@@ -101,7 +101,7 @@ def real_engine(folder: Path) -> TorchEngine:
     return TorchEngine(SD3TrainingModule(transformer, settings), settings, Launch(), CPU)
 
 
-def real_batch(count: int = 4) -> Prepared:
+def real_batch(count: int = 4) -> MicroBatch:
     generator = torch.Generator().manual_seed(2)
     shapes = [(count, 16, 4, 6), (count,), (count, 5, 256), (count, 224)]
     noisy, times, prompt, pooled = (torch.randn(shape, generator=generator) for shape in shapes)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.flow.objective import flow_loss
 from sd3_light.model.cost import Checkpointing, Tokens
-from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.model.memory import (
@@ -138,7 +138,7 @@ def test_fast_blocks_keep_what_the_formula_counts(keep: Keep, checkpointing: Che
     transformer = SD3Transformer2DModel(**case.size.transformer_config())
     pooled = torch.randn(2, case.size.pooled_width)
     features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, case.size.text_width), pooled)
-    patches = FastDenoiser(transformer, torch.float32, How(keep=keep))(features)
+    patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features)
     size, tokens = case.size, case.tokens
     of_inputs = size.num_layers * case.saved.stream * size.width * tokens.joint
     expected = 2 * (of_inputs if keep == "inputs" else case.kept.of(size, tokens))

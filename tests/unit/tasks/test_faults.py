@@ -221,7 +221,7 @@ def test_a_worker_s_death_and_a_device_s_are_one_line(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
         assert said(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
-    monkeypatch.setattr("sd3_light.checkpoint.background.HostCopies.take", die)
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.take", die)
     with pytest.raises(UserError, match=r"odd; mend it$") as told:
         run(tmp_path / "b", Fails(3, ValueError("odd")))
     assert isinstance(told.value.__cause__, ValueError), "a fault is not its own cause"
@@ -229,7 +229,7 @@ def test_a_worker_s_death_and_a_device_s_are_one_line(tmp_path: Path, monkeypatc
 
 def test_after_a_fault_the_other_processes_are_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr("sd3_light.tasks.train.abandon", lambda: left.append("left"))
+    monkeypatch.setattr("sd3_light.tasks.train.abort_process_group", lambda: left.append("left"))
     said(lambda: run(tmp_path, batch_size=0))
     assert not left, "nobody is there"
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.initial import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -38,7 +38,7 @@ def transformer() -> SD3Transformer2DModel:
     return made
 
 
-def prepared(real: bool, masked: bool = False, seed: int = 2) -> Prepared:
+def prepared(real: bool, masked: bool = False, seed: int = 2) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -50,7 +50,7 @@ def prepared(real: bool, masked: bool = False, seed: int = 2) -> Prepared:
     return tuple(features), (normal(3, 16, 4, 6), mask)
 
 
-def outcome(config: TrainConfig, given: Prepared, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def outcome(config: TrainConfig, given: MicroBatch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module = SD3TrainingModule(transformer(), config, fast)
     losses = module(*given)
     losses["loss"].backward()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.processes import Agreement
-from sd3_light.engines.protocol import Piece, Prepared, StepNumbers, Steps
+from sd3_light.engines.processes import SharedFlags
+from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import STARVATION_WINDOW, Hook, Run, every, train
 from sd3_light.training.meter import Meter
@@ -47,7 +47,7 @@ class Counting:
     def weights(self) -> Mapping[str, Tensor]:
         return {"w": self.weight}
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> Any:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
         number = batches[0][0][0]
         self.seen.append((number, lr))
         taken = number not in self.bad
@@ -56,7 +56,7 @@ class Counting:
         self.results.append(Result(StepNumbers(losses, 2.0, taken), self.late))
         return self.results[-1]
 
-    def evaluate(self, batch: Prepared) -> Tensor:
+    def evaluate(self, batch: MicroBatch) -> Tensor:
         raise NotImplementedError
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -65,10 +65,10 @@ class Counting:
     def weight_norm(self) -> float:
         return float(self.weight)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         raise NotImplementedError
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         raise NotImplementedError
 
     def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -78,7 +78,7 @@ class Counting:
         raise NotImplementedError
 
 
-def numbered(first: int) -> Steps:
+def numbered(first: int) -> StepStream:
     """Step n's batch holds n."""
     while True:
         yield [((first,), (None,))]
@@ -140,7 +140,7 @@ def test_samples_are_counted_by_the_steps_own_batch() -> None:
 def test_no_batch_is_taken_beyond_the_end() -> None:
     taken: list[int] = []
 
-    def steps(first: int) -> Steps:
+    def steps(first: int) -> StepStream:
         for batch in numbered(first):
             taken.append(batch[0][0][0])
             yield batch
@@ -152,9 +152,9 @@ def test_no_batch_is_taken_beyond_the_end() -> None:
 @pytest.mark.parametrize("fault", [None, UserError("no room")])
 def test_who_makes_batches_is_let_go_at_the_end_whoever_holds_them(fault: UserError | None) -> None:
     """Its worker processes would keep the program from ending."""
-    made: list[Steps] = []
+    made: list[StepStream] = []
 
-    def steps(first: int) -> Steps:
+    def steps(first: int) -> StepStream:
         made.append(numbered(first))
         return made[0]
 
@@ -170,7 +170,7 @@ def test_who_makes_batches_is_let_go_at_the_end_whoever_holds_them(fault: UserEr
 def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> None:
     logged, done = list[int](), list[int]()
 
-    def steps(first: int) -> Steps:
+    def steps(first: int) -> StepStream:
         for batch in numbered(first):
             if batch[0][0][0] == 3:
                 raise UserError("a shard is gone")
@@ -280,7 +280,7 @@ def test_nothing_waits_for_the_device_between_records() -> None:
     steps = run(4, engine, logging_steps=4)
     real = engine.train_step
 
-    def train_step(batches: Sequence[Prepared], lr: float) -> Any:
+    def train_step(batches: Sequence[MicroBatch], lr: float) -> Any:
         reads.append(sum(result.reads for result in engine.results))
         return real(batches, lr)
 
@@ -354,7 +354,7 @@ class AskedToQuit(RunRequests):
     """Somebody asks to stop after some steps."""
 
     def __init__(self, after: int) -> None:
-        super().__init__(None, None, Agreement(None, NUM_FLAGS))
+        super().__init__(None, None, SharedFlags(None, NUM_FLAGS))
         self.after = after
 
     def ask(self) -> None:
@@ -381,12 +381,12 @@ class Device(Counting):
         super().__init__()
         self.pace, self.now, self.free_at = pace, 0.0, 0.0
 
-    def data(self, first: int) -> Steps:
+    def data(self, first: int) -> StepStream:
         for batch in numbered(first):
             self.now += 1.0
             yield batch
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> Any:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
         found, done_at = super().train_step(batches, lr), max(self.now, self.free_at) + self.pace
         self.free_at = done_at
         return Later(found, lambda: self.now >= done_at)

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.training.module import SD3TrainingModule
@@ -27,7 +27,7 @@ def transformer() -> SD3Transformer2DModel:
     return made
 
 
-def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> Prepared:
+def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> MicroBatch:
     generator = torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> Tensor:
@@ -43,7 +43,7 @@ def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> Prepar
     return features, (normal(2, 16, 4, 6), mask)
 
 
-def stock(model: SD3Transformer2DModel, given: Prepared) -> Tensor:
+def stock(model: SD3Transformer2DModel, given: MicroBatch) -> Tensor:
     noisy, times, prompt, pooled = given[0]
     output: Tensor = model(
         hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
@@ -186,7 +186,7 @@ def test_denoise_is_the_stock_models_output(config: Config) -> None:
 REAL: dict[str, Any] = {"text_tokens": "real", "text_recon_gamma": 0.25, "text_recon_target_layer": 1}
 
 
-def real_prepared(lengths: list[int], behind: float = 0.0) -> Prepared:
+def real_prepared(lengths: list[int], behind: float = 0.0) -> MicroBatch:
     """Samples whose text ends at ``lengths``; ``behind`` it stands that many times a random number."""
     (noisy, times, prompt, pooled), (target, _) = prepared()
     counts = torch.tensor(lengths)
@@ -195,7 +195,7 @@ def real_prepared(lengths: list[int], behind: float = 0.0) -> Prepared:
     return (noisy, times, prompt, pooled, counts), (target, None)
 
 
-def one_of(given: Prepared, at: int) -> Prepared:
+def one_of(given: MicroBatch, at: int) -> MicroBatch:
     noisy, times, prompt, pooled, lengths = (part[at : at + 1] for part in given[0])
     return (noisy, times, prompt[:, : int(lengths)], pooled, lengths), (given[1][0][at : at + 1], None)
 
@@ -207,7 +207,7 @@ def test_a_real_samples_losses_and_gradients_are_its_own(config: Config, lengths
     model = transformer()
     module = SD3TrainingModule(model, config(model=REAL))
 
-    def outcome(some: Prepared) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def outcome(some: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model.zero_grad(set_to_none=True)
         losses = module(*some)
         losses["loss"].backward()

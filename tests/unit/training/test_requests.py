@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.engines.processes import Agreement
+from sd3_light.engines.processes import SharedFlags
 from sd3_light.training import requests
 from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
@@ -24,7 +24,7 @@ def asked(watch: RunRequests) -> tuple[bool, bool]:
 
 
 def make(folder: Path | None = None, minutes: float | None = None) -> RunRequests:
-    return RunRequests(folder, minutes, Agreement(None, NUM_FLAGS))
+    return RunRequests(folder, minutes, SharedFlags(None, NUM_FLAGS))
 
 
 def test_nothing_is_wished(tmp_path: Path, clock: list[float]) -> None:
@@ -98,7 +98,7 @@ def test_a_second_interrupt_at_once_is_the_launchers_and_a_later_one_is_impatien
         assert one.signal == "SIGINT"
 
 
-class OneStepLate(Agreement):
+class OneStepLate(SharedFlags):
     """Answers as it does among several ranks: a call later."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def test_the_clock_wishes_for_one_checkpoint_though_the_answer_comes_late(tmp_pa
 def test_a_file_and_a_signal_are_told_apart_by_every_rank(tmp_path: Path, clock: list[float]) -> None:
     """A rank that sees neither must end with the same code as the others."""
 
-    class Told(Agreement):
+    class Told(SharedFlags):
         def __init__(self, answer: tuple[bool, ...]) -> None:
             super().__init__(None, NUM_FLAGS)
             self.answer = answer

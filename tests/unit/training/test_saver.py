@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.state import Progress
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.export.diffusers_folder import ExportSpec
 from sd3_light.model.initial import new_transformer

@@ -11,7 +11,7 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.model.fast.choice import config_obstacle, device_obstacle, fp8_obstacle
+from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.initial import new_transformer
 from sd3_light.stages.train.train_state import choose_blocks, require_blocks
 
@@ -25,27 +25,27 @@ def table(**keys: Any) -> TrainConfig:
 
 
 def test_on_gpus_they_are_taken_unless_something_is_in_the_way() -> None:
-    assert config_obstacle(table(), SIZE) is None
-    assert config_obstacle(table(parallel="fsdp2"), SIZE) is None, "one process cuts nothing"
-    assert config_obstacle(table(), SIZE, by_deepspeed=True) is None, "one stage runs the whole module"
-    assert config_obstacle(table(zero_stage=3), SIZE) is None, "torch's engine knows no ZeRO"
+    assert why_stock_by_config(table(), SIZE) is None
+    assert why_stock_by_config(table(parallel="fsdp2"), SIZE) is None, "one process cuts nothing"
+    assert why_stock_by_config(table(), SIZE, by_deepspeed=True) is None, "one stage runs the whole module"
+    assert why_stock_by_config(table(zero_stage=3), SIZE) is None, "torch's engine knows no ZeRO"
     found = [
-        config_obstacle(table(fast=False), SIZE),
-        config_obstacle(table(compile=True), SIZE),
-        config_obstacle(table(adapter={"type": "lora", "rank": 4}), SIZE),
-        config_obstacle(table(zero_stage=3), SIZE, by_deepspeed=True),
-        config_obstacle(table(pipeline_stages=2), SIZE),
-        config_obstacle(table(parallel="fsdp2"), SIZE, world=2),
-        config_obstacle(table(), SIZES["sd3.5_medium"]),
-        config_obstacle(table(model={"transformer_dtype": "float32"}), SIZE),
+        why_stock_by_config(table(fast=False), SIZE),
+        why_stock_by_config(table(compile=True), SIZE),
+        why_stock_by_config(table(adapter={"type": "lora", "rank": 4}), SIZE),
+        why_stock_by_config(table(zero_stage=3), SIZE, by_deepspeed=True),
+        why_stock_by_config(table(pipeline_stages=2), SIZE),
+        why_stock_by_config(table(parallel="fsdp2"), SIZE, world=2),
+        why_stock_by_config(table(), SIZES["sd3.5_medium"]),
+        why_stock_by_config(table(model={"transformer_dtype": "float32"}), SIZE),
     ]
     words = ["fast", "compile", "adapter", "ZeRO-3", "pipeline", "fsdp2", "second attention", "transformer_dtype"]
     assert [word in str(reason) for word, reason in zip(words, found, strict=True)] == [True] * len(words)
 
 
 def test_a_cpu_uses_the_stock_blocks_unless_fast_is_true() -> None:
-    assert device_obstacle(table(), "cpu") == "there is no GPU"
-    assert device_obstacle(table(fast=True, model={"text_tokens": "real"}), "cpu") is None
+    assert why_stock_on_device(table(), "cpu") == "there is no GPU"
+    assert why_stock_on_device(table(fast=True, model={"text_tokens": "real"}), "cpu") is None
 
 
 def test_what_is_demanded_in_vain_is_a_fault() -> None:
@@ -76,10 +76,10 @@ def test_fp8_needs_the_fast_blocks_and_a_gpu_that_knows_it() -> None:
     assert choose_blocks(table(fp8=True, fast=True), transformer, Launch(), cpu, by_deepspeed=False)
     with pytest.raises(UserError, match=r"fp8 = true cannot be had: there is no GPU; write fp8 = false"):
         choose_blocks(table(fp8=True), transformer, Launch(), cpu, by_deepspeed=False)
-    assert fp8_obstacle(SIZE, (9, 0)) is None
-    assert fp8_obstacle(SIZE, (8, 9)) is None
-    assert "sm_80" in str(fp8_obstacle(SIZE, (8, 0)))
-    assert "multiple of 16" in str(fp8_obstacle(replace(SIZE, num_heads=3, head_dim=8), (9, 0)))
+    assert why_no_fp8(SIZE, (9, 0)) is None
+    assert why_no_fp8(SIZE, (8, 9)) is None
+    assert "sm_80" in str(why_no_fp8(SIZE, (8, 0)))
+    assert "multiple of 16" in str(why_no_fp8(replace(SIZE, num_heads=3, head_dim=8), (9, 0)))
 
 
 def test_fp8_beside_what_it_cannot_join_is_a_finding() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast import forward
-from sd3_light.model.fast.block import How, Keep
-from sd3_light.model.fast.forward import FastDenoiser, obstacle
+from sd3_light.model.fast.block import BlockOptions, Keep
+from sd3_light.model.fast.forward import FastDenoiser, why_stock
 from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, run_layers
 
@@ -64,7 +64,7 @@ def test_forward_and_backward_are_the_stock_ones(name: str, lengths: list[int] |
     wanted = expected(transformer, lengths)
     of_wanted = learned(transformer, wanted)
     for keep in get_args(Keep):
-        found = FastDenoiser(transformer, torch.float32, How(keep=keep))(features(), lengths)
+        found = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features(), lengths)
         of_found = learned(transformer, found)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
         assert of_found.keys() == of_wanted.keys() == dict(transformer.named_parameters()).keys()
@@ -85,12 +85,12 @@ def test_replaced_weight_data_is_used() -> None:
 
 
 def test_a_transformer_that_it_is_not_written_for_is_named() -> None:
-    assert obstacle(lively(CONFIGS["no-qk-norm"])) is None
+    assert why_stock(lively(CONFIGS["no-qk-norm"])) is None
     dual = lively({**CONFIGS["three-blocks"], "dual_attention_layers": (0,)})
-    assert "second attention" in str(obstacle(dual))
+    assert "second attention" in str(why_stock(dual))
     adapted = lively(CONFIGS["one-block"])
     adapted.transformer_blocks[0].attn.to_out[0] = torch.nn.Sequential(adapted.transformer_blocks[0].attn.to_out[0])
-    assert "adapters" in str(obstacle(adapted))
+    assert "adapters" in str(why_stock(adapted))
     with pytest.raises(AssertionError, match="adapters"):
         FastDenoiser(adapted, torch.float32)
 

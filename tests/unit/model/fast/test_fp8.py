@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast import products, reference
-from sd3_light.model.fast.block import How, Keep
+from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.fast.fp8 import E4M3, Eight, formed, multiply, plain
 from sd3_light.model.fast.weights import Weights
@@ -99,7 +99,7 @@ def test_weights_are_rounded_from_float32_and_followed() -> None:
     assert distance(wide.float(), rows @ exact.t() + qkv.bias.float()) < 0.06
 
 
-def learned(transformer: SD3Transformer2DModel, how: How, lengths: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def learned(transformer: SD3Transformer2DModel, how: BlockOptions, lengths: Any) -> tuple[Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     shapes = ((3, 16, 8, 12), (3, 9, 256), (3, 224))
     noisy, text, vector = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -114,22 +114,22 @@ def learned(transformer: SD3Transformer2DModel, how: How, lengths: Any) -> tuple
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["padded", "real"])
 def test_outputs_and_gradients_are_near_whatever_is_kept(lengths: list[int] | None) -> None:
     transformer = lively()
-    wanted, gradients = learned(transformer, How(), lengths)
-    found, others = learned(transformer, How(products="fp8"), lengths)
+    wanted, gradients = learned(transformer, BlockOptions(), lengths)
+    found, others = learned(transformer, BlockOptions(products="fp8"), lengths)
     assert 1e-3 < distance(found, wanted) < 0.03
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
         # a few roundings lie between a weight and the loss
         assert distance(others[name], gradient) < 0.2, name
     for keep in get_args(Keep)[1:]:
-        again, anew = learned(transformer, How(keep=keep, products="fp8"), lengths)
+        again, anew = learned(transformer, BlockOptions(keep=keep, products="fp8"), lengths)
         assert torch.equal(again, found)
         torch.testing.assert_close(anew, others, rtol=1e-5, atol=1e-6)
 
 
 def test_it_learns_as_well() -> None:
     losses = []
-    for how in (How(), How(products="fp8")):
+    for how in (BlockOptions(), BlockOptions(products="fp8")):
         transformer = lively()
         optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
         for _ in range(8):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Eight, EightWeight, Form
-from sd3_light.model.fast.rows import Plan, make_plan
+from sd3_light.model.fast.row_plan import Plan, make_plan
 
 HEADS, UNITS = 3, 8
 WIDTH = HEADS * UNITS  # not a power of two: masks matter

@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.protocol import TensorPiece
 
 BLOCK_BYTES = 1 << 26  # a power of two: torch rounds pinned memory up to one
 _ALIGNED = 64
 
 
-class HostCopies:
+class HostBuffers:
     """Host memory for one set of pieces, kept from save to save; pinned where this process uses a GPU.
 
     It is made of equal blocks, so a long piece may come back as several that follow each other.
@@ -22,10 +22,10 @@ class HostCopies:
         self._blocks: list[Tensor] = []
 
     @torch.no_grad()
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def take(self, pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
         """Copies of the pieces that this rank writes; the last ones taken are overwritten."""
         devices: set[torch.device] = set()
-        copies: list[Piece] = []
+        copies: list[TensorPiece] = []
         position = 0
         for piece in pieces:  # one after the other: some are made on the way, and need not lie side by side
             if not piece.writes:
@@ -62,10 +62,10 @@ class HostCopies:
         return places
 
 
-def room(pieces: Iterable[Piece]) -> int:
+def room(pieces: Iterable[TensorPiece]) -> int:
     """Bytes of host memory that copies of the written pieces take."""
     return sum(_room(piece) for piece in pieces if piece.writes)
 
 
-def _room(piece: Piece) -> int:
+def _room(piece: TensorPiece) -> int:
     return -(-piece.values.nbytes // _ALIGNED) * _ALIGNED

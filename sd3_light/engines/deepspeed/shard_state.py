@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.deepspeed.state import WEIGHTS, Grid
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.deepspeed.stage_state import WEIGHTS, PipelineGrid
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.optim.build import create_adamw_state
 
 
@@ -32,7 +32,7 @@ class ShardState:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: PipelineGrid,
         parameters: Mapping[str, nn.Parameter],
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
@@ -46,7 +46,7 @@ class ShardState:
         self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}
         self.weights = {name: part.flat.detach()[part.at : part.at + part.length] for name, part in self._parts.items()}
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
         yield from self.like_weights(WEIGHTS, self.weights)
         for name, part in self._parts.items():
@@ -56,16 +56,16 @@ class ShardState:
                 if value.dim():
                     yield self._piece(f"{kind}/{name}", value[part.at : part.at + part.length], name)
                 else:  # a count, of the whole group
-                    yield Piece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.grid.rank == 0)
+                    yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.grid.rank == 0)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do."""
         for name in self._parts:
             yield self._piece(f"{kind}/{name}", held[name], name)
 
-    def _piece(self, title: str, values: Tensor, name: str) -> Piece:
+    def _piece(self, title: str, values: Tensor, name: str) -> TensorPiece:
         part = self._parts[name]
-        return Piece(title, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0)
+        return TensorPiece(title, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0)
 
     def norm(self, _: object) -> float:
         """The norm over all weights."""
@@ -86,7 +86,7 @@ class ShardState:
         return found if self.grid.rank == 0 else None
 
 
-def _parts(zero: Any, grid: Grid) -> Iterator[tuple[nn.Parameter, _Part]]:
+def _parts(zero: Any, grid: PipelineGrid) -> Iterator[tuple[nn.Parameter, _Part]]:
     """Every weight with this process's part: groups are flat tensors of their weights' parts, one after another."""
     for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         at = 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 
-def share_out(sizes: Sequence[int], writers: int) -> list[int]:
+def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:
     """The writer of each tensor, so that all write about as much: the largest first, each to who has least so far."""
     taken = [(0, writer) for writer in range(writers)]
     heapify(taken)

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.protocol import Piece
-from sd3_light.engines.shares import share_out
+from sd3_light.engines.protocol import TensorPiece
+from sd3_light.engines.writers import assign_writers
 from sd3_light.optim.build import create_adamw_state
 
 WEIGHTS = "param"
 
 
 @dataclass(frozen=True)
-class Grid:
+class PipelineGrid:
     """Where a process stands: ranks 0 to ``replicas`` - 1 are the first stage, the next as many the second, ..."""
 
     rank: int
@@ -47,7 +47,7 @@ class StageState:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: PipelineGrid,
         parameters: Mapping[str, nn.Parameter],
         stage_of: Mapping[str, int],
         shapes: Mapping[str, tuple[int, ...]],
@@ -61,14 +61,16 @@ class StageState:
             own_masters(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
         alone = grid.stages == 1 and zero is None  # then the first ``writers`` processes write, else all of them
-        who = share_out([weight.numel() for weight in self.parameters.values()], writers if alone else grid.replicas)
+        who = assign_writers(
+            [weight.numel() for weight in self.parameters.values()], writers if alone else grid.replicas
+        )
         self._mine = {name for name, one in zip(self.parameters, who, strict=True) if one == grid.replica}
 
     def writes(self, name: str) -> bool:
         """Whether this process writes this weight of its stage, of which its replicas have the same."""
         return name in self._mine
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
         yield from self.like_weights(WEIGHTS, self.weights)
         for group in self.optimizer.param_groups:
@@ -78,16 +80,16 @@ class StageState:
         for name, weight in self.parameters.items():
             yield from self._whole(name, weight) if self.zero is None else self._fragment(name, weight)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do."""
         for name, weight in self.parameters.items():
-            yield Piece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(name))
+            yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(name))
 
-    def _whole(self, name: str, weight: nn.Parameter) -> Iterator[Piece]:
+    def _whole(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         for kind, value in self.optimizer.state[weight].items():
-            yield Piece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(name))
+            yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(name))
 
-    def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[Piece]:
+    def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         """The part of a weight's state in this process's share of its group, which is one flat tensor."""
         assert self.zero is not None
         place: Any = weight._hp_mapping  # type: ignore[attr-defined]
@@ -98,9 +100,9 @@ class StageState:
         for kind, value in self.optimizer.state[flat].items():
             if value.dim():
                 part = value[address.start : address.start + address.numel]
-                yield Piece(f"{kind}/{name}", part, start, tuple(weight.shape))
+                yield TensorPiece(f"{kind}/{name}", part, start, tuple(weight.shape))
             else:  # a count, of the whole group: who has a weight's first element tells it
-                yield Piece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
+                yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
 
     def norm(self, pipe: dist.ProcessGroup | None) -> float:
         """The norm over the weights of all stages."""

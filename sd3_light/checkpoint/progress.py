@@ -1,9 +1,6 @@
 """The one list of what a checkpoint holds, besides what the engine's optimizer remembers."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-
-from torch import Tensor
 
 WEIGHTS = "param"
 EMA = "ema"
@@ -41,8 +38,3 @@ class Progress:
 def track_kind(track: str) -> str:
     """The kind under which a running average's tensors are saved; the main one is `ema` alone."""
     return EMA if track == EMA else f"{EMA}.{track}"
-
-
-def of_kind(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """NAME -> tensor of one kind."""
-    return {key.removeprefix(f"{kind}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}

@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sd3_light.engines.deepspeed.shards import ShardState
-from sd3_light.engines.deepspeed.state import StageState
-from sd3_light.engines.protocol import Piece
+from sd3_light.engines.deepspeed.shard_state import ShardState
+from sd3_light.engines.deepspeed.stage_state import StageState
+from sd3_light.engines.protocol import TensorPiece
 
-State = TypeVar("State", bound=StageState | ShardState)
+StateT = TypeVar("StateT", bound=StageState | ShardState)
 
 
-class HoldsState(Generic[State]):
+class DeepSpeedBase(Generic[StateT]):
     """The part of `Engine` that tells what this process holds of weights and optimizer state."""
 
-    state: State
+    state: StateT
     world: int
     device: torch.device
 
@@ -31,11 +31,11 @@ class HoldsState(Generic[State]):
         """The whole shape of every trainable weight of the model."""
         return self.state.shapes
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
         return self.state.pieces()
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do."""
         return self.state.like_weights(kind, held)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.data.slots import aligned
-from sd3_light.engines.protocol import Prepared
+from sd3_light.engines.protocol import MicroBatch
 
 NUM_BUFFERS = 2
 
@@ -48,7 +48,7 @@ class Sender:
         self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
         self._turn = 0
 
-    def send(self, prepared: Prepared) -> Prepared:
+    def send(self, prepared: MicroBatch) -> MicroBatch:
         """The micro-batch on the device; what the caller computes with it waits for it there."""
         buffer = self._next_buffer()
         tensors = [tensor for part in prepared for tensor in part if _travels(tensor)]
@@ -101,7 +101,7 @@ class Sender:
         current.wait_event(buffer.arrived)
 
 
-def moved(prepared: Prepared, device: torch.device) -> Prepared:
+def to_device(prepared: MicroBatch, device: torch.device) -> MicroBatch:
     """A micro-batch on the device, by the computation's own stream; what `Sender` has sent there stays as it is."""
     features, label = (
         tuple(value.to(device, non_blocking=True) if _travels(value) else value for value in part) for part in prepared
@@ -114,30 +114,30 @@ def _travels(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype != torch.int64
 
 
-class Step(Sequence[Prepared]):
+class Step(Sequence[MicroBatch]):
     """The micro-batches of an optimizer step, sent to the device one after another as they are asked for.
 
     It can be walked once with data; after that it shows what they were, on no device: shapes and types, and counts.
     """
 
-    def __init__(self, source: Iterator[Prepared], count: int, sender: Sender) -> None:
+    def __init__(self, source: Iterator[MicroBatch], count: int, sender: Sender) -> None:
         self._source, self._count, self._sender = source, count, sender
-        self._first: Prepared | None = self._next()
-        self._shown: list[Prepared] = []
+        self._first: MicroBatch | None = self._next()
+        self._shown: list[MicroBatch] = []
 
     @overload
-    def __getitem__(self, index: int) -> Prepared: ...
+    def __getitem__(self, index: int) -> MicroBatch: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Prepared]: ...
+    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
 
-    def __getitem__(self, index: int | slice) -> Prepared | Sequence[Prepared]:
+    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
         return self._shown[index]
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Prepared]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         if len(self._shown) == self._count:
             yield from self._shown
             return
@@ -150,22 +150,22 @@ class Step(Sequence[Prepared]):
             yield prepared
             del prepared
 
-    def _next(self) -> Prepared:
+    def _next(self) -> MicroBatch:
         self._sender.release()  # its memory may be what the next one waits for
         return self._sender.send(next(self._source))
 
 
-def _shapes(prepared: Prepared) -> tuple[int, ...]:
+def _shapes(prepared: MicroBatch) -> tuple[int, ...]:
     return tuple(prepared[0][0].shape)
 
 
-def _shown(prepared: Prepared) -> Prepared:
+def _shown(prepared: MicroBatch) -> MicroBatch:
     features, label = (tuple(tensor.to("meta") if _travels(tensor) else tensor for tensor in part) for part in prepared)
     return features, label
 
 
-def steps_ahead(
-    source: Generator[Prepared, None, None], count: int, device: torch.device
+def prefetch_steps(
+    source: Generator[MicroBatch, None, None], count: int, device: torch.device
 ) -> Generator[Step, None, None]:
     """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out.
 

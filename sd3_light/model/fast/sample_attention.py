@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sd3_light.model.fast.rows import Plan
+from sd3_light.model.fast.row_plan import Plan
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 _FIRST_TO_LAST = [

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
-from sd3_light.engines.ahead import moved
-from sd3_light.engines.deepspeed.holds import HoldsState
+from sd3_light.engines.deepspeed.base import DeepSpeedBase
 from sd3_light.engines.deepspeed.setup import quiet, settings
-from sd3_light.engines.deepspeed.shards import ShardState
-from sd3_light.engines.deepspeed.state import Grid, StageState
+from sd3_light.engines.deepspeed.shard_state import ShardState
+from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import Prepared, StepResult
+from sd3_light.engines.prefetch import to_device
+from sd3_light.engines.protocol import MicroBatch, StepResult
 from sd3_light.flow.bands import NUM_BANDS, by_band
 from sd3_light.optim.build import make_optimizer
 
 
-class ZeroEngine(HoldsState[StageState | ShardState]):
+class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
     """Steps over float32 weights: whole on each process (ZeRO 2), or a part of each weight (ZeRO 3).
 
     ``module(features, label)`` returns losses as `TorchEngine` wants them. A step whose loss or gradient is not finite
     is not taken.
     """
 
-    in_turn = True
+    sequential_micro_batches = True
 
     def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
@@ -42,7 +42,7 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
             self.engine: Any = deepspeed.initialize(
                 model=self.module, optimizer=self.optimizer.only, config=settings(config), dist_init_required=False
             )[0]
-        grid, zero = Grid(launch.rank, 1, launch.world), self.engine.optimizer
+        grid, zero = PipelineGrid(launch.rank, 1, launch.world), self.engine.optimizer
         self.state: StageState | ShardState = (
             ShardState(grid, parameters, shapes, self.optimizer.only, zero)
             if config.zero_stage == 3
@@ -53,13 +53,13 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def train_step(self, batches: Sequence[Prepared], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Forward and backward over the micro-batches, clip by the global norm, step."""
         self.optimizer.set_rate(lr)
         shapes = set()
         numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
         for number, prepared in enumerate(batches, start=1):
-            features, label = moved(prepared, self.device)
+            features, label = to_device(prepared, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             losses: dict[str, Tensor] = dict(self.engine(features, label))
@@ -84,9 +84,9 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
         return self.state.norm(None)
 
     @torch.no_grad()
-    def evaluate(self, batch: Prepared) -> Tensor:
+    def evaluate(self, batch: MicroBatch) -> Tensor:
         """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
-        features, label = moved(batch, self.device)
+        features, label = to_device(batch, self.device)
         each = self.engine(features, label)["each"].double()
         self._let_go()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
@@ -95,7 +95,7 @@ class ZeroEngine(HoldsState[StageState | ShardState]):
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """The predicted velocity, for sampling; all processes call it equally often."""
-        velocity: Tensor = self.module.denoise(moved((features, ()), self.device)[0])
+        velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
         self._let_go()
         return velocity
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sd3_light.config import SIZES
-from sd3_light.engines.shares import share_out
+from sd3_light.engines.writers import assign_writers
 from sd3_light.model.linears import linear_layers
 
 
@@ -11,12 +11,12 @@ from sd3_light.model.linears import linear_layers
 def test_everyone_writes_about_as_much(writers: int) -> None:
     """Weights and biases take turns in a model, so that by their numbers one of two would write everything."""
     sizes = [count for one in linear_layers(SIZES["sd3_light"]).values() for count in (one[0] * one[1], one[1])]
-    who = share_out(sizes, writers)
+    who = assign_writers(sizes, writers)
     totals = [sum(size for size, writer in zip(sizes, who, strict=True) if writer == one) for one in range(writers)]
     assert max(totals) < 1.05 * sum(sizes) / writers
-    assert who == share_out(sizes, writers)
+    assert who == assign_writers(sizes, writers)
 
 
 def test_more_writers_than_tensors() -> None:
-    assert sorted(share_out([5, 1], 4)) == [0, 1]
-    assert share_out([], 2) == []
+    assert sorted(assign_writers([5, 1], 4)) == [0, 1]
+    assert assign_writers([], 2) == []

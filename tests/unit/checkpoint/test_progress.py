@@ -2,7 +2,7 @@
 
 import json
 
-from sd3_light.checkpoint.state import Progress, track_kind
+from sd3_light.checkpoint.progress import Progress, track_kind
 
 
 def test_progress_counts_steps_samples_skips_and_the_position() -> None:
