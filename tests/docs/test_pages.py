@@ -1,5 +1,6 @@
-"""Every page: links lead somewhere, commands exist, translations keep step."""
+"""Every page: links resolve, commands exist, translations have the same sections and code."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,17 +34,24 @@ def test_the_pages_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_relative_link_leads_somewhere(page: Any, name: str) -> None:
-    found = page(name)
+def test_every_relative_link_resolves(page: Any, name: str) -> None:
+    source = page(name)
     broken = []
-    for link in found.links:
+    for link in source.links:
         if "://" in link or link.startswith("mailto:"):
             continue
         target, _, anchor = link.partition("#")
-        path = (found.path.parent / target).resolve() if target else found.path
+        path = (source.path.parent / target).resolve() if target else source.path
         if not path.exists() or (anchor and anchor not in page(str(path.relative_to(ROOT))).anchors):
             broken.append(link)
     assert broken == []
+
+
+def code(block: Any) -> list[str]:
+    """Return the lines of a block without comments, which a translation translates; of a folder tree only the names."""
+    if "cli/" in block.text:
+        return [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in block.text.splitlines()]
+    return [re.sub(r"(^|\s+)# .*", "", line).rstrip() for line in block.text.splitlines()]
 
 
 @pytest.mark.parametrize(("name", "translation"), TRANSLATED)
@@ -51,12 +59,12 @@ def test_a_translation_has_the_same_sections_and_code(page: Any, name: str, tran
     ours, theirs = page(name), page(translation)
     assert [level for level, _ in ours.headings] == [level for level, _ in theirs.headings]
     assert len(ours.headings) > 2
-    assert [block.text for block in ours.blocks] == [block.text for block in theirs.blocks]
+    assert [code(block) for block in ours.blocks] == [code(block) for block in theirs.blocks]
     assert [block.run for block in ours.blocks] == [block.run for block in theirs.blocks]
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in a shell block, comments left out and continued lines joined."""
+    """Yield the words of every command in a shell block, without comments, continued lines joined."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -64,7 +72,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options of the command that the words begin with, a verb or a verb of a group."""
+    """Return the options of the command that the words begin with: a verb, or a verb of a group."""
     command: Any = typer.main.get_command(cli.app)
     for word in words[1:]:
         if not hasattr(command, "commands"):
@@ -75,17 +83,17 @@ def options_of(words: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_command_that_is_shown_exists(page: Any, name: str) -> None:
-    """Verbs and options of `sd3-light`, flags of `train.py`, targets of make."""
+def test_every_documented_command_exists(page: Any, name: str) -> None:
+    """Check verbs and options of `sd3-light`, flags of `train.py` and make targets."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     flags = {option for action in _flags()._actions for option in action.option_strings}
     for block in page(name).blocks:
         if block.language not in ("bash", "sh", "shell", "console"):
             continue
         for words in commands(block.text):
-            given = {word.split("=", 1)[0] for word in words if word.startswith("--")}
+            used = {word.split("=", 1)[0] for word in words if word.startswith("--")}
             if words[0] == "sd3-light" and not words[1].startswith("-"):
-                assert given <= options_of(words) | {"--help"}, words
+                assert used <= options_of(words) | {"--help"}, words
             elif "train.py" in words:
                 after = words[words.index("train.py") :]
                 assert {word.split("=", 1)[0] for word in after if word.startswith("--")} <= flags, words
@@ -96,7 +104,7 @@ def test_every_command_that_is_shown_exists(page: Any, name: str) -> None:
 def test_the_folders_of_the_readme_exist(page: Any) -> None:
     tree = next((block.text for block in page("README.md").blocks if "cli/" in block.text), None)
     if tree is None:
-        pytest.skip("README.md shows no folders")
+        pytest.skip("README.md shows no project layout")
     inside = False
     for line in tree.splitlines():
         name = line.split()[0]
@@ -105,7 +113,7 @@ def test_the_folders_of_the_readme_exist(page: Any) -> None:
         inside = inside or name == "sd3_light/"
 
 
-def test_every_reason_of_a_reject_is_told(page: Any) -> None:
+def test_every_reject_reason_is_documented(page: Any) -> None:
     from sd3_light.data.preprocess import REASONS
 
     text = "\n".join(page("docs/cache-format.md").prose)

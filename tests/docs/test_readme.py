@@ -1,4 +1,4 @@
-"""The commands that the README and the docs ask to be run are run, in order, in one folder."""
+"""Run the marked commands of the README and the docs, in order, in one folder."""
 
 import os
 import subprocess
@@ -13,15 +13,15 @@ MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
 
 
 def shortened(block: str) -> str:
-    """The block with a quick demo in place of the whole one."""
+    """Return the block with a quick demo in place of the full one."""
     return "\n".join(line + SHORT if line.startswith("sd3-light demo") else line for line in block.splitlines())
 
 
 def run_block(block: str, folder: Path) -> str:
-    """Run a bash block as a reader would, stopping at the first command that fails; what it printed."""
+    """Run a bash block as a reader would, stop at the first failing command, and return the output."""
     # the commands of this environment come first
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", shortened(block)],
         cwd=folder,
         env={**os.environ, "PATH": path, "COLUMNS": "200"},  # wide, so that no table breaks a word
@@ -30,17 +30,17 @@ def run_block(block: str, folder: Path) -> str:
         check=False,
         timeout=600,
     )
-    assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done.stdout
+    assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
+    assert "Traceback" not in result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory, page: Any) -> tuple[Path, list[str]]:
-    """The folder where the README's blocks ran, and what each printed."""
+    """The folder where the README's blocks ran, and the output of each."""
     blocks = page("README.md").to_run
     if not blocks:
-        pytest.skip("README.md asks for no block to be run yet")
+        pytest.skip("README.md has no block to run")
     folder = tmp_path_factory.mktemp("readme")
     return folder, [run_block(block, folder) for block in blocks]
 
@@ -48,22 +48,22 @@ def printed(tmp_path_factory: pytest.TempPathFactory, page: Any) -> tuple[Path, 
 @pytest.mark.timeout(600)
 def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
     folder, outputs = printed
-    everything = "\n".join(outputs)
+    output = "\n".join(outputs)
     for row in ("untrained", "pretrained here", "shipped base"):
-        assert row in everything, f"the demo's table has no row {row!r}"
-    assert "Usage" in everything
+        assert row in output, f"the demo's table has no row {row!r}"
+    assert "Usage" in output
     assert (folder / "demo_run" / "grid.png").is_file()
     assert (folder / "demo_run" / "my_model" / "proof.json").is_file()
-    assert (folder / "demo_run" / "pictures" / "00001.png").is_file()
+    assert (folder / "demo_run" / "images" / "00001.png").is_file()
     assert [path.name for path in folder.iterdir()] == ["demo_run"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MORE)
-def test_the_other_pages_run_in_the_readmes_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
+def test_other_pages_run_in_the_readme_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
     blocks = page(name).to_run
     if not blocks:
-        pytest.skip(f"{name} asks for no block to be run yet")
+        pytest.skip(f"{name} has no block to run")
     for block in blocks:
         run_block(block, printed[0])
