@@ -48,10 +48,10 @@ def test_every_relative_link_resolves(page: Any, name: str) -> None:
 
 
 def code(block: Any) -> list[str]:
-    """Return the lines of a block without comments, which a translation translates; of a folder tree only the names."""
-    if "cli/" in block.text:
-        return [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in block.text.splitlines()]
-    return [re.sub(r"(^|\s+)# .*", "", line).rstrip() for line in block.text.splitlines()]
+    """Return the lines of a block without comments and, in a listing of files, without descriptions: a translation
+    translates both."""
+    remark = r"(?<=\S)\s{2,}\S.*" if not block.language else r"(^|\s+)# .*"
+    return [re.sub(remark, "", line).rstrip() for line in block.text.splitlines()]
 
 
 @pytest.mark.parametrize(("name", "translation"), TRANSLATED)
