@@ -27,7 +27,7 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import write_checkpoint
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 
 GIB = 1 << 30
 VAE = {

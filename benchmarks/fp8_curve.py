@@ -47,8 +47,8 @@ from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_momen
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import unpatchify
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.randomness import stream
 from sd3_light.runlog.page.curves import Chart, Line
 from sd3_light.runlog.page.frame import document

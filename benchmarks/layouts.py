@@ -11,11 +11,13 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from sd3_light.budget.amount import GIB
+from sd3_light.budget.flops import Tokens, image_tokens
+from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
-from sd3_light.model.cost import Tokens, image_tokens
 from sd3_light.model.fast.choice import why_stock_by_config
-from sd3_light.model.memory import GIB, Case, gpu_memory
 
 GPUS = 8
 TEXT_TOKENS = 77 + 256
@@ -41,7 +43,7 @@ HEADS = {
 _NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 
 
-def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Case:
+def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> TrainingSetup:
     """How a layout trains, by the name of its column. Stages have the micro-batches that keep them busy."""
     stages = int(layout.split()[0]) if "stages" in layout else 1
     zero = int(layout[-1]) if "ZeRO" in layout else None
@@ -49,7 +51,7 @@ def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Case:
     keys = {"parallel": parallel, "pipeline_stages": stages, "activation_checkpointing": True, **_NAMES}
     keys |= {} if zero is None else {"zero_stage": zero}
     config = TrainConfig.model_validate(keys, context={"base": Path()})
-    return Case(
+    return TrainingSetup(
         size,
         tokens,
         batch,

@@ -22,15 +22,14 @@ import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
 
+from sd3_light.budget.data_bytes import latent_pixels, open_shard_bytes, sample_bytes
 from sd3_light.checkpoint.index import Index, Range, entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
-from sd3_light.data.buckets import Bucket
-from sd3_light.data.footprint import open_shard_bytes, sample_bytes
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
 from sd3_light.engines.processes import sockets
-from sd3_light.model.folder import TextShape
+from sd3_light.model.pipeline_folder import TextShape
 
 PER_MACHINE = 8
 MICRO = 64
@@ -238,7 +237,7 @@ def report_order(samples: int, worlds: list[int], window: int) -> None:
     text = TextShape(
         clip_tokens=77, t5_tokens=256, clip_l_width=768, clip_g_width=1280, t5_width=4096, pooled_width=2048
     )
-    each = sample_bytes(Bucket(256, 256), text).value
+    each = sample_bytes(latent_pixels(256, 256), text).value
     print(f"{samples:,} samples of {each / 1e6:.2f} MB: {samples * each / 1e15:.2f} PB")
     for most in (512, 4096, 16384):
         cost = order_cost(samples, most, worlds[-1], window)

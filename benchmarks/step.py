@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from step_loops import Batch, Row, Step, batches, flops, make_step
 
+from sd3_light.budget.device_peaks import peak_flops
 from sd3_light.config import SIZES
 from sd3_light.model.fast.block import BlockOptions
-from sd3_light.model.peaks import peak_flops
 
 GIB = 1 << 30
 ANEW = 75  # exit status of a child that must be followed by another

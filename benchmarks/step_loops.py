@@ -9,9 +9,9 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import ModelSize
 from sd3_light.flow.objective import flow_loss
-from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import compile_blocks, unpatchify

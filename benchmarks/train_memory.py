@@ -6,7 +6,7 @@ Runs some steps of the real training module and torch engine, with running avera
 device already; no cache, data or model folder is needed. All runs share one process and give their memory back.
 
 `allocated` and `reserved` are the peaks of torch's own counters; `process` is all that is not free on the GPU, CUDA's
-context included, so nobody else may use it meanwhile. `predicted` is the total of `model/memory.py`; `ratio` is
+context included, so nobody else may use it meanwhile. `predicted` is the total of `budget/gpu_memory.py`; `ratio` is
 predicted / process, and `torch` the same without the context against `allocated`. `--tiny` runs small stand-ins, on
 a CPU too.
 """
@@ -24,17 +24,18 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
+from sd3_light.budget.amount import GIB
+from sd3_light.budget.device_peaks import peak_flops
+from sd3_light.budget.flops import Tokens, image_tokens, step_flops
+from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.cost import Tokens, image_tokens, step_flops
 from sd3_light.model.layers import compile_blocks
-from sd3_light.model.memory import Case, gpu_memory
-from sd3_light.model.peaks import peak_flops
 from sd3_light.optim.ema import Averages
 from sd3_light.training.module import SD3TrainingModule
 
-GIB = 1 << 30
 PADDED = 77 + 256
 REAL = (20, 120)
 """Shortest and longest text of a sample with real tokens: CLIP's and T5's together."""
@@ -104,9 +105,9 @@ def config_of(setup: Setup) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": Path.cwd()})
 
 
-def case_of(setup: Setup) -> Case:
+def case_of(setup: Setup) -> TrainingSetup:
     """The same for the formula, as `check` sees it."""
-    return Case(
+    return TrainingSetup(
         SIZES[setup.size],
         Tokens(image_tokens(setup.pixels, setup.pixels), setup.text),
         setup.batch,

@@ -28,15 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sd3_light.budget.amount import GIB
+from sd3_light.budget.flops import Tokens, image_tokens
+from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, UserError, load_config
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.engines import Launch
-from sd3_light.model.cost import Tokens, image_tokens
-from sd3_light.model.memory import Case, gpu_memory
 from sd3_light.runlog import read_log
 
-GIB = 1 << 30
 A_SHARD = 128
 PICTURES = "pictures"
 LABEL = f"{PICTURES}#0"
@@ -194,7 +195,7 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     (folder / "train.toml").write_text(train_toml(args, shape), encoding="utf-8")
     data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{PICTURES}"\n'
     (folder / "data.toml").write_text(data, encoding="utf-8")
-    case = Case(
+    case = TrainingSetup(
         size,
         Tokens(image_tokens(shape.pixels, shape.pixels), shape.clip_tokens + shape.t5_tokens),
         args.batch,

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass, replace
 
-WEIGHTS = "param"
 EMA = "ema"
 
 

@@ -130,9 +130,9 @@ TomlLocation = Annotated[
     Allowed("a path, or a URL such as s3://bucket/folder without credentials"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
-FlagOrSelective = Annotated[
-    bool | Literal["selective"], BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')
-]
+Checkpointing = bool | Literal["selective"]
+"""Recompute no activations, those of whole blocks, or all except the outputs of matrix products and attention."""
+FlagOrSelective = Annotated[Checkpointing, BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')]
 RandomOrPath = Annotated[
     Literal["random"] | Path,
     BeforeValidator(random_or_path),

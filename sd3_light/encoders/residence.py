@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sd3_light.budget.amount import GIB
 from sd3_light.encoders.batching import AREA
-from sd3_light.model.folder import stored_weights
+from sd3_light.model.pipeline_folder import stored_weights
 from sd3_light.system import available_memory
 
-GIB = 1 << 30
 RESERVE = GIB
 """Margin for the libraries' own buffers and for fragmentation."""
 BYTES_A_PIXEL = 4096

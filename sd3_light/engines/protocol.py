@@ -13,6 +13,9 @@ MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
 StepStream = Generator[Sequence[MicroBatch], None, None]
 """The micro-batches of one optimizer step after another; closing it lets go of who makes them."""
 
+PARAM_KIND = "param"
+"""The kind under which a checkpoint stores the weights themselves."""
+
 
 @dataclass(frozen=True)
 class StepNumbers:

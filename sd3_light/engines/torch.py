@@ -12,12 +12,10 @@ from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.prefetch import to_device
-from sd3_light.engines.protocol import MicroBatch, StepResult, TensorPiece
+from sd3_light.engines.protocol import PARAM_KIND, MicroBatch, StepResult, TensorPiece
 from sd3_light.engines.writers import assign_writers
-from sd3_light.flow.bands import NUM_BANDS, by_band
+from sd3_light.flow.bands import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
-
-WEIGHTS = "param"
 
 
 class TorchEngine:
@@ -137,7 +135,7 @@ class TorchEngine:
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
-        yield from self.like_weights(WEIGHTS, self._weights)
+        yield from self.like_weights(PARAM_KIND, self._weights)
         self.optimizer.prepare_state()
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
@@ -176,4 +174,4 @@ class TorchEngine:
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:
     if each is None:
         return torch.zeros(2, NUM_BANDS, device=device)
-    return by_band(each, features[1] / 1000)
+    return sum_by_band(each, features[1] / 1000)

@@ -18,8 +18,8 @@ from sd3_light.export.export_spec import FACTS, ExportError
 from sd3_light.export.lora_file import from_peft, read_lora, write_lora
 from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.files import new_folder
-from sd3_light.model.adapter import LycorisModule, lycoris_modules
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.adapter_layers import LycorisModule, lycoris_modules
+from sd3_light.model.lora_layers import LoraModule
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name by which diffusers finds a LoRA in a folder."""

@@ -21,8 +21,8 @@ from sd3_light.export.lora_layouts import baked
 from sd3_light.export.proof import ProofError, fixed_inputs
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256
-from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.adapter_layers import LycorisModule, add_adapter, load_lycoris
+from sd3_light.model.lora_layers import LoraModule
 
 _LARGE = 1_000_000_000
 """From so many parameters on the base is held in bf16 on both sides: what the file does is the same."""

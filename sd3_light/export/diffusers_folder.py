@@ -18,7 +18,7 @@ from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
 from sd3_light.export.real_text import add_pipeline
 from sd3_light.files import new_folder
-from sd3_light.model.folder import missing_parts
+from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
 

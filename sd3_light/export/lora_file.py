@@ -22,7 +22,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.lora_layouts import Padding, Ranks, baked, from_layers, pad_names, to_single, unpad_names
 from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import new_file, refuse_existing, write_errors
-from sd3_light.model.lora import LoraModule, lora_scale
+from sd3_light.model.lora_layers import LoraModule, lora_scale
 
 Layout = Literal["diffusers", "kohya", "peft"]
 METADATA = "sd3_light"

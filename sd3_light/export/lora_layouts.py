@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_names import Layers, block_of, find_layers, single_name, with_block
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.lora_layers import LoraModule
 
 Ranks = dict[str, list[int]]
 """Fused layer -> the ranks of its q, k and v, 0 where there is none."""

@@ -11,7 +11,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_names import find_layers
 from sd3_light.export.single_parts import read_place
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
 
 Lora = Mapping[str, LoraModule]

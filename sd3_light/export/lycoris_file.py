@@ -17,7 +17,7 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import METADATA
 from sd3_light.files import atomic_file
-from sd3_light.model.adapter import LycorisModule
+from sd3_light.model.adapter_layers import LycorisModule
 
 PREFIX = "lycoris_"
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from sd3_light.encoders.vae import load_vae
 from sd3_light.export import proof_process as reload
 from sd3_light.export.export_spec import ExportSpec
-from sd3_light.model.attention import real_text_mask, use_masked_attention
-from sd3_light.model.folder import missing_parts
+from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.sampling.scheduler import flow_scheduler
 
 _TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")

@@ -33,7 +33,7 @@ from sd3_light.export.single_parts import (
     without_pads,
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
-from sd3_light.model.folder import missing_parts
+from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import folder_size, read_json
 from sd3_light.tensor_file import StoredTensor, same, write_tensor_file
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.single_size import HEAD_WIDTH, config_of_shapes
+from sd3_light.model.single_file_config import HEAD_WIDTH, config_of_shapes
 from sd3_light.tensor_file import StoredTensor, joined, same, zeros
 
 Tensors = Mapping[str, StoredTensor]
@@ -161,7 +161,7 @@ def _renumbered(name: str, old: int, new: int) -> str:
 
 
 def deduced_config(single: Tensors, where: str) -> dict[str, Any]:
-    """The config that a denoiser's tensors tell; see `model.single_size`."""
+    """The config that a denoiser's tensors tell; see `model.single_file_config`."""
     return config_of_shapes({name: tuple(tensor.shape) for name, tensor in single.items()}, where)
 
 

@@ -24,8 +24,8 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.folder import missing_weights
-from sd3_light.model.start import WEIGHTS, read_json
+from sd3_light.model.pipeline_folder import missing_weights
+from sd3_light.model.start import WEIGHTS_STEM, read_json
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
 
 Config = dict[str, Any]
@@ -53,7 +53,7 @@ class Model:
 
 def weights_stem(part: str) -> str:
     """How the part's weight files are called in a folder."""
-    return "model" if part in ENCODERS else WEIGHTS
+    return "model" if part in ENCODERS else WEIGHTS_STEM
 
 
 # --- what a config promises -------------------------------------------------------------------

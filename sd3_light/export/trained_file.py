@@ -19,8 +19,8 @@ from sd3_light.export.lora_file import METADATA, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
 from sd3_light.export.lycoris_file import write_lycoris
 from sd3_light.files import atomic_file
-from sd3_light.model.adapter import lycoris_modules
-from sd3_light.model.lora import ADAPTER, LoraModule, lora_scale
+from sd3_light.model.adapter_layers import lycoris_modules
+from sd3_light.model.lora_layers import ADAPTER, LoraModule, lora_scale
 
 
 def write_trained(

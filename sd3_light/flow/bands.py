@@ -7,7 +7,7 @@ NUM_BANDS = 10
 BAND_NAMES = tuple(f"{at / NUM_BANDS:.1f}-{(at + 1) / NUM_BANDS:.1f}" for at in range(NUM_BANDS))
 
 
-def by_band(each_B: Tensor, time_B: Tensor) -> Tensor:
+def sum_by_band(each_B: Tensor, time_B: Tensor) -> Tensor:
     """[2, bands]: the sum of the samples' losses in each band of time in [0, 1], and how many samples it had."""
     band_B = (time_B * NUM_BANDS).long().clamp(0, NUM_BANDS - 1)
     member_BN = band_B[:, None] == torch.arange(NUM_BANDS, device=band_B.device)

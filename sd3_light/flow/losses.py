@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
-from sd3_light.flow.timesteps import times
+from sd3_light.flow.timesteps import times_from_quantiles
 
 METHODS = ("logit_normal", "uniform")
 Inputs = Mapping[str, Any]
@@ -77,7 +77,7 @@ class FlowMatchSFTLoss:
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
         """t of each sample in (0, 1)."""
         tokens = (clean.shape[-1] // 2) * (clean.shape[-2] // 2)
-        drawn = times(
+        drawn = times_from_quantiles(
             quantile.double().tolist(),
             tokens,
             self.timestep_sample_method,

@@ -29,7 +29,7 @@ def resolution_shift(tokens: int) -> float:
     return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
 
 
-def times(
+def times_from_quantiles(
     quantiles: Sequence[float], tokens: int, method: str, sigmoid_scale: float, shift: float | None, flux_shift: bool
 ) -> list[float]:
     """The times of a batch whose pictures have ``tokens`` image tokens."""

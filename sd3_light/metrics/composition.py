@@ -86,10 +86,10 @@ def score(
     """
     requests = [Request(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)]
     images = generate(pipe, requests, policy, steps, guidance, batch_size, on_progress)
-    return judge_pictures(prompts, images)
+    return judge_images(prompts, images)
 
 
-def judge_pictures(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
+def judge_images(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
     """The score of pictures that are there already, one for each prompt."""
     verdicts = [judge(image, prompt.scene) for image, prompt in zip(images, prompts, strict=True)]
     return CompositionScore(tuple(prompts), tuple(images), tuple(verdicts))

@@ -14,7 +14,7 @@ from sd3_light.data.stream import CachedBatch
 QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-class AtQuantiles(Dataset[tuple[CachedBatch, float]]):
+class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
     """Every batch of a data set at every quantile: item ``batch * len(QUANTILES) + quantile``.
 
     The batch read last is kept, as the items that follow are of the same one.
@@ -36,7 +36,7 @@ class AtQuantiles(Dataset[tuple[CachedBatch, float]]):
 
 
 class EvalPreparer:
-    """Prepares the items of `AtQuantiles` by a model's own way, and says which samples are padding."""
+    """Prepares the items of `QuantileBatches` by a model's own way, and says which samples are padding."""
 
     def __init__(self, model: PreparesInPlace) -> None:
         self.model = model
@@ -63,7 +63,7 @@ def validate(
     evaluate: Callable[[PreparedBatch], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
 ) -> dict[str, float]:
-    """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `AtQuantiles`.
+    """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `QuantileBatches`.
 
     ``evaluate`` gives [sum of losses, number of samples] of an item; they are added up where they are and read once.
     """

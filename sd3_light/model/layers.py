@@ -15,10 +15,10 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sd3_light.model.attention import MaskedJointAttention, mask_attention, real_text_mask
-from sd3_light.model.cost import Checkpointing
+from sd3_light.config.base import Checkpointing
+from sd3_light.model.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
 
-State = tuple[Tensor, ...]
+LayerState = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), the lengths_B of real text tokens (int64) where text is real, and with text
 reconstruction the text tokens to reconstruct. Tensors only, and gradients belong to the first three."""
 
@@ -33,7 +33,7 @@ class Embed(nn.Module):
         self.context_embedder = transformer.context_embedder
         self.keep_text = keep_text
 
-    def forward(self, inputs: State) -> State:
+    def forward(self, inputs: LayerState) -> LayerState:
         """Patches with positions, embedded text, and time with pooled text."""
         noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *lengths = inputs
         image_BND = self.pos_embed(noisy_BCHW).contiguous()
@@ -43,7 +43,7 @@ class Embed(nn.Module):
         return (image_BND, text_BTD, time_BD, *lengths, *kept)
 
 
-class Block(nn.Module):
+class JointBlock(nn.Module):
     """State -> State through one joint block; the last block has no text output and passes its text input on."""
 
     def __init__(self, block: nn.Module, keep_text: bool = False, real_text: bool = False) -> None:
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.block = block
         self.keep_text, self.real_text = keep_text, real_text
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: LayerState) -> LayerState:
         """One joint attention block."""
         image_BND, text_BTD, time_BD, *rest = state
         text_out, image_BND = self.block(
@@ -65,7 +65,7 @@ class Block(nn.Module):
             rest.append(text_BTD.detach())
         return (image_BND, text_BTD, time_BD, *rest)
 
-    def _kwargs(self, state: State) -> dict[str, Tensor]:
+    def _kwargs(self, state: LayerState) -> dict[str, Tensor]:
         image_BND, text_BTD, _, lengths_B, *_ = state
         processor: Any = self.block.attn.processor  # type: ignore[union-attr]
         assert isinstance(processor, MaskedJointAttention), "the stock processor would look at padded text"
@@ -80,7 +80,7 @@ class Output(nn.Module):
         self.norm_out = transformer.norm_out
         self.proj_out = transformer.proj_out
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: LayerState) -> LayerState:
         """The final modulated norm and projection."""
         image_BND, text_BTD, time_BD, *rest = state
         return (self.proj_out(self.norm_out(image_BND, time_BD)), text_BTD, *rest)
@@ -100,17 +100,19 @@ def build_layers(
         mask_attention(transformer)
     layers: list[nn.Module] = [Embed(transformer, keep_text=text_target_layer == 0)]
     for number, block in enumerate(blocks, start=1):
-        layers.append(Block(block, text_target_layer == number, real_text))
+        layers.append(JointBlock(block, text_target_layer == number, real_text))
     return [*layers, Output(transformer)]
 
 
-def run_layers(layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False) -> State:
+def run_layers(
+    layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False
+) -> LayerState:
     """Run the list; with ``checkpointing`` the blocks' activations are computed again in the backward pass, all of
     them or (``"selective"``) those that neither a matrix product nor attention made."""
     context: dict[str, Any] = {"context_fn": _keep_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for layer in layers:
-        if checkpointing and isinstance(layer, Block) and torch.is_grad_enabled():
+        if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
             state = checkpoint(layer, state, use_reentrant=False, **context)
         else:
             state = layer(state)

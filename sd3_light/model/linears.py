@@ -54,32 +54,32 @@ def _block(size: ModelSize, number: int) -> dict[str, Shape]:
     return layers
 
 
-def matches(name: str, target: str) -> bool:
+def matches_target(name: str, target: str) -> bool:
     """Whether a layer's name ends as the target says, which may be a pattern of shell style."""
     return fnmatchcase(f".{name}", f"*.{target}")
 
 
-def matched(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
+def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
     """The names that some target matches, in their order; a target that matches none is an error with the nearest."""
     names = list(names)
-    idle = [target for target in targets if not any(matches(name, target) for name in names)]
+    idle = [target for target in targets if not any(matches_target(name, target) for name in names)]
     if idle:
         known = {name.split(".", 2)[-1] if name.startswith("transformer_blocks.") else name for name in names}
         near = get_close_matches(idle[0], sorted(known), 1, 0.0)
         hint = f" (nearest: {near[0]})" if near else ""
         raise UserError(f"adapter.target_modules: {', '.join(idle)}: no linear layer's name ends so{hint}")
-    return tuple(name for name in names if any(matches(name, target) for target in targets))
+    return tuple(name for name in names if any(matches_target(name, target) for target in targets))
 
 
 def adapter_parameters(size: ModelSize, adapter: AdapterConfig) -> int:
     """How many weights the adapter adds and trains."""
-    return sum(adapter_layers(size, adapter))
+    return sum(adapter_layer_parameters(size, adapter))
 
 
-def adapter_layers(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
+def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
     """The adapter's weights on each layer of the list that pipelines cut: embed, the joint blocks, output."""
     layers, found = linear_layers(size), [0] * (size.num_layers + 2)
-    for name in matched(layers, adapter.target_modules):
+    for name in match_targets(layers, adapter.target_modules):
         first, _, rest = name.partition(".")
         block = int(rest.partition(".")[0]) + 1 if first == "transformer_blocks" else 0
         found[-1 if first in ("norm_out", "proj_out") else block] += _weights(layers[name], adapter)

@@ -49,11 +49,6 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
     return len(names)
 
 
-def is_quantized(layer: Any) -> bool:
-    """Whether a linear layer's weight is no longer made of floating-point numbers."""
-    return not layer.weight.is_floating_point()
-
-
 def _in_list(name: str) -> bool:
     return any(part.isdecimal() for part in name.split("."))
 

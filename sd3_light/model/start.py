@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
-from sd3_light.model.single_size import single_file_config
+from sd3_light.model.single_file_config import single_file_config
 
 MARKER = "sd3_light_init.json"
 """The file by which a folder that `sd3-light init` wrote is known."""
 
-WEIGHTS = "diffusion_pytorch_model"
+WEIGHTS_STEM = "diffusion_pytorch_model"
+"""File name, without its ending, of the weights in a diffusers model folder."""
+
 _NO_SHAPE = ("name", "sample_size")  # a size's fields that no weight depends on
 
 

@@ -25,7 +25,7 @@ _CONSTANTS = ("qmap1", "qmap2")
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """A torch optimizer over some of the weights, and how to give one of its weights the state of step 0."""
 
     optimizer: torch.optim.Optimizer
@@ -36,7 +36,7 @@ class Part:
 class Optimizer:
     """What engines ask of an optimizer. Weights are float32; under FSDP2 they and their state are DTensors."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], parts: Sequence[Part]) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], parts: Sequence[OptimizerPart]) -> None:
         self._parts = parts
         members = {id(p): part for part in parts for group in part.optimizer.param_groups for p in group["params"]}
         self._owners = {name: (parameter, members[id(parameter)]) for name, parameter in named.items()}
@@ -67,7 +67,7 @@ class Optimizer:
             part.optimizer.step()
 
     @property
-    def only(self) -> torch.optim.Optimizer:
+    def torch_optimizer(self) -> torch.optim.Optimizer:
         """The one torch optimizer behind this, for a library that drives it itself."""
         (part,) = self._parts
         return part.optimizer
@@ -102,11 +102,11 @@ def make_optimizer(named: Mapping[str, nn.Parameter], config: OptimizerConfig, d
     return Optimizer(named, makers[config.type](named, config))
 
 
-def _adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[Part]:
+def _adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
     """Fused on every device: one path, on which a skipped step needs no host, and which takes DTensors."""
     groups = parameter_groups(named.items(), config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return [Part(optimizer, create_adamw_state, obeys_found_inf=True)]
+    return [OptimizerPart(optimizer, create_adamw_state, obeys_found_inf=True)]
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
     }
 
 
-def _muon_and_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[Part]:
+def _muon_and_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
     """Muon for the matrices of the blocks, its updates scaled to AdamW's size so that one learning rate serves both."""
     matrices = {name: parameter for name, parameter in named.items() if is_block_matrix(name, parameter)}
     rest = {name: parameter for name, parameter in named.items() if name not in matrices}
@@ -128,7 +128,7 @@ def _muon_and_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) 
         optimizer = torch.optim.Muon(
             list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
-        parts.append(Part(optimizer, _create_muon, obeys_found_inf=False))
+        parts.append(OptimizerPart(optimizer, _create_muon, obeys_found_inf=False))
     return parts
 
 
@@ -137,14 +137,14 @@ def _create_muon(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
 
-def _adamw_8bit(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[Part]:
+def _adamw_8bit(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
     """bitsandbytes' kernels, on GPUs and CPUs. `check` has told the user to install it where it is missing."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("optimizer.type = \"adamw8bit\" needs bitsandbytes; run `pip install 'sd3-light[bnb]'`")
     library: Any = importlib.import_module("bitsandbytes.optim")
     groups = parameter_groups(named.items(), config.weight_decay)
     optimizer = library.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return [Part(optimizer, _create_8bit, obeys_found_inf=False)]
+    return [OptimizerPart(optimizer, _create_8bit, obeys_found_inf=False)]
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
-from sd3_light.optim.power import decay_at, gamma_of
+from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel
 
-MAIN = "ema"
+MAIN_TRACK = "ema"
 """Name of the track that [ema] itself describes; those of [[ema.track]] have their own."""
 
 
@@ -77,9 +77,9 @@ class Averages:
 
 
 def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track]:
-    tracks = {MAIN: Track(_copies(weights), config.update_every, decay=config.decay)}
+    tracks = {MAIN_TRACK: Track(_copies(weights), config.update_every, decay=config.decay)}
     for table in config.track:
-        gamma = None if table.power_width is None else gamma_of(table.power_width)
+        gamma = None if table.power_width is None else gamma_from_sigma_rel(table.power_width)
         tracks[table.name] = Track(_copies(weights), table.update_every or config.update_every, table.decay, gamma)
     return tracks
 

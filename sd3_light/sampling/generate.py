@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.attention import real_text_mask, use_masked_attention
+from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.sampling.image_requests import Request
 from sd3_light.sampling.png import save_png
 from sd3_light.sampling.texts import Text, TextBatch, TextPolicy, batched, encode, no_text

@@ -8,16 +8,17 @@ from pathlib import Path
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.checkpoint.progress import EMA, WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
+from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
-from sd3_light.optim.phema import Snapshot, combine, reachable, snapshots_of, solve
+from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
 from sd3_light.training.saver import export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
@@ -128,7 +129,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Chosen:
     chosen = weights or (EMA if EMA in known else RAW)
     if chosen not in known:
         raise UserError(f"--weights: {saved.path} has no {chosen!r}; it has {', '.join(known)}")
-    kind = WEIGHTS if chosen == RAW else track_kind(chosen)
+    kind = PARAM_KIND if chosen == RAW else track_kind(chosen)
     trained = {name: saved.tensor(f"{kind}/{name}") for name in saved.names(kind)}
     return _Chosen(trained, chosen, Progress(**saved.facts["progress"]))
 
@@ -145,7 +146,7 @@ def _tracks(saved: Checkpoint) -> list[str]:
 def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Chosen:
     until = None if checkpoint is None else int(open_checkpoint(checkpoint).facts["progress"]["step"])
     taken = [open_checkpoint(path) for path in sorted({*folder.glob("step-*")} - {*half_written(folder)})]
-    found = [(snapshot, saved) for saved in taken for snapshot in snapshots_of(saved.facts)]
+    found = [(snapshot, saved) for saved in taken for snapshot in parse_snapshots(saved.facts)]
     found = [(snapshot, saved) for snapshot, saved in found if until is None or snapshot.step <= until]
     if not found:
         when = "" if until is None else f" up to step {until}"
@@ -168,7 +169,7 @@ def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Ch
 
 
 def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> None:
-    span = reachable(snapshots, time)
+    span = reachable_widths(snapshots, time)
     if span is None:
         raise UserError("--ema-length: the snapshots of this run are too few to rebuild any average from")
     if not span[0] <= length <= span[1]:

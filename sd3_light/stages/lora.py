@@ -17,7 +17,7 @@ from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.files import refuse_existing, write_errors
-from sd3_light.model.folder import missing_parts
+from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.tensor_file import DTYPES as STORED

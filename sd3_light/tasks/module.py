@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from sd3_light.config import AdapterConfig
 from sd3_light.config.arguments import adapter_from_arguments
 from sd3_light.config.faults import UserError
-from sd3_light.flow.bands import by_band
+from sd3_light.flow.bands import sum_by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
-from sd3_light.model.adapter import AdapterDropout
-from sd3_light.model.lora import target_layers
+from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
 from sd3_light.tasks.units import Draw, PipelineUnit, Split, Values, run_unit, split_units
@@ -115,7 +115,7 @@ class DiffusionTrainingModule(nn.Module):
         if torch.is_grad_enabled() and not each.requires_grad:
             raise UserError("the loss depends on no weight that trains; does denoise call self.transformer?")
         if hasattr(self.loss, "times"):
-            self.bands = by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
+            self.bands = sum_by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
         return each.mean()
 
     def each(self, batch: Sample | Sequence[Sample], quantile: float | None = None) -> Tensor:

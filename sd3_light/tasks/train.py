@@ -23,7 +23,7 @@ from sd3_light.engines import Engine, Launch
 from sd3_light.engines.processes import ProcessGroups, SharedFlags, abort_process_group, start_process_group
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.metrics.validation import QUANTILES, validate
-from sd3_light.model.adapter import AdapterDropout, narrow_linears
+from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import RunLog, info, set_main_process
 from sd3_light.tasks import setup
@@ -148,7 +148,7 @@ class _Task:
         if model.adapter is not None and model.adapter.dropout > 0:
             model.dropout = AdapterDropout(model.transformer, wishes.seed, launch.rank)
         if model.adapter is not None and setup.computes_in_bf16(accelerator, wishes):
-            narrow_linears(model.transformer, torch.bfloat16)
+            cast_frozen_linears(model.transformer, torch.bfloat16)
         engine = setup.engine_of(model, wishes, micro, launch, device, accelerator, groups)
         batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro)
         total = wishes.num_epochs * samples.order.steps_per_epoch

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
@@ -18,7 +19,6 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
-from sd3_light.model.cost import image_tokens, step_flops
 from sd3_light.model.start import WeightsStart
 
 

@@ -8,7 +8,7 @@ from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import MicroBatch
-from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
+from sd3_light.metrics.validation import QUANTILES, EvalPreparer, QuantileBatches, validate
 from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
 
@@ -43,7 +43,7 @@ class Evaluator:
             sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
             return [placeholder_batch(size) for size in sizes for _ in QUANTILES]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
-        items = AtQuantiles(batches, order.steps_per_epoch)
+        items = QuantileBatches(batches, order.steps_per_epoch)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
 
     def _batch(self, resolution: tuple[int, int]) -> int:

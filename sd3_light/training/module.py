@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
-from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.choice import why_stock_by_config, why_stock_on_device
 from sd3_light.model.fast.forward import FastDenoiser, why_stock
-from sd3_light.model.layers import Embed, State, build_layers, run_layers, unpatchify
+from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 from sd3_light.model.start import where_weights_start
 
 Losses = dict[str, Tensor]
@@ -73,7 +73,7 @@ class SD3TrainingModule(nn.Module):
         """The loss with its gradient; its parts and ``each`` without."""
         return self.losses(self.run(features), label)
 
-    def losses(self, outputs: State, label: Label) -> Losses:
+    def losses(self, outputs: LayerState, label: Label) -> Losses:
         """What `forward` returns, from the last layer's outputs."""
         target, mask = label[:2]
         assert target is not None
@@ -91,7 +91,7 @@ class SD3TrainingModule(nn.Module):
         """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
         return self.velocity(self.run(features), features[0].shape[-2:])
 
-    def velocity(self, outputs: State, size: Sequence[int]) -> Tensor:
+    def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
         """What `denoise` returns, from the last layer's outputs; ``size`` is the latent's height and width."""
         height, width = size
         return unpatchify(outputs[0], height, width).float()
@@ -100,13 +100,13 @@ class SD3TrainingModule(nn.Module):
         """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
-    def run(self, features: tuple[Tensor, ...]) -> State:
+    def run(self, features: tuple[Tensor, ...]) -> LayerState:
         """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
         return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
 
-    def inputs(self, features: tuple[Tensor, ...]) -> State:
+    def inputs(self, features: tuple[Tensor, ...]) -> LayerState:
         """What the first layer takes."""
         self._require(features)
         device = features[0].device
@@ -118,7 +118,7 @@ class SD3TrainingModule(nn.Module):
     def _require(self, features: tuple[Tensor, ...]) -> None:
         assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
 
-    def _run_fast(self, features: tuple[Tensor, ...]) -> State:
+    def _run_fast(self, features: tuple[Tensor, ...]) -> LayerState:
         """What the last layer would give; a text that nobody reads is empty."""
         self._require(features)
         noisy, times, prompt, pooled, *lengths = features
@@ -139,7 +139,7 @@ class SD3TrainingModule(nn.Module):
             self._fast = FastDenoiser(self.transformer, dtype, how)
         return self._fast
 
-    def run_some(self, layers: Sequence[nn.Module], state: State) -> State:
+    def run_some(self, layers: Sequence[nn.Module], state: LayerState) -> LayerState:
         """Some layers after another, computing in the config's type."""
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
@@ -155,7 +155,7 @@ class PipelineLayer(nn.Module):
         self.layer, self.number = layer, number
         self._module = (module,)  # in a tuple: not a part of this one
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: LayerState) -> LayerState:
         """The layer alone."""
         (module,) = self._module
         if module.dropout is not None:

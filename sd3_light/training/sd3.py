@@ -17,8 +17,8 @@ from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
-from sd3_light.flow.timesteps import times
-from sd3_light.model.initial import new_transformer
+from sd3_light.flow.timesteps import times_from_quantiles
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.model.start import where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec
@@ -91,7 +91,7 @@ class InputPreparer:
         ]
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
         model = self.model
-        drawn = times(
+        drawn = times_from_quantiles(
             quantiles, tokens, model.timestep_sample_method, model.sigmoid_scale, model.shift, model.flux_shift
         )
         return torch.tensor(drawn, dtype=torch.float32)

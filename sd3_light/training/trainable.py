@@ -16,8 +16,8 @@ from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import AdapterSpec, write_adapter
 from sd3_light.export.trained_file import read_trained_adapter
-from sd3_light.model.adapter import LycorisModule, add_adapter, load_lycoris, narrow_frozen
-from sd3_light.model.lora import LoraModule, load_lora
+from sd3_light.model.adapter_layers import LycorisModule, add_adapter, cast_frozen, load_lycoris
+from sd3_light.model.lora_layers import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base
 from sd3_light.model.start import where_weights_start
 from sd3_light.training.card_facts import card_facts
@@ -37,7 +37,7 @@ def choose_what_trains(transformer: SD3Transformer2DModel, config: TrainConfig, 
         return
     quantize_base(transformer, config.adapter.base_bits, device)
     put_adapter(transformer, config.adapter, config.seed)
-    narrow_frozen(transformer, frozen_dtype(config, device))
+    cast_frozen(transformer, frozen_dtype(config, device))
 
 
 def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def patch() -> None:
 
 def note_held(run: Path, engine: Any, averages: Any) -> None:
     """Bytes of what this process holds of weights, optimizer state and averages, in a file of the run's folder."""
-    state = [value for kept in engine.optimizer.only.state.values() for value in kept.values()]
+    state = [value for kept in engine.optimizer.torch_optimizer.state.values() for value in kept.values()]
     found = {
         "weights": held(engine.weights.values()),
         "moments": held(value for value in state if torch.is_tensor(value) and value.dim()),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.stages import export
 from sd3_light.stages.train import Resume
 from tests.project import Project
@@ -92,7 +92,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training import saver as module
 
 out = Path(sys.argv[1])

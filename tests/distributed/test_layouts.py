@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from sd3_light.budget.flops import Tokens
+from sd3_light.budget.gpu_memory import checkpoint_copy_bytes, state_bytes
+from sd3_light.budget.partition import stage_bounds
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.config import SIZES
-from sd3_light.model.cost import Tokens
-from sd3_light.model.memory import Case, copies_bytes, state_bytes
-from sd3_light.model.partition import stage_bounds
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
@@ -230,7 +231,7 @@ def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypa
 @pytest.mark.parametrize("layout", [ONE, *READS], ids=lambda layout: layout.name)
 def test_every_process_holds_what_the_formula_says(trained: Project, layout: Layout) -> None:
     """Weights, moments and averages of the process of each rank, and what it writes of them into a checkpoint."""
-    whole = Case(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
+    whole = TrainingSetup(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
     whole = replace(whole, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
     for rank in range(layout.world):
         case = replace(whole, stage=rank // whole.replicas)
@@ -243,7 +244,7 @@ def test_every_process_holds_what_the_formula_says(trained: Project, layout: Lay
         beside = 4 * count * case.by_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
         assert sum(noted.values()) == pytest.approx(state_bytes(case).value - beside, rel=0.03)
     written = [file.stat().st_size for file in saved(trained, layout).glob("rank-*.safetensors")]
-    assert copies_bytes(whole).value == pytest.approx(max(written), rel=0.15)
+    assert checkpoint_copy_bytes(whole).value == pytest.approx(max(written), rel=0.15)
 
 
 @needs_deepspeed

@@ -13,7 +13,7 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import read_lora
-from sd3_light.model.lora import is_lora_name
+from sd3_light.model.lora_layers import is_lora_name
 from sd3_light.stages import export, report
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset

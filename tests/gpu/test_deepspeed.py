@@ -10,7 +10,7 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
 CUDA = torch.device("cuda", 0)

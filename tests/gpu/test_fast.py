@@ -20,7 +20,7 @@ from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, multiply
 from sd3_light.model.fast.row_plan import Plan, make_plan
 from sd3_light.model.fast.sample_attention import attend
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
 pytest.importorskip("triton")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES
-from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, compile_blocks, run_layers
+from sd3_light.model.random_weights import new_transformer
 from tests.project import Project
 
 LENGTHS = (21, 1, 9)  # no multiple of 8: kernels want aligned masks

@@ -23,7 +23,7 @@ from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult
-from sd3_light.flow.bands import NUM_BANDS, by_band
+from sd3_light.flow.bands import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
 
 
@@ -89,7 +89,10 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
         with quiet():
             self.engine: Any = deepspeed.initialize(
-                model=stages, optimizer=self.optimizer.only, config=settings(config), dist_init_required=False
+                model=stages,
+                optimizer=self.optimizer.torch_optimizer,
+                config=settings(config),
+                dist_init_required=False,
             )[0]
         self.engine.timers = NoopTimer()  # they would collect events that nobody reads
         self.engine._INSTRUCTION_MAP = instructions(self.engine, self._before_reduction, self._step)
@@ -128,7 +131,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
             parameters,
             stage_of,
             shapes,
-            self.optimizer.only,
+            self.optimizer.torch_optimizer,
             zero,
             self.world if everybody else writers,
         )
@@ -175,7 +178,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
 
     def _learn(self, outputs: tuple[Tensor, ...], times: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
         losses: dict[str, Tensor] = dict(self.module.losses(outputs, label))
-        bands = by_band(losses.pop("each"), times / 1000)
+        bands = sum_by_band(losses.pop("each"), times / 1000)
         self._numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) * self._share
         return losses["loss"]
 
@@ -212,7 +215,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         """The norm; a step with one that is not finite, or with such a loss, will not be taken."""
         self._norm = squares.sqrt()
         self._finite = self._finite & torch.isfinite(self._norm)
-        optimizer: Any = self.optimizer.only
+        optimizer: Any = self.optimizer.torch_optimizer
         optimizer.grad_scale, optimizer.found_inf = None, (~self._finite).float()
         return self._norm
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.deepspeed.stage_state import WEIGHTS, PipelineGrid
-from sd3_light.engines.protocol import TensorPiece
+from sd3_light.engines.deepspeed.stage_state import PipelineGrid
+from sd3_light.engines.protocol import PARAM_KIND, TensorPiece
 from sd3_light.optim.build import create_adamw_state
 
 
@@ -48,7 +48,7 @@ class ShardState:
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
-        yield from self.like_weights(WEIGHTS, self.weights)
+        yield from self.like_weights(PARAM_KIND, self.weights)
         for name, part in self._parts.items():
             if not self.optimizer.state.get(part.flat):
                 create_adamw_state(self.optimizer, part.flat)

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.protocol import TensorPiece
+from sd3_light.engines.protocol import PARAM_KIND, TensorPiece
 from sd3_light.engines.writers import assign_writers
 from sd3_light.optim.build import create_adamw_state
-
-WEIGHTS = "param"
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class StageState:
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Weights, then what the optimizer remembers of each."""
-        yield from self.like_weights(WEIGHTS, self.weights)
+        yield from self.like_weights(PARAM_KIND, self.weights)
         for group in self.optimizer.param_groups:
             for held in group["params"]:
                 if not self.optimizer.state.get(held):

@@ -15,7 +15,7 @@ from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult
-from sd3_light.flow.bands import NUM_BANDS, by_band
+from sd3_light.flow.bands import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
 
 
@@ -40,14 +40,23 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
         with quiet():
             self.engine: Any = deepspeed.initialize(
-                model=self.module, optimizer=self.optimizer.only, config=settings(config), dist_init_required=False
+                model=self.module,
+                optimizer=self.optimizer.torch_optimizer,
+                config=settings(config),
+                dist_init_required=False,
             )[0]
         grid, zero = PipelineGrid(launch.rank, 1, launch.world), self.engine.optimizer
         self.state: StageState | ShardState = (
-            ShardState(grid, parameters, shapes, self.optimizer.only, zero)
+            ShardState(grid, parameters, shapes, self.optimizer.torch_optimizer, zero)
             if config.zero_stage == 3
             else StageState(
-                grid, parameters, dict.fromkeys(parameters, 0), shapes, self.optimizer.only, zero, launch.world
+                grid,
+                parameters,
+                dict.fromkeys(parameters, 0),
+                shapes,
+                self.optimizer.torch_optimizer,
+                zero,
+                launch.world,
             )
         )
 
@@ -63,7 +72,7 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             losses: dict[str, Tensor] = dict(self.engine(features, label))
-            bands = by_band(losses.pop("each"), features[1] / 1000)
+            bands = sum_by_band(losses.pop("each"), features[1] / 1000)
             numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) / len(batches)
             self.engine.backward(losses["loss"])
             if number < len(batches):
@@ -72,7 +81,7 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
 
     def _finish_step(self, numbers: Tensor) -> StepResult:
         finite = torch.isfinite(numbers[: len(self.names)]).all()
-        optimizer: Any = self.optimizer.only
+        optimizer: Any = self.optimizer.torch_optimizer
         optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
         self.engine.step()
         norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device).float()

@@ -10,11 +10,10 @@ from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.stages.check.disk import disk_faults
-from sd3_light.stages.check.not_yet import NOT_YET
+from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
 from sd3_light.stages.check.render import render
-from sd3_light.stages.check.survey import Survey, empty_faults, survey
 
-__all__ = ["NOT_YET", "Survey", "disk_faults", "load", "render", "require", "run", "survey"]
+__all__ = ["Survey", "disk_faults", "load", "render", "require", "run", "survey"]
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:
@@ -51,7 +50,7 @@ def require(loaded: LoadedConfig, caching: bool = False) -> None:
         raise ConfigFaults(faults)
 
 
-def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = False) -> Survey:
+def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = False) -> RunEstimate:
     """What a run on ``world`` GPUs will do (None: as few as it takes), by DeepSpeed where that is asked for or needed.
 
     Raises `ConfigFaults` where it could not start or has nothing to see.
@@ -61,7 +60,7 @@ def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = Fal
     world, by_deepspeed = world or stages, by_deepspeed or stages > 1
     if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
         raise UserError(problem)
-    found = survey(loaded, world, by_deepspeed)
+    found = estimate_run(loaded, world, by_deepspeed)
     if loaded.train.fp8 and (reason := found.stock or why_no_fp8(found.case.size, None)):
         raise UserError(f"fp8 = true cannot be had: {reason}; write fp8 = false")
     faults = empty_faults(found)

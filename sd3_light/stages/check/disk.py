@@ -20,9 +20,15 @@ from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.store.protocols import protocol_problem
-from sd3_light.model.folder import clip_positions, missing_denoiser, missing_parts, text_shape, tokenizer_length
-from sd3_light.model.folder import vae_shape as read_vae_shape
-from sd3_light.model.linears import linear_layers, matched
+from sd3_light.model.linears import linear_layers, match_targets
+from sd3_light.model.pipeline_folder import (
+    clip_positions,
+    missing_denoiser,
+    missing_parts,
+    text_shape,
+    tokenizer_length,
+)
+from sd3_light.model.pipeline_folder import vae_shape as read_vae_shape
 from sd3_light.model.quantized import INSTALL
 from sd3_light.model.start import (
     WeightsStart,
@@ -32,14 +38,13 @@ from sd3_light.model.start import (
     where_weights_start,
 )
 from sd3_light.runlog import missing_trackers
-from sd3_light.stages.check.not_yet import not_yet_faults
 
 _SOURCE_FILES = (".tar", ".parquet")
 
 
 def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
-    """All faults that the disk shows, and all features that this version lacks; a sound config gives none."""
-    faults = [] if caching else [*not_yet_faults(loaded), *_tracker_faults(loaded), *_library_faults(loaded)]
+    """All faults that the disk shows; a valid config gives none."""
+    faults = [] if caching else [*_tracker_faults(loaded), *_library_faults(loaded)]
     faults += [*_folder_faults(loaded), *_init_faults(loaded)]
     start, start_faults = _start(loaded)
     faults += start_faults
@@ -163,7 +168,7 @@ def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault
     if existing is not None and not existing.exists():
         yield Fault(file, "adapter.init_from_existing", "no such file or folder", given=str(existing))
     try:
-        matched(linear_layers(start.size), adapter.target_modules)
+        match_targets(linear_layers(start.size), adapter.target_modules)
     except UserError as error:
         problem = str(error).removeprefix("adapter.target_modules: ")
         yield Fault(file, "adapter.target_modules", problem, hint="names and patterns are in docs/finetune.md")

@@ -7,19 +7,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.preprocess import REASONS
-from sd3_light.model.case import Case
-from sd3_light.model.folder import TextShape
-from sd3_light.stages.check.survey import DatasetSurvey, Survey
+from sd3_light.model.pipeline_folder import TextShape
+from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
 MAX_ROWS = 12
 """Buckets shown of a data set; the rest are summed up in one line."""
 
 
-def render(survey: Survey) -> RenderableType:
+def render(estimate: RunEstimate) -> RenderableType:
     """The survey as tables for a rich console."""
-    parts: list[RenderableType] = [Text(f"{survey.path}: no faults. This is what will happen."), _numbers(survey)]
-    for data in (survey.data, *survey.evals):
+    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults. This is what will happen."), _numbers(estimate)]
+    for data in (estimate.data, *estimate.evals):
         parts.append(_buckets(data))
         parts += [Text(f"  rejected {line}") for line in _rejects(data.rejects)]
     return Group(*parts)
@@ -45,50 +45,50 @@ def flops_text(count: int) -> str:
     return f"{value:,.3g} ZFLOP"
 
 
-def _numbers(survey: Survey) -> Table:
+def _numbers(estimate: RunEstimate) -> Table:
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, number, formula in _lines(survey):
+    for name, number, formula in _lines(estimate):
         table.add_row(Text(name), Text(number), Text(formula))
     return table
 
 
-def _lines(survey: Survey) -> list[tuple[str, str, str]]:
-    size, text, gpu, data = survey.start.size, survey.text, survey.gpu, survey.data
+def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
+    size, text, gpu, data = estimate.start.size, estimate.text, estimate.gpu, estimate.data
     images = sorted({row.tokens.image for row in data.rows})
     shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
-    case, replicas = survey.case, survey.case.replicas
+    case, replicas = estimate.case, estimate.case.replicas
     who = "pipeline" if case.stages > 1 else "GPU"
-    batch = f"micro-batch·{survey.accumulation} accumulation·{replicas} {who}{'s' if replicas > 1 else ''}"
+    batch = f"micro-batch·{estimate.accumulation} accumulation·{replicas} {who}{'s' if replicas > 1 else ''}"
     batches = sorted({row.global_batch for row in data.rows})
     flops = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [
-        ("weights start", survey.start.kind, survey.start.sentence),
-        ("parameters", f"{survey.parameters:,}", shape),
+        ("weights start", estimate.start.kind, estimate.start.sentence),
+        ("parameters", f"{estimate.parameters:,}", shape),
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("processes", f"{case.world:,}", layout_text(case)),
-        ("blocks on GPUs", *_blocks(survey.stock)),
+        ("blocks on GPUs", *_blocks(estimate.stock)),
         ("samples a step", _span(batches), batch),
-        ("steps an epoch", f"{survey.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
-        ("steps", f"{survey.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
+        ("steps an epoch", f"{estimate.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
+        ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
     ]
-    if survey.adapter is not None:
-        share = f"{survey.adapter / survey.parameters:.2%} of the parameters train; the rest is frozen"
-        lines.insert(2, ("adapter", f"{survey.adapter:,}", share))
+    if estimate.adapter is not None:
+        share = f"{estimate.adapter / estimate.parameters:.2%} of the parameters train; the rest is frozen"
+        lines.insert(2, ("adapter", f"{estimate.adapter:,}", share))
     if flops is not None:
         lines.append(
             ("FLOPs a step", flops_text(flops.step_flops.value), f"{flops.bucket}: {flops.step_flops.formula}")
         )
-    lines.append(("FLOPs, all steps", flops_text(survey.run_flops.value), survey.run_flops.formula))
-    for one in (data, *survey.evals):
+    lines.append(("FLOPs, all steps", flops_text(estimate.run_flops.value), estimate.run_flops.formula))
+    for one in (data, *estimate.evals):
         lines.append((f"cache {one.name}", size_text(one.cache.value), f"{one.cache.formula}; in {one.cache_dir}"))
     stage = f" on stage {gpu.stage}, which takes most" if case.stages > 1 else ""
     return [
         *lines,
-        ("host memory a GPU", size_text(survey.host.value), f"{survey.host.formula}; interpreters not counted"),
+        ("host memory a GPU", size_text(estimate.host.value), f"{estimate.host.formula}; interpreters not counted"),
         ("GPU memory (estimate)", size_text(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
         ("  state", size_text(gpu.state.value), gpu.state.formula),
         ("  step", size_text(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
@@ -96,7 +96,7 @@ def _lines(survey: Survey) -> list[tuple[str, str, str]]:
     ]
 
 
-def layout_text(case: Case) -> str:
+def layout_text(case: TrainingSetup) -> str:
     """Engine and layout in words, with the command's own."""
     if not case.deepspeed:
         if case.world == 1:
@@ -132,7 +132,7 @@ def _span(numbers: list[int]) -> str:
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
-def _buckets(data: DatasetSurvey) -> Table:
+def _buckets(data: DatasetEstimate) -> Table:
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = Text(f"{data.name}: {data.samples:,} samples, {data.path}")
     for name in ("bucket", "resolution", "samples", "micro-batch", "steps", "padded", "enlarged", "cropped"):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sd3_light.budget.device_peaks import peak_flops
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped, UserError
@@ -12,7 +13,6 @@ from sd3_light.data.loader import worker_exit_error
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import SharedFlags, lost_peer
-from sd3_light.model.peaks import peak_flops
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.context import RunContext, open_context

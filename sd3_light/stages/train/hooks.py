@@ -23,7 +23,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.export.diffusers_folder import ExportError
 from sd3_light.export.proof import ProofError
-from sd3_light.optim.phema import power_tracks, snapshot_facts, snapshot_interval
+from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
 from sd3_light.stages.train.resume import rate_settings
@@ -168,7 +168,7 @@ class RunHooks:
             for name in power_tracks(self.config.ema)
             for piece in self.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
         )
-        facts = {**snapshot_facts(self.config.ema, progress.step), "progress": progress.as_dict()}
+        facts = {**snapshot_metadata(self.config.ema, progress.step), "progress": progress.as_dict()}
         self.groups.wait_together(self.snapshots.is_idle)
         self.snapshots.save(progress.step, pieces, facts)
 

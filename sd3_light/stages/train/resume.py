@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sd3_light.checkpoint.progress import WEIGHTS, Progress, track_kind
+from sd3_light.checkpoint.progress import Progress, track_kind
 from sd3_light.checkpoint.store import (
     Checkpoint,
     abandoned,
@@ -22,6 +22,7 @@ from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine
+from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.data import order_facts
@@ -158,7 +159,7 @@ class ResumePoint:
         self._require_order(order, resume)
         pieces = engine.pieces()
         if resume.reset_optimizer:
-            pieces = engine.like_weights(WEIGHTS, engine.weights)
+            pieces = engine.like_weights(PARAM_KIND, engine.weights)
         known, new = self._tracks(averages)
         shadows = (engine.like_weights(track_kind(name), averages.tracks[name].shadow) for name in known)
         self.checkpoint.load_into(chain(pieces, chain.from_iterable(shadows)))
@@ -177,7 +178,7 @@ class ResumePoint:
         return known, [name for name in averages.tracks if name not in known]
 
     def _require_model(self, engine: Engine) -> None:
-        named = {name: self.checkpoint.shapes[f"{WEIGHTS}/{name}"] for name in self.checkpoint.names(WEIGHTS)}
+        named = {name: self.checkpoint.shapes[f"{PARAM_KIND}/{name}"] for name in self.checkpoint.names(PARAM_KIND)}
         shapes = engine.shapes
         differing = sorted(name for name in {*named, *shapes} if named.get(name) != shapes.get(name))[:3]
         if differing:

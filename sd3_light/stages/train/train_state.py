@@ -10,7 +10,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.adapter import AdapterDropout
+from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sd3_light.encoders.residence import GIB, ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.budget.amount import GIB
+from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 
 # SD3's parts: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
 SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]

@@ -15,7 +15,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
 CPU = torch.device("cpu")

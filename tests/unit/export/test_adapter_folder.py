@@ -15,8 +15,8 @@ from sd3_light.export import adapter_folder as export_adapter
 from sd3_light.export.adapter_folder import AdapterSpec, adapter_modules, read_adapter, write_adapter
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
-from sd3_light.model.adapter import LycorisModule, add_adapter, is_adapter_name
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
+from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from sd3_light.export import real_pipeline
 from sd3_light.export.diffusers_folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, prove, weights_digest
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.saver import model_spec
 

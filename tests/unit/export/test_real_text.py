@@ -20,8 +20,8 @@ from sd3_light.export.diffusers_folder import ExportSpec, write_folder
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, prove
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
-from sd3_light.model.attention import MaskedJointAttention, real_text_mask
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.masked_attention import MaskedJointAttention, real_text_mask
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.sampling.generate import Request, TextPolicy, generate
 
 CONFIG = SIZES["tiny2"].transformer_config()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time, times
+from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time, times_from_quantiles
 from sd3_light.randomness import stream
 
 COUNT = 100_000
@@ -63,7 +63,7 @@ def test_many_draws_follow_the_distribution(
     drawn: list[float], method: str, scale: float, shift: float | None, flux: bool, factor: float
 ) -> None:
     """The closed distribution function of the drawn times is uniform: Kolmogorov and Smirnov at 1%."""
-    found = unshift(np.sort(times(drawn, 1024, method, scale, shift, flux)), factor)
+    found = unshift(np.sort(times_from_quantiles(drawn, 1024, method, scale, shift, flux)), factor)
     expected = found if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in found])
     assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
 
@@ -71,7 +71,7 @@ def test_many_draws_follow_the_distribution(
 @pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (1.0, 3.0), (0.5, 3.0)])
 def test_many_draws_have_the_density_of_the_logit_normal(drawn: list[float], scale: float, factor: float) -> None:
     """By change of variables: with z = (logit t - ln s) / scale the density is phi(z) / (scale t (1 - t))."""
-    found = np.array(times(drawn, 256, "logit_normal", scale, factor, False))
+    found = np.array(times_from_quantiles(drawn, 256, "logit_normal", scale, factor, False))
     counts, edges = np.histogram(found, bins=20, range=(0, 1))
     fine = np.linspace(0, 1, 20_001)[1:-1]
     z = (np.log(fine / (1 - fine)) - math.log(factor)) / scale
@@ -119,11 +119,11 @@ def test_flux_shift_at_its_two_anchors() -> None:
 def test_times_apply_the_wanted_shift() -> None:
     quantiles = [0.1, 0.5, 0.9]
     raw = [quantile_to_time(u, "logit_normal", 1.3) for u in quantiles]
-    assert times(quantiles, 256, "logit_normal", 1.3, None, False) == raw
-    assert times(quantiles, 256, "logit_normal", 1.3, 3.0, False) == [shift_time(t, 3.0) for t in raw]
+    assert times_from_quantiles(quantiles, 256, "logit_normal", 1.3, None, False) == raw
+    assert times_from_quantiles(quantiles, 256, "logit_normal", 1.3, 3.0, False) == [shift_time(t, 3.0) for t in raw]
     flux = [shift_time(t, math.exp(1.15)) for t in raw]
-    assert times(quantiles, 4096, "logit_normal", 1.3, None, True) == pytest.approx(flux)
-    assert times(quantiles, 256, "uniform", 1.3, None, False) == quantiles
+    assert times_from_quantiles(quantiles, 4096, "logit_normal", 1.3, None, True) == pytest.approx(flux)
+    assert times_from_quantiles(quantiles, 256, "uniform", 1.3, None, False) == quantiles
 
 
 def test_an_unknown_method_is_not_taken_for_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.metrics import composition
-from sd3_light.metrics.composition import DEMANDS, TABLE_COLUMNS, judge_pictures, score
+from sd3_light.metrics.composition import DEMANDS, TABLE_COLUMNS, judge_images, score
 from sd3_light.sampling.generate import Request, TextPolicy
 from sd3_light.world import IMAGE_SIZES, draw_prompts, render_scene
 
@@ -22,7 +22,7 @@ def drawn(size: tuple[int, int] = (64, 64)) -> list[Image.Image]:
 
 
 def test_true_pictures_score_one_everywhere() -> None:
-    result = judge_pictures(PROMPTS, drawn())
+    result = judge_images(PROMPTS, drawn())
     assert result.num_prompts == 12
     assert all(result.rates[demand] == 1 for demand in DEMANDS)
     assert result.as_table_row() == ("12", *["100.0%"] * len(DEMANDS))
@@ -34,7 +34,7 @@ def test_rates_are_over_those_that_ask_and_by_kind() -> None:
     for index, prompt in enumerate(PROMPTS):
         if prompt.scene.kind == "pair":
             images[index] = Image.new("RGB", (64, 64), (255, 255, 255))
-    result = judge_pictures(PROMPTS, images)
+    result = judge_images(PROMPTS, images)
     assert result.rates["all"] == pytest.approx(2 / 3)
     assert result.rates["relation"] == 0
     assert result.rates["size"] == 1
@@ -48,7 +48,7 @@ def test_rates_are_over_those_that_ask_and_by_kind() -> None:
 def test_what_nobody_asks_has_no_rate() -> None:
     counts = [prompt for prompt in PROMPTS if prompt.scene.kind == "count"]
     images = [render_scene(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
-    result = judge_pictures(counts, images)
+    result = judge_images(counts, images)
     row = dict(zip(TABLE_COLUMNS, result.as_table_row(), strict=True))
     assert row["relation"] == row["size"] == "–"
     assert row["count"] == "100.0%"

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.metrics.validation import QUANTILES, AtQuantiles, EvalPreparer, validate
+from sd3_light.metrics.validation import QUANTILES, EvalPreparer, QuantileBatches, validate
 
 
 class Numbered(Dataset[Any]):
@@ -46,7 +46,7 @@ def loss(prepared: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("workers", "laid"), [(0, False), (2, False), (2, True)])
 def test_every_quantile_is_the_mean_over_all_samples(workers: int, laid: bool) -> None:
     """The last batch is filled up by a second occurrence, which is not counted."""
-    batches, preparer = AtQuantiles(Numbered(), 3), EvalPreparer(InPlace())
+    batches, preparer = QuantileBatches(Numbered(), 3), EvalPreparer(InPlace())
     keys: dict[str, Any] = {"prepare_into": preparer.prepare_into} if laid else {}
     loader = PipelineDataLoader(batches, None, 1, preparer, num_dataloader_workers=workers, **keys)
     losses = validate(loader, loss)
@@ -58,7 +58,7 @@ def test_every_quantile_is_the_mean_over_all_samples(workers: int, laid: bool) -
 
 def test_a_batch_is_read_once_for_all_quantiles() -> None:
     numbered = Numbered()
-    list(PipelineDataLoader(AtQuantiles(numbered, 3), None, 1, EvalPreparer(InPlace())))
+    list(PipelineDataLoader(QuantileBatches(numbered, 3), None, 1, EvalPreparer(InPlace())))
     assert numbered.made == [0, 1, 2]
 
 

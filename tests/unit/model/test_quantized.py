@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.model.test_adapter import adapter, output, stock
 from torch import Tensor, nn
 
+from sd3_light.budget.flops import Tokens
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.model import quantized
-from sd3_light.model.adapter import add_adapter, is_adapter_name, narrow_frozen
-from sd3_light.model.case import Case
-from sd3_light.model.cost import Tokens
-from sd3_light.model.lora import merge_lora
+from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
 from sd3_light.model.quantized import quantize_base
 from sd3_light.tasks import ModelLogger, launch_training_task
-from tests.unit.model.test_adapter import adapter, output, stock
 from tests.unit.tasks.toy import Pictures, Toy
 
 BITS = [8, 4]
@@ -41,11 +40,11 @@ def held_bytes(model: nn.Module) -> int:
 def test_the_base_shrinks_to_the_bytes_that_check_foretells(bits: int) -> None:
     model = stock()
     assert quantize_base(model, bits) == 25
-    case = Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0), base_bits=bits)
+    case = TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0), base_bits=bits)
     assert held_bytes(model) == pytest.approx(case.frozen_bytes, rel=1e-3)
     assert (
         case.frozen_bytes
-        < 0.6 * Case(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0)).frozen_bytes
+        < 0.6 * TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0)).frozen_bytes
     )
 
 
@@ -61,7 +60,7 @@ def test_an_adapter_trains_on_few_bits(bits: int, use_dora: bool) -> None:
     error = ((before - plain).norm() / plain.norm()).item()
     assert 1e-4 < error < ERROR[bits]
     add_adapter(model, adapter(use_dora=use_dora), seed=0)
-    narrow_frozen(model, torch.float32)
+    cast_frozen(model, torch.float32)
     first = output(model)
     assert torch.allclose(first, before, atol=1e-5)
     first.square().mean().backward()
@@ -106,14 +105,11 @@ def test_under_autocast_it_gives_what_a_stock_layer_gives() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_few_bits_are_not_merged_and_16_changes_nothing() -> None:
+def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected() -> None:
     model = stock()
     assert quantize_base(model, 16) == 0
     assert torch.equal(output(model), output(stock()))
     quantize_base(model, 4)
-    add_adapter(model, adapter(), seed=0)
-    with pytest.raises(UserError, match="not merged into weights of few bits; load the model unquantized"):
-        merge_lora(model)
     with pytest.raises(UserError, match="has no block with a linear layer; write 16"):
         quantize_base(nn.Linear(4, 4), 4)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import EmaConfig
-from sd3_light.optim.ema import MAIN, Averages, Track
-from sd3_light.optim.power import gamma_of
+from sd3_light.optim.ema import MAIN_TRACK, Averages, Track
+from sd3_light.optim.power_function import gamma_from_sigma_rel
 
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -59,13 +59,13 @@ def test_constant_decay_in_closed_form(every: int) -> None:
         return 0.0 if step % every else float(0.1 * 0.9 ** (updates - step // every))
 
     assert sum(map(profile, range(23))) == pytest.approx(1)
-    assert_average(tracks.tracks[MAIN], history, profile)
+    assert_average(tracks.tracks[MAIN_TRACK], history, profile)
 
 
 def test_it_moves_only_when_it_is_its_turn() -> None:
     live = weights()
     tracks = averages(live, decay=0.5, update_every=3)
-    shadow = tracks.tracks[MAIN].shadow["a"]
+    shadow = tracks.tracks[MAIN_TRACK].shadow["a"]
     start = shadow.clone()
     live["a"] += 1
     moved = []
@@ -81,7 +81,7 @@ def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
     """A bfloat16 average with decay 0.9999 does not move at all."""
     live = weights(torch.bfloat16)
     tracks = averages(live, decay=0.9999)
-    shadow = tracks.tracks[MAIN].shadow
+    shadow = tracks.tracks[MAIN_TRACK].shadow
     assert {tensor.dtype for tensor in shadow.values()} == {torch.float32}
     start = shadow["a"].clone()
     live["a"] += 1
@@ -101,7 +101,7 @@ def test_a_power_function_in_closed_form(every: int, width: float) -> None:
     live = weights()
     tracks = averages(live, track=({"name": "p", "power_width": width, "update_every": every},))
     history = walk(tracks, live, 63)
-    exponent, last = gamma_of(width) + 1, 63 - 63 % every
+    exponent, last = gamma_from_sigma_rel(width) + 1, 63 - 63 % every
 
     def profile(step: int) -> float:
         if step == 0 or step % every:
@@ -133,7 +133,7 @@ def test_each_track_is_as_if_it_were_alone() -> None:
     live = weights()
     together = averages(live, 0.9, 3, THREE)
     walk(together, live, 20)
-    assert list(together.tracks) == [MAIN, "slow", "often", "power"]
+    assert list(together.tracks) == [MAIN_TRACK, "slow", "often", "power"]
     for index, (name, every) in enumerate((("slow", 3), ("often", 1), ("power", 3))):
         live = weights()
         alone = averages(live, 0.1, 7, ({**THREE[index], "update_every": every},))
@@ -143,8 +143,8 @@ def test_each_track_is_as_if_it_were_alone() -> None:
 
 def test_the_decays_that_the_log_shows() -> None:
     tracks = averages(weights(), 0.9, 100, THREE)
-    exponent = gamma_of(0.1) + 1
-    assert tracks.decays(1000) == {MAIN: 0.9, "slow": 0.99, "often": 0.7, "power": pytest.approx(0.9**exponent)}
+    exponent = gamma_from_sigma_rel(0.1) + 1
+    assert tracks.decays(1000) == {MAIN_TRACK: 0.9, "slow": 0.99, "often": 0.7, "power": pytest.approx(0.9**exponent)}
     assert tracks.decays(100)["power"] == tracks.decays(7)["power"] == tracks.decays(0)["power"] == 0.0
 
 
@@ -158,10 +158,10 @@ def test_a_track_can_be_loaded_in_place() -> None:
     """What a checkpoint copies into the shadows is what later updates start from."""
     live = weights()
     tracks = averages(live, decay=0.5)
-    tracks.tracks[MAIN].shadow["a"].fill_(8)
+    tracks.tracks[MAIN_TRACK].shadow["a"].fill_(8)
     live["a"].fill_(4)
     tracks.update(live, 1)
-    assert torch.equal(tracks.tracks[MAIN].shadow["a"], torch.full((4, 3), 6.0))
+    assert torch.equal(tracks.tracks[MAIN_TRACK].shadow["a"], torch.full((4, 3), 6.0))
 
 
 # --- in and out of the model ------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_updating_leaves_the_weights_and_takes_parameters_that_learn() -> None:
     with torch.no_grad():
         live["a"] += 2
     tracks.update(live, 1)
-    shadow = tracks.tracks[MAIN].shadow["a"]
+    shadow = tracks.tracks[MAIN_TRACK].shadow["a"]
     assert torch.equal(live["a"].detach(), torch.full((3,), 3.0))
     assert torch.equal(shadow, torch.full((3,), 2.0))
     assert not shadow.requires_grad
@@ -198,7 +198,7 @@ def shifted() -> tuple[dict[str, nn.Parameter], Averages, dict[str, Tensor]]:
     return live, tracks, {name: weight.detach().clone() for name, weight in live.items()}
 
 
-@pytest.mark.parametrize("track", [MAIN, "often"])
+@pytest.mark.parametrize("track", [MAIN_TRACK, "often"])
 def test_in_place_of_shows_the_average_and_restores_bit_for_bit(track: str) -> None:
     live, tracks, before = shifted()
     with tracks.in_place_of(track, live):
@@ -208,17 +208,17 @@ def test_in_place_of_shows_the_average_and_restores_bit_for_bit(track: str) -> N
 
 def test_in_place_of_restores_after_an_exception() -> None:
     live, tracks, before = shifted()
-    shadow = {name: tensor.clone() for name, tensor in tracks.tracks[MAIN].shadow.items()}
-    with pytest.raises(KeyboardInterrupt), tracks.in_place_of(MAIN, live):
+    shadow = {name: tensor.clone() for name, tensor in tracks.tracks[MAIN_TRACK].shadow.items()}
+    with pytest.raises(KeyboardInterrupt), tracks.in_place_of(MAIN_TRACK, live):
         raise KeyboardInterrupt
     assert all(torch.equal(live[name].detach(), before[name]) for name in live)
-    assert all(torch.equal(tracks.tracks[MAIN].shadow[name], shadow[name]) for name in shadow)
+    assert all(torch.equal(tracks.tracks[MAIN_TRACK].shadow[name], shadow[name]) for name in shadow)
 
 
 def test_what_is_done_to_the_weights_inside_does_not_reach_the_average() -> None:
     live, tracks, before = shifted()
-    shadow = tracks.tracks[MAIN].shadow["a"].clone()
-    with tracks.in_place_of(MAIN, live), torch.no_grad():
+    shadow = tracks.tracks[MAIN_TRACK].shadow["a"].clone()
+    with tracks.in_place_of(MAIN_TRACK, live), torch.no_grad():
         live["a"].zero_()
-    assert torch.equal(tracks.tracks[MAIN].shadow["a"], shadow)
+    assert torch.equal(tracks.tracks[MAIN_TRACK].shadow["a"], shadow)
     assert torch.equal(live["a"].detach(), before["a"])

@@ -22,7 +22,7 @@ from sd3_light.cli import app
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.lora_layers import LoraModule
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
 Q = "transformer_blocks.0.attn.to_q"

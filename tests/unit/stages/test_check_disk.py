@@ -9,7 +9,6 @@ import pytest
 from sd3_light.config import ConfigFaults, Fault
 from sd3_light.stages import check
 from sd3_light.stages.check import disk_faults
-from sd3_light.stages.check.not_yet import NotYet
 
 PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'
 Single = Callable[..., Fault]
@@ -206,13 +205,6 @@ def test_a_cache_at_a_url_can_be_read_and_kept(
     found = only_fault(top=keys)
     assert found.key == fault
     assert problem in found.problem
-
-
-def test_what_this_version_lacks_is_a_fault(only_fault: Single, monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = NotYet("warmup_steps", lambda train: train.warmup_steps > 3, "remove it")
-    monkeypatch.setattr("sd3_light.stages.check.not_yet.NOT_YET", (lacking,))
-    fault = only_fault(top="warmup_steps = 4")
-    assert (fault.key, fault.problem) == ("warmup_steps", "this version does not have it yet")
 
 
 def test_a_cache_that_does_not_fit_into_memory_is_a_fault(place: Any, only_fault: Single) -> None:

@@ -20,7 +20,7 @@ from sd3_light.cli import app
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors, write_lora
-from sd3_light.model.lora import LoraModule
+from sd3_light.model.lora_layers import LoraModule
 from sd3_light.sampling.generate import Request, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.sampling.texts import TextPolicy

@@ -15,8 +15,8 @@ from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.optim.ema import Averages
-from sd3_light.optim.phema import power_tracks, snapshot_facts
-from sd3_light.optim.power import gamma_of
+from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
+from sd3_light.optim.power_function import gamma_from_sigma_rel
 from sd3_light.stages import export
 from sd3_light.training.sd3 import starting_transformer
 from tests.project import Project
@@ -64,7 +64,7 @@ class Trained:
             for name, tensor in self.averages.tracks[track].shadow.items()
         }
         progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
-        facts = {**snapshot_facts(self.config.ema, step), "progress": progress}
+        facts = {**snapshot_metadata(self.config.ema, step), "progress": progress}
         write_checkpoint(self.run / "ema", step, tensors, facts)
 
     def checkpoint(self, step: int) -> None:
@@ -122,7 +122,7 @@ def test_an_unknown_average_is_refused_with_those_there_are(trained: Trained, tm
 
 def directly(trained: Trained, length: float, time: int) -> Tensor:
     """The average as a running one of that length would have been."""
-    exponent = gamma_of(length) + 1
+    exponent = gamma_from_sigma_rel(length) + 1
     shares = [(step / time) ** exponent - ((step - 1) / time) ** exponent for step in range(1, time + 1)]
     return sum((share * trained.at(step).double() for step, share in enumerate(shares, start=1)), torch.zeros(()))
 

@@ -241,7 +241,7 @@ def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     assert len(seen) == 5, "draw and the logger's hooks compute as steps do"
     assert {weight.dtype for weight in train("torch", engine="torch")[0].transformer.parameters()} == {torch.float32}
-    monkeypatch.setattr("sd3_light.tasks.train.narrow_linears", lambda *given: None)
+    monkeypatch.setattr("sd3_light.tasks.train.cast_frozen_linears", lambda *given: None)
     assert train("wide")[1] == losses
     AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd3_light.engines.protocol import StepNumbers, StepResult
-from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS, by_band
+from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS, sum_by_band
 from sd3_light.training import meter
 from sd3_light.training.meter import Meter, Window
 
@@ -87,7 +87,7 @@ def test_a_window_without_a_step_is_not_a_number() -> None:
 def test_samples_are_sorted_into_bands_by_their_time() -> None:
     times = torch.tensor([0.0, 0.05, 0.1, 0.55, 0.999, 1.0])
     each = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, float("nan")])
-    sums, counts = by_band(each, times)
+    sums, counts = sum_by_band(each, times)
     assert counts.tolist() == [2, 1, 0, 0, 0, 1, 0, 0, 0, 2]
     assert sums[:9].tolist() == [3, 4, 0, 0, 0, 8, 0, 0, 0]
     assert sums[9] != sums[9], "a loss that is not finite stays in its band"

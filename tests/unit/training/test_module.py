@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines.protocol import MicroBatch
-from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, run_layers
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
 Config = Callable[..., TrainConfig]

@@ -19,7 +19,7 @@ from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import TextPolicy, encode, joined
 from sd3_light.training import samples as samples_module

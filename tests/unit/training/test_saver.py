@@ -11,7 +11,7 @@ import torch
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.export.diffusers_folder import ExportSpec
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training import saver as module
 from sd3_light.training import sd3
 from sd3_light.training.saver import Saver

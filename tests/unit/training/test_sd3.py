@@ -14,7 +14,7 @@ from sd3_light.config import SIZES, ModelConfig, UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, Prepared, split_batch, starting_transformer
 
 Model = Callable[..., ModelConfig]

@@ -12,7 +12,7 @@ from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 from sd3_light.stages.train.train_state import choose_blocks, require_blocks
 
 SIZE = SIZES["tiny2"]

@@ -12,8 +12,8 @@ from sd3_light.config import SIZES
 from sd3_light.model.fast import forward
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser, why_stock
-from sd3_light.model.initial import new_transformer
 from sd3_light.model.layers import build_layers, run_layers
+from sd3_light.model.random_weights import new_transformer
 
 CONFIGS = {
     "three-blocks": SIZES["tiny2"].transformer_config(num_layers=3),

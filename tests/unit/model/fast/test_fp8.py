@@ -17,7 +17,7 @@ from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.fast.fp8 import E4M3, Eight, formed, multiply, plain
 from sd3_light.model.fast.weights import Weights
-from sd3_light.model.initial import new_transformer
+from sd3_light.model.random_weights import new_transformer
 
 LENGTHS = [9, 1, 4]
 

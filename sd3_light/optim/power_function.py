@@ -7,13 +7,13 @@ share of t, is how people name it.
 
 import numpy as np
 
-LONGEST = 1 / 12**0.5
+MAX_SIGMA_REL = 1 / 12**0.5
 """sigma_rel of the plain mean over all of training (gamma = 0): no power function of gamma >= 0 is wider."""
 
 
-def gamma_of(sigma_rel: float) -> float:
+def gamma_from_sigma_rel(sigma_rel: float) -> float:
     """The exponent whose profile has the width ``sigma_rel``: the root of (gamma+2)^2 (gamma+3) sigma^2 = gamma+1."""
-    assert 0 < sigma_rel <= LONGEST, sigma_rel
+    assert 0 < sigma_rel <= MAX_SIGMA_REL, sigma_rel
     inverse = sigma_rel**-2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return max(0.0, float(roots.real.max()))

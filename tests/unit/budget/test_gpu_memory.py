@@ -13,25 +13,26 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sd3_light.budget.flops import Tokens
+from sd3_light.budget.gpu_memory import (
+    FLASH_BACKWARD,
+    SLACK,
+    activation_bytes,
+    checkpoint_copy_bytes,
+    gpu_memory,
+    next_batch_bytes,
+    state_bytes,
+)
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.config.base import Checkpointing
 from sd3_light.flow.objective import flow_loss
-from sd3_light.model.cost import Checkpointing, Tokens
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.model.memory import (
-    FLASH_BACKWARD,
-    SLACK,
-    Case,
-    activation_bytes,
-    copies_bytes,
-    gpu_memory,
-    next_bytes,
-    state_bytes,
-)
 from sd3_light.optim.groups import is_block_matrix
 
-LIGHT = Case(SIZES["sd3_light"], Tokens(256, 333), 64)
+LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
 
 
 def small(qk_norm: bool = True, dual: tuple[int, ...] = (), layers: int = 4) -> ModelSize:
@@ -82,7 +83,7 @@ def norms_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "layer_norm", layer_norm)
 
 
-def allocated_in_a_step(case: Case) -> int:
+def allocated_in_a_step(case: TrainingSetup) -> int:
     """The peak over a forward and a backward pass, weights not counted, gradients and inputs counted."""
     transformer = SD3Transformer2DModel(**case.size.transformer_config()).train()
     side = 2 * round(case.tokens.image**0.5)
@@ -107,8 +108,8 @@ def allocated_in_a_step(case: Case) -> int:
 def test_a_step_in_bf16_takes_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
-    case = Case(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
-    formula = gpu_memory(case).step.value / (1 + SLACK) - next_bytes(case)
+    case = TrainingSetup(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
+    formula = gpu_memory(case).step.value / (1 + SLACK) - next_batch_bytes(case)
     inside_kernels = batch * FLASH_BACKWARD * case.size.width * case.tokens.joint
     assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.06)
 
@@ -126,7 +127,7 @@ MEASURED_FAST = [
 
 @pytest.mark.parametrize(("measured", "image", "text", "batch"), MEASURED_FAST)
 def test_fast_blocks_take_what_was_measured(measured: float, image: int, text: int, batch: int) -> None:
-    found = gpu_memory(Case(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
+    found = gpu_memory(TrainingSetup(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
     allocated = found.total - found.context.value
     assert allocated / 2**30 == pytest.approx(measured, rel=0.05)
 
@@ -134,7 +135,7 @@ def test_fast_blocks_take_what_was_measured(measured: float, image: int, text: i
 @pytest.mark.parametrize(("keep", "checkpointing"), [("all", False), ("products", "selective"), ("inputs", True)])
 def test_fast_blocks_keep_what_the_formula_counts(keep: Keep, checkpointing: Checkpointing) -> None:
     """In float32 on a CPU, by the rows that blocks hold between their passes."""
-    case = Case(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute="float32", fast=True)
+    case = TrainingSetup(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute="float32", fast=True)
     transformer = SD3Transformer2DModel(**case.size.transformer_config())
     pooled = torch.randn(2, case.size.pooled_width)
     features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, case.size.text_width), pooled)
@@ -206,7 +207,7 @@ class Keeping:
 @pytest.mark.parametrize("dual", [(), (0, 1)])
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tuple[int, ...]) -> None:
-    case = Case(small(qk_norm, dual), Tokens(256, 40), 2, compute="float32")
+    case = TrainingSetup(small(qk_norm, dual), Tokens(256, 40), 2, compute="float32")
     found = saved_bytes(case.size, 32, case.tokens.text, case.batch)
     # on top of what autograd saves the formula counts target, loss and the bf16 text that came in
     assert found == pytest.approx(activation_bytes(case), rel=0.02)
@@ -226,7 +227,7 @@ def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, du
     # copies of weights are the formula's own term; what has no tokens in its shape is one of those, or small
     counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.tensors if counts & set(tensor.shape))
-    saved = Case(size, tokens, batch, compiled=True).saved
+    saved = TrainingSetup(size, tokens, batch, compiled=True).saved
     assert found == pytest.approx(batch * saved.largest(size, tokens), rel=0.02)
 
 
@@ -301,10 +302,12 @@ def test_parameters_of_a_block() -> None:
 
 def test_copies_for_checkpoints_are_shared_by_those_that_write() -> None:
     one = replace(LIGHT, ema_tracks=2)
-    assert copies_bytes(one).value == one.parameters * (4 + 8 + 8)
-    assert copies_bytes(replace(one, world=4)).value == one.parameters * 20 // 4
-    assert copies_bytes(replace(one, world=16)).value == one.parameters * 20 // 8, "only one machine writes replicas"
-    assert copies_bytes(replace(one, world=16, parallel="fsdp2")).value == one.parameters * 20 // 16
+    assert checkpoint_copy_bytes(one).value == one.parameters * (4 + 8 + 8)
+    assert checkpoint_copy_bytes(replace(one, world=4)).value == one.parameters * 20 // 4
+    assert checkpoint_copy_bytes(replace(one, world=16)).value == one.parameters * 20 // 8, (
+        "only one machine writes replicas"
+    )
+    assert checkpoint_copy_bytes(replace(one, world=16, parallel="fsdp2")).value == one.parameters * 20 // 16
 
 
 def test_what_stays_beside_the_denoiser_is_counted() -> None:

@@ -4,6 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sd3_light.budget.amount import Amount
+from sd3_light.budget.data_bytes import (
+    batch_bytes,
+    caption_bytes,
+    image_bytes,
+    latent_bytes,
+    latent_pixels,
+    loader_bytes,
+    sample_bytes,
+)
+from sd3_light.budget.flops import Tokens, image_tokens, training_flops
+from sd3_light.budget.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
+from sd3_light.budget.partition import stage_bounds
+from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import (
     BatchSize,
     CacheLocation,
@@ -16,27 +30,16 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.data.buckets import Bucket
-from sd3_light.data.footprint import (
-    batch_bytes,
-    caption_bytes,
-    latent_bytes,
-    loader_bytes,
-    picture_bytes,
-    sample_bytes,
-)
-from sd3_light.data.order import BucketOrder, Segment
-from sd3_light.model.cost import Amount, Tokens, image_tokens, training_flops
+from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.model.fast.choice import why_stock_by_config
-from sd3_light.model.folder import TextShape, stored_weights, text_shape
-from sd3_light.model.linears import adapter_layers
-from sd3_light.model.memory import Case, GpuMemory, copies_bytes, gpu_memory
-from sd3_light.model.partition import stage_bounds
+from sd3_light.model.linears import adapter_layer_parameters
+from sd3_light.model.pipeline_folder import TextShape, stored_weights, text_shape
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.stages.check.count import Cell, Counts, count
 
 
 @dataclass(frozen=True)
-class BucketRow:
+class BucketEstimate:
     """One bucket at one resolution: what is in it, and what a step of it costs."""
 
     bucket: Bucket
@@ -58,7 +61,7 @@ class BucketRow:
 
 
 @dataclass(frozen=True)
-class DatasetSurvey:
+class DatasetEstimate:
     """A data set in numbers. ``samples`` are usable pictures; each is in one bucket a resolution."""
 
     name: str
@@ -66,7 +69,7 @@ class DatasetSurvey:
     cache_dir: CacheLocation
     samples: int
     rejects: Mapping[str, int]
-    rows: tuple[BucketRow, ...]
+    rows: tuple[BucketEstimate, ...]
     cache: Amount
 
     @property
@@ -76,22 +79,22 @@ class DatasetSurvey:
 
 
 @dataclass(frozen=True)
-class Survey:
+class RunEstimate:
     """What a run will do. Memory is that of the costliest bucket.
 
     ``case`` is how it trains; ``stock`` says why the stock blocks would run on GPUs, None where the fast ones would.
     """
 
     path: Path
-    case: Case
+    case: TrainingSetup
     stock: str | None
     accumulation: int
     start: WeightsStart
     parameters: int
     adapter: int | None
     text: TextShape
-    data: DatasetSurvey
-    evals: tuple[DatasetSurvey, ...]
+    data: DatasetEstimate
+    evals: tuple[DatasetEstimate, ...]
     total_steps: int
     epoch_flops: Amount
     run_flops: Amount
@@ -104,24 +107,24 @@ class Survey:
         return self.data.steps
 
 
-def survey(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = False) -> Survey:
+def estimate_run(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
     """Scan the data and add up what a run on ``world`` GPUs costs; the config has no disk faults."""
     train = loaded.train
     assert world % train.pipeline_stages == 0, "only whole pipelines train"
     start = where_weights_start(train.model)
     text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     by_deepspeed = by_deepspeed or train.pipeline_stages > 1
-    ruler = _Ruler(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
-    case = ruler.case(Tokens(0, 0), 0)
+    estimator = _Estimator(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
+    case = estimator.case(Tokens(0, 0), 0)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
-    data = ruler.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
-    evals = tuple(ruler.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
+    data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
+    evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
     steps = total_steps(train, data.steps)
     epoch = sum(row.steps * row.step_flops.value for row in data.rows)
-    return Survey(
+    return RunEstimate(
         path=loaded.path,
         case=case,
-        stock=ruler.stock,
+        stock=estimator.stock,
         accumulation=train.gradient_accumulation_steps,
         start=start,
         parameters=start.size.num_parameters(),
@@ -132,7 +135,7 @@ def survey(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = False) -> 
         total_steps=steps,
         epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
-        host=_host(train, data, evals, copies_bytes(case)),
+        host=_host(train, data, evals, checkpoint_copy_bytes(case)),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(case)),
     )
 
@@ -143,7 +146,7 @@ def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def empty_faults(found: Survey) -> list[Fault]:
+def empty_faults(found: RunEstimate) -> list[Fault]:
     """A fault for each data set without a usable sample."""
     faults = []
     for data in (found.data, *found.evals):
@@ -158,7 +161,7 @@ def empty_faults(found: Survey) -> list[Fault]:
 
 
 @dataclass(frozen=True)
-class _Ruler:
+class _Estimator:
     """Measures data sets for one model."""
 
     train: TrainConfig
@@ -178,18 +181,18 @@ class _Ruler:
         """Why the stock blocks would run on GPUs."""
         return why_stock_by_config(self.train, self.start.size, self.world, self.by_deepspeed)
 
-    def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetSurvey:
+    def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
         """Evaluation sees each sample once, without accumulation."""
         once = replace(self, accumulation=1)
         return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories))
 
-    def dataset(self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float]) -> DatasetSurvey:
+    def dataset(self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float]) -> DatasetEstimate:
         counts = count(dataset, self.train.seed)
         rows = [
             self.row(bucket, resolution, cells, batch_size_for(batch, resolution), repeats)
             for (resolution, bucket), cells in sorted(counts.cells.items())
         ]
-        return DatasetSurvey(
+        return DatasetEstimate(
             name=name,
             path=dataset.path,
             cache_dir=dataset.cache_dir,
@@ -201,15 +204,16 @@ class _Ruler:
 
     def row(
         self, bucket: Bucket, resolution: Resolution, cells: Mapping[int, Cell], micro: int, repeats: Sequence[float]
-    ) -> BucketRow:
+    ) -> BucketEstimate:
         segments = tuple(Segment(cell.samples, repeats[at]) for at, cell in sorted(cells.items()))
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro * self.accumulation * self.replicas, self.train.shuffle_window, drop)
+        pixels = latent_pixels(bucket.width, bucket.height)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
         lean = self.train.adapter is not None
         flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, lean)
         samples, masked = (sum(getattr(cell, name) for cell in cells.values()) for name in ("samples", "masked"))
-        return BucketRow(
+        return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
             samples=samples,
@@ -223,19 +227,19 @@ class _Ruler:
             tokens=tokens,
             step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples a step·{flops.formula}"),
             gpu=self.gpu(tokens, micro),
-            prepared=batch_bytes(bucket, self.text, micro, masked > 0),
-            latents=latent_bytes(bucket, micro, masked > 0),
-            read=micro * sample_bytes(bucket, self.text, mask=masked > 0).value,
+            prepared=batch_bytes(pixels, self.text, micro, masked > 0),
+            latents=latent_bytes(pixels, micro, masked > 0),
+            read=micro * sample_bytes(pixels, self.text, mask=masked > 0).value,
         )
 
     def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
         return gpu_memory(self.case(tokens, micro))
 
-    def case(self, tokens: Tokens, micro: int) -> Case:
+    def case(self, tokens: Tokens, micro: int) -> TrainingSetup:
         train, draws, size = self.train, bool(self.train.sampling.prompts), self.start.size
-        adapter = None if train.adapter is None else adapter_layers(size, train.adapter)
+        adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
-        return Case(
+        return TrainingSetup(
             size,
             tokens,
             micro,
@@ -271,12 +275,14 @@ def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextS
     for (_, bucket), cells in counts.cells.items():
         for at, cell in cells.items():
             variants = 2 if directories[at].flip else 1
-            total += cell.samples * picture_bytes(bucket, variants, cell.masked > 0).value
+            total += (
+                cell.samples * image_bytes(latent_pixels(bucket.width, bucket.height), variants, cell.masked > 0).value
+            )
             total += cell.captions * caption.value
     return Amount(total, f"pictures·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
-def _host(train: TrainConfig, data: DatasetSurvey, evals: Sequence[DatasetSurvey], copies: Amount) -> Amount:
+def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
     """The training loader, beside it that of an evaluation while one runs, and what checkpoints are written from."""
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
     beside = max((_loader(train, one, 1)[0].value for one in evals), default=0)
@@ -287,7 +293,7 @@ def _host(train: TrainConfig, data: DatasetSurvey, evals: Sequence[DatasetSurvey
     return Amount(loader.value + beside + copies.value, formula)
 
 
-def _loader(train: TrainConfig, data: DatasetSurvey, in_use: int) -> tuple[Amount, Amount]:
+def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:
     """The memory of a data set's loader, and of the largest prepared micro-batch."""
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
     loader = loader_bytes(
@@ -295,10 +301,9 @@ def _loader(train: TrainConfig, data: DatasetSurvey, in_use: int) -> tuple[Amoun
         train.num_dataloader_workers,
         train.dataloader_prefetch_per_worker,
         train.sd3_shard_size,
+        open_shards(train.shuffle_window, max(1, len(data.rows))),
         latents=max((row.latents for row in data.rows), default=0),
         read=max((row.read for row in data.rows), default=0),
         in_use=in_use,
-        window=train.shuffle_window,
-        buckets=max(1, len(data.rows)),
     )
     return loader, prepared

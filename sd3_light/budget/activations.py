@@ -1,16 +1,16 @@
 """What a block of the denoiser keeps for its backward pass, and what passes by while it runs: bytes a token.
 
-Pure arithmetic on a `ModelSize`; `model/memory.py` adds it up.
+Pure arithmetic on a `ModelSize`; `budget/gpu_memory.py` adds it up.
 """
 
 from dataclasses import dataclass
 
+from sd3_light.budget.flops import Tokens
 from sd3_light.config import ModelSize
-from sd3_light.model.cost import Tokens
 
 
 @dataclass(frozen=True)
-class Saved:
+class ActivationBytes:
     """Bytes that autograd keeps of a block, for each token and unit of width, and what passes by while it runs.
 
     Counted tensor by tensor, with the residual stream r, in float32 | under CUDA's bf16 autocast, which runs layer
@@ -51,9 +51,9 @@ class Saved:
         dual = self._dual(size) * tokens.image if size.dual_attention_layers else 0
         return (self.a_token(size) * tokens.joint + dual) * size.width
 
-    def twice(self) -> "Saved":
+    def twice(self) -> "ActivationBytes":
         """The same tensors twice as wide."""
-        return Saved(**{name: 2 * value for name, value in vars(self).items()})
+        return ActivationBytes(**{name: 2 * value for name, value in vars(self).items()})
 
     def a_token(self, size: ModelSize) -> int:
         """Bytes of an ordinary block for each token and unit of width."""
@@ -64,12 +64,12 @@ class Saved:
 
 
 # with qk-norm the dual attention's result passes through float32, so under autocast its projection keeps one more cast
-FLOAT32 = Saved(block=84, last_text=28, dual=24, norm=16, norm_dual=16, output=12, stream=4, work=20)
-BFLOAT16 = Saved(block=54, last_text=22, dual=16, norm=20, norm_dual=22, output=10, stream=2, work=10)
-COMPILED = Saved(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
+FLOAT32 = ActivationBytes(block=84, last_text=28, dual=24, norm=16, norm_dual=16, output=12, stream=4, work=20)
+BFLOAT16 = ActivationBytes(block=54, last_text=22, dual=16, norm=20, norm_dual=22, output=10, stream=2, work=10)
+COMPILED = ActivationBytes(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
 # in bf16 what products (q, k, v, out, up, down) and attention made, and the block's inputs
-SELECTIVE = Saved(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
+SELECTIVE = ActivationBytes(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
 # the fast blocks, see `model/fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
 # 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
-FAST = Saved(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
-FAST_SELECTIVE = Saved(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)
+FAST = ActivationBytes(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
+FAST_SELECTIVE = ActivationBytes(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)

@@ -1,26 +1,16 @@
 """What a denoiser computes: FLOPs of a training sample and of a step, with the formula that gave them.
 
 Pure arithmetic on a `ModelSize`. Letters in formulas: N image tokens, T text tokens, D width, L blocks. What it takes
-of a GPU's memory is in `model/memory.py`.
+of a GPU's memory is in `budget/gpu_memory.py`.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from sd3_light.budget.amount import Amount
 from sd3_light.config import ModelSize
-
-Checkpointing = bool | Literal["selective"]
-"""Which activations are computed again: none, those of whole blocks, or those that no product or attention made."""
-
-
-@dataclass(frozen=True)
-class Amount:
-    """A number and the formula that it comes from, for people to check."""
-
-    value: int
-    formula: str
+from sd3_light.config.base import Checkpointing
 
 
 @dataclass(frozen=True)

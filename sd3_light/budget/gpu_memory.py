@@ -1,6 +1,7 @@
 """What training a denoiser takes of each GPU's memory, with the formula that gave it (law 10).
 
-Pure arithmetic on a `Case`. Letters in formulas: P parameters, A those of an adapter, B micro-batch, D width, L blocks.
+Pure arithmetic on a `TrainingSetup`.
+Letters in formulas: P parameters, A those of an adapter, B micro-batch, D width, L blocks.
 Of a pipeline they are those of one stage, and the stage that takes most counts.
 
 Some memory lives as long as the run: weights, what the optimizer remembers, averages. The rest comes and goes within a
@@ -13,20 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sd3_light.model.case import Case
-from sd3_light.model.cost import Amount, block_weights
+from sd3_light.budget.amount import GIB, Amount, format_bytes
+from sd3_light.budget.flops import block_weights
+from sd3_light.budget.training_setup import TrainingSetup
 
 __all__ = [
-    "Case",
     "GpuMemory",
     "activation_bytes",
-    "copies_bytes",
+    "checkpoint_copy_bytes",
     "gpu_memory",
-    "next_bytes",
+    "next_batch_bytes",
     "state_bytes",
 ]
 
-GIB = 1 << 30
 _GPUS_A_MACHINE = 8  # replicas of one machine share the writing
 
 CONTEXT_BYTES = 3 * GIB // 4
@@ -69,19 +69,19 @@ class GpuMemory:
         return self.state.value + self.step.value + self.context.value
 
 
-def gpu_memory(case: Case) -> GpuMemory:
+def gpu_memory(case: TrainingSetup) -> GpuMemory:
     """The most that a GPU holds at once while the case trains (estimate); of pipelines the stage that takes most."""
     found = [_stage_memory(replace(case, stage=stage)) for stage in range(case.stages)]
     return max(found, key=lambda memory: memory.total)
 
 
-def _stage_memory(case: Case) -> GpuMemory:
+def _stage_memory(case: TrainingSetup) -> GpuMemory:
     moments = _moments(case)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: count for name, count in moments[moment].items() if count}
-    parts["next micro-batch"] = next_bytes(case)
+    parts["next micro-batch"] = next_batch_bytes(case)
     parts["slack"] = round(SLACK * sum(parts.values()))
-    words = " + ".join(f"{name} {_size(count)}" for name, count in parts.items() if count)
+    words = " + ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     nccl = NCCL_BYTES if case.world > 1 else 0
     return GpuMemory(
         state=state_bytes(case),
@@ -95,7 +95,7 @@ def _stage_memory(case: Case) -> GpuMemory:
 # --- for the whole run -------------------------------------------------------------------------
 
 
-def state_bytes(case: Case) -> Amount:
+def state_bytes(case: TrainingSetup) -> Amount:
     """Bytes of what lives as long as the run on each GPU: weights, what the optimizer remembers, averages."""
     terms = _state_terms(case)
     trained = sum(case.trained * term.width / term.cut for term in terms)
@@ -111,7 +111,7 @@ class _Term(NamedTuple):
     cut: int
 
 
-def _state_terms(case: Case) -> list[_Term]:
+def _state_terms(case: TrainingSetup) -> list[_Term]:
     copies = 4.0 if case.compute == "float32" else 2.0
     terms = [
         _Term("weights", 4.0, case.shards),
@@ -124,7 +124,7 @@ def _state_terms(case: Case) -> list[_Term]:
     return [term for term in terms if term.width]
 
 
-def _state_formula(case: Case, terms: Sequence[_Term]) -> str:
+def _state_formula(case: TrainingSetup, terms: Sequence[_Term]) -> str:
     """Terms that are cut alike stand together."""
     words = []
     for cut in dict.fromkeys(term.cut for term in terms):
@@ -132,15 +132,15 @@ def _state_formula(case: Case, terms: Sequence[_Term]) -> str:
         words.append(f"({joined})" + (f" / {cut} GPUs" if cut > 1 else ""))
     formula = ("P·" if case.adapter is None else "A·") + (words[0] if len(words) == 1 else f"({' + '.join(words)})")
     if case.adapter is not None:
-        formula = f"{_size(case.frozen_bytes // case.shards)} frozen + {formula}"
+        formula = f"{format_bytes(case.frozen_bytes // case.shards)} frozen + {formula}"
     if case.stages > 1:
         formula = f"stage {case.stage} (layers {case.layers.start} to {case.layers.stop - 1}): {formula}"
     if case.zero_stage == 3:
-        formula += f" + {_size(ZERO_BUCKET_BYTES)} bucket"
-    return formula + (f" + {_size(case.beside)} of other models" if case.beside else "")
+        formula += f" + {format_bytes(ZERO_BUCKET_BYTES)} bucket"
+    return formula + (f" + {format_bytes(case.beside)} of other models" if case.beside else "")
 
 
-def _optimizer_terms(case: Case) -> dict[str, float]:
+def _optimizer_terms(case: TrainingSetup) -> dict[str, float]:
     """Bytes a parameter. 8-bit moments have a float32 scale for each 256; Muon has one momentum for block matrices."""
     if case.optimizer == "adamw8bit":
         return {"AdamW in 8 bits": 2 + 2 * 4 / 256}
@@ -151,7 +151,7 @@ def _optimizer_terms(case: Case) -> dict[str, float]:
     return {"AdamW": 8}
 
 
-def copies_bytes(case: Case) -> Amount:
+def checkpoint_copy_bytes(case: TrainingSetup) -> Amount:
     """Bytes of host memory for the copies from which a process writes its part of a checkpoint; the most of any."""
     terms = {"weights": 4.0, **_optimizer_terms(case), "EMA": 4.0 * case.ema_tracks}
     words = " + ".join(f"{name} {count:.4g}" for name, count in terms.items() if count)
@@ -166,19 +166,19 @@ def copies_bytes(case: Case) -> Amount:
 # --- of a micro-batch --------------------------------------------------------------------------
 
 
-def next_bytes(case: Case) -> int:
+def next_batch_bytes(case: TrainingSetup) -> int:
     """Bytes of the micro-batch that comes to the GPU while another is computed."""
     return case.batch * _inputs(case) if case.is_first or case.is_last else 0
 
 
-def _inputs(case: Case) -> int:
+def _inputs(case: TrainingSetup) -> int:
     """Bytes of a sample as it comes to the GPU: text in bf16, noisy latent and target in float32."""
     size, tokens = case.size, case.tokens
     latent = 4 * tokens.image * size.patch_size**2 * size.latent_channels
     return case.is_first * (2 * tokens.text * size.text_width + latent) + case.is_last * latent
 
 
-def activation_bytes(case: Case) -> int:
+def activation_bytes(case: TrainingSetup) -> int:
     """Bytes that the forward pass of a micro-batch keeps for the backward pass, besides copies of weights."""
     if case.checkpointing is True:
         kept = len(case.blocks) * _stream(case)
@@ -188,12 +188,12 @@ def activation_bytes(case: Case) -> int:
     return case.batch * (kept + outputs + _ends(case))
 
 
-def _stream(case: Case) -> int:
+def _stream(case: TrainingSetup) -> int:
     """Bytes of a sample between two blocks."""
     return case.saved.stream * case.size.width * case.tokens.joint
 
 
-def _ends(case: Case) -> int:
+def _ends(case: TrainingSetup) -> int:
     """Bytes for one sample outside the blocks: inputs, final norm, prediction and loss."""
     size, tokens = case.size, case.tokens
     # text comes in bf16, is made float32, and cast once more by autocast's linear layer; fast, real rows are gathered
@@ -207,7 +207,7 @@ def _ends(case: Case) -> int:
 # --- the moments of a step ---------------------------------------------------------------------
 
 
-def _moments(case: Case) -> dict[str, Mapping[str, int]]:
+def _moments(case: TrainingSetup) -> dict[str, Mapping[str, int]]:
     """What each moment of a step holds besides the state, part by part."""
     size, saved, batch = case.size, case.saved, case.batch
     kept = case.in_flight * activation_bytes(case)
@@ -248,7 +248,7 @@ def _moments(case: Case) -> dict[str, Mapping[str, int]]:
     }
 
 
-def _evaluation(case: Case, one_block: int, copies: int) -> dict[str, int]:
+def _evaluation(case: TrainingSetup, one_block: int, copies: int) -> dict[str, int]:
     """An average stands in the weights' place, they stand aside, and torch's last gradients are still there."""
     if not case.evaluates:
         return {}
@@ -257,13 +257,13 @@ def _evaluation(case: Case, one_block: int, copies: int) -> dict[str, int]:
     return {"gradients": left, "weights set aside": aside, "one block": one_block, "copies of weights": copies}
 
 
-def _sent(case: Case) -> int:
+def _sent(case: TrainingSetup) -> int:
     """What comes from the stages on both sides: activations of one, gradients of the other."""
     ends = (not case.is_first) + (not case.is_last)
     return case.batch * ends * _stream(case)
 
 
-def _all_gradients(case: Case) -> int:
+def _all_gradients(case: TrainingSetup) -> int:
     """Gradients of all weights of this process, when they are there, but not where they are part of the state."""
     if case.by_ddp or case.zero_stage == 3:
         return 0
@@ -272,7 +272,7 @@ def _all_gradients(case: Case) -> int:
     return 4 * case.trained // (case.replicas if case.zero_stage == 2 else 1 if uncut else case.shards)
 
 
-def _gradients(case: Case) -> int:
+def _gradients(case: TrainingSetup) -> int:
     """Gradients when the backward pass ends."""
     if case.zero_stage == 2:  # in a bucket and a copy of it on their way, then in this process's part
         buckets = ZERO_BUCKET_BYTES + min(ZERO_BUCKET_BYTES, 4 * case.trained)
@@ -284,12 +284,12 @@ def _gradients(case: Case) -> int:
     return max(0, found - 4 * case.block_parameters // case.shards)
 
 
-def _gradients_before(case: Case) -> int:
+def _gradients_before(case: TrainingSetup) -> int:
     """Gradients that are there already when the last micro-batch begins."""
     return _all_gradients(case) if case.accumulation > 1 else 0
 
 
-def _copies(case: Case) -> tuple[int, int]:
+def _copies(case: TrainingSetup) -> tuple[int, int]:
     """Copies of weights when the forward pass ends, and while one block is computed.
 
     Autocast casts each weight once and keeps it until the forward pass ends; without checkpointing the backward pass
@@ -311,7 +311,7 @@ def _copies(case: Case) -> tuple[int, int]:
     return gathered + 2 * (block if freed else case.parameters), gathered + 2 * block
 
 
-def _optimizer(case: Case) -> dict[str, int]:
+def _optimizer(case: TrainingSetup) -> dict[str, int]:
     """The gradients, and what comes beside them before and in the optimizer's step.
 
     Fused AdamW and clipping work in place. Muon orthogonalises one matrix at a time, 6 D x D at most, in bf16.
@@ -330,7 +330,3 @@ def _optimizer(case: Case) -> dict[str, int]:
     elif case.zero_stage == 3:
         work = 4 * case.trained // case.world
     return {"gradients": gradients, "its work": work}
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

@@ -11,23 +11,23 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.config import SIZES, ModelSize
-from sd3_light.engines.deepspeed.setup import BUCKET, LIVE
-from sd3_light.model.case import Case
-from sd3_light.model.cost import Tokens
-from sd3_light.model.layers import build_layers, run_layers
-from sd3_light.model.memory import (
+from sd3_light.budget.flops import Tokens
+from sd3_light.budget.gpu_memory import (
     ZERO3_LIVE_BYTES,
     ZERO_BUCKET_BYTES,
     activation_bytes,
-    copies_bytes,
+    checkpoint_copy_bytes,
     gpu_memory,
-    next_bytes,
+    next_batch_bytes,
     state_bytes,
 )
+from sd3_light.budget.training_setup import TrainingSetup
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.engines.deepspeed.setup import BUCKET, LIVE
+from sd3_light.model.layers import build_layers, run_layers
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, True)
-LIGHT = Case(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
+LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
 
 
 def kept(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
@@ -48,7 +48,7 @@ def kept(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tens
 def test_a_stage_keeps_what_its_layers_keep() -> None:
     """Of first, middle and last stage, in float32; the last one's target and error are the loss's, not the layers'."""
     torch.manual_seed(0)
-    batch, case = 2, Case(SMALL, Tokens(256, 100), 2, compute="float32", world=3, deepspeed=True, stages=3)
+    batch, case = 2, TrainingSetup(SMALL, Tokens(256, 100), 2, compute="float32", world=3, deepspeed=True, stages=3)
     case = replace(case, bounds=(0, 2, 4, 6))
     layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
     pooled = torch.randn(batch, SMALL.pooled_width)
@@ -97,7 +97,7 @@ def test_parameters_of_stages_are_all_parameters() -> None:
         (False,) * 2,
         (False, True),
     ]
-    assert [next_bytes(part) > 0 for part in parts] == [True, False, False, True]
+    assert [next_batch_bytes(part) > 0 for part in parts] == [True, False, False, True]
 
 
 def test_what_zero_cuts() -> None:
@@ -122,7 +122,7 @@ def test_gradients_are_where_the_engine_has_them() -> None:
     def in_optimizer(**keys: Any) -> float:
         found = gpu_memory(replace(few, **keys))
         assert found.moment == "optimizer", keys
-        return (found.step.value - next_bytes(few)) / 1.03
+        return (found.step.value - next_batch_bytes(few)) / 1.03
 
     assert in_optimizer(zero=0) == pytest.approx(count + 2e9, rel=0.01)
     assert in_optimizer(zero=1) == pytest.approx(count + bucket, rel=0.01)
@@ -135,11 +135,13 @@ def test_gradients_are_where_the_engine_has_them() -> None:
 
 def test_checkpoints_are_copied_by_all_that_hold_a_part() -> None:
     count = SIZES["sd3_light"].num_parameters()
-    assert copies_bytes(LIGHT).value == round(16 * count / 8)
-    assert copies_bytes(replace(LIGHT, world=16, zero=0)).value == round(16 * count / 8), "the first machine writes"
-    assert copies_bytes(replace(LIGHT, world=16)).value == round(16 * count / 16)
+    assert checkpoint_copy_bytes(LIGHT).value == round(16 * count / 8)
+    assert checkpoint_copy_bytes(replace(LIGHT, world=16, zero=0)).value == round(16 * count / 8), (
+        "the first machine writes"
+    )
+    assert checkpoint_copy_bytes(replace(LIGHT, world=16)).value == round(16 * count / 16)
     pipes = replace(LIGHT, stages=2, world=2, bounds=(0, 16, 17))
-    assert copies_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
+    assert checkpoint_copy_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
 
 
 def test_an_adapter_is_cut_by_its_own_weights() -> None:

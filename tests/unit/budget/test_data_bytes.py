@@ -12,35 +12,36 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.config import ModelConfig
-from sd3_light.data import memory as memory_module
-from sd3_light.data.buckets import Bucket
-from sd3_light.data.footprint import (
-    KEPT_BY_MALLOC,
+from sd3_light.budget.amount import Amount
+from sd3_light.budget.data_bytes import (
+    MALLOC_CACHE_BYTES,
     batch_bytes,
     caption_bytes,
+    image_bytes,
     latent_bytes,
+    latent_pixels,
     loader_bytes,
     open_shard_bytes,
-    picture_bytes,
     sample_bytes,
 )
+from sd3_light.config import ModelConfig
+from sd3_light.data.buckets import Bucket
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
-from sd3_light.data.memory import too_large
 from sd3_light.data.order import open_shards
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.vae import LatentScale
-from sd3_light.model.cost import Amount
-from sd3_light.model.folder import TextShape
+from sd3_light.model.pipeline_folder import TextShape
 from sd3_light.training.sd3 import InputPreparer
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)
 WIDE = TextShape(clip_tokens=77, t5_tokens=64, clip_l_width=256, clip_g_width=256, t5_width=1024, pooled_width=512)
 BUCKET = Bucket(64, 48)
+PIXELS = latent_pixels(64, 48)
+OPEN_SHARDS = open_shards(16, 1)
 
 
 def content(
@@ -79,7 +80,7 @@ def written(folder: Path, what: ShardContent, name: str = "one") -> ShardEntry:
 def test_a_sample_weighs_what_a_shard_keeps_of_it(captions: int, variants: int, mask: bool) -> None:
     tensors = content(1, captions, variants, mask).tensors()
     weight = sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
-    assert sample_bytes(BUCKET, TEXT, captions, variants, mask).value == weight
+    assert sample_bytes(PIXELS, TEXT, captions, variants, mask).value == weight
 
 
 def test_an_open_shard_holds_ids_and_starts(tmp_path: Path) -> None:
@@ -94,31 +95,36 @@ def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
     prompt, pooled = torch.zeros(3, 12, 32, dtype=torch.bfloat16), torch.zeros(3, 16, dtype=torch.bfloat16)
     time, mask = torch.zeros(3), torch.zeros(3, 6, 8)
     weight = sum(tensor.nbytes for tensor in (latents, target, prompt, pooled, time))
-    assert batch_bytes(BUCKET, TEXT, 3).value == weight
-    assert batch_bytes(BUCKET, TEXT, 3, mask=True).value == weight + mask.nbytes
-    assert latent_bytes(BUCKET, 3) == latents.nbytes + target.nbytes
-    assert latent_bytes(BUCKET, 3, mask=True) == latents.nbytes + target.nbytes + mask.nbytes
-    longest = batch_bytes(BUCKET, replace(TEXT, real=True), 3)
+    assert batch_bytes(PIXELS, TEXT, 3).value == weight
+    assert batch_bytes(PIXELS, TEXT, 3, mask=True).value == weight + mask.nbytes
+    assert latent_bytes(PIXELS, 3) == latents.nbytes + target.nbytes
+    assert latent_bytes(PIXELS, 3, mask=True) == latents.nbytes + target.nbytes + mask.nbytes
+    longest = batch_bytes(PIXELS, replace(TEXT, real=True), 3)
     assert longest.value == weight + torch.zeros(3, dtype=torch.int64).nbytes, "lengths"
     assert longest.formula.startswith("at most B·")
 
 
 def test_the_loader_holds_what_is_ahead_in_use_and_in_the_making() -> None:
     prepared = Amount(1000, "x")
-    indices = open_shards(16, 1) * open_shard_bytes(512)
-    kept = KEPT_BY_MALLOC
-    assert loader_bytes(prepared, workers=0, prefetch=4, shard_size=512).value == 1000 + indices + kept
-    assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512).value == 8000 + 3 * (indices + kept)
-    more = loader_bytes(prepared, 2, 1, 512, latents=10, read=70, in_use=4, window=4, buckets=3)
+    indices = OPEN_SHARDS * open_shard_bytes(512)
+    kept = MALLOC_CACHE_BYTES
+    assert (
+        loader_bytes(prepared, workers=0, prefetch=4, shard_size=512, open_shards=OPEN_SHARDS).value
+        == 1000 + indices + kept
+    )
+    assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512, open_shards=OPEN_SHARDS).value == 8000 + 3 * (
+        indices + kept
+    )
+    more = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
     assert more.value == 7000 + 2 * (30 + 70 + kept + 24 * open_shard_bytes(512))
 
 
 def test_formulas_say_what_was_counted() -> None:
-    assert picture_bytes(BUCKET, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
+    assert image_bytes(PIXELS, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
     assert caption_bytes(TEXT).formula == "(7·(6+10) + 5·32 + 16 pooled)·2 B"
     assert caption_bytes(replace(TEXT, real=True)).formula == "at most (7·(6+10) + 5·32 + 16 pooled)·2 B"
-    said = loader_bytes(Amount(1000, "x"), 2, 3, 512, latents=1 << 19, read=1 << 20, in_use=4).formula
-    ahead = "(2 workers·3 ahead + 4 in use + 1)·micro-batch"
+    said = loader_bytes(Amount(1000, "x"), 2, 3, 512, OPEN_SHARDS, latents=1 << 19, read=1 << 20, in_use=4).formula
+    ahead = "(2 workers·3 prefetched + 4 in use + 1 in copy)·micro-batch"
     making = "3·0.5 MiB latents + 1.0 MiB read + 64 MiB malloc"
     assert said == f"{ahead} + 2·({making} + 32 open shards·24.0 KiB)"
 
@@ -208,11 +214,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
 def test_the_loader_takes_no_more_memory_than_the_formula_says(
     measured: dict[tuple[int, ...], list[float]], workers: int, prefetch: int, accumulation: int
 ) -> None:
-    prepared = batch_bytes(BUCKET, WIDE, MICRO)
-    read = MICRO * sample_bytes(BUCKET, WIDE).value
-    keys = {"latents": latent_bytes(BUCKET, MICRO), "read": read, "in_use": accumulation}
-    formula = loader_bytes(prepared, workers, prefetch, SHARD_SIZE, **keys)
-    tensors = formula.value - workers * KEPT_BY_MALLOC
+    prepared = batch_bytes(PIXELS, WIDE, MICRO)
+    read = MICRO * sample_bytes(PIXELS, WIDE).value
+    keys = {"latents": latent_bytes(PIXELS, MICRO), "read": read, "in_use": accumulation}
+    formula = loader_bytes(prepared, workers, prefetch, SHARD_SIZE, OPEN_SHARDS, **keys)
+    tensors = formula.value - workers * MALLOC_CACHE_BYTES
     # a device that copies what comes next takes the slot that is free here
     assert 0.7 * tensors < sum(measured[workers, prefetch, accumulation]) <= tensors
 
@@ -236,24 +242,12 @@ def peak_of_preparing(mask: bool) -> float:
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = status("VmRSS")
     prepare.prepare_inputs(batch)
-    return (status("VmHWM") - before) / latent_bytes(Bucket(side, side), count, mask)
+    return (status("VmHWM") - before) / latent_bytes(latent_pixels(side, side), count, mask)
 
 
 def test_preparing_takes_thrice_the_latents(measured: dict[tuple[int, ...], list[float]]) -> None:
     for peak in measured[()]:
         assert 2.8 < peak <= 3.05
-
-
-# --- all in memory ------------------------------------------------------------------------------
-
-
-def test_what_is_too_large_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "available_memory", lambda: 10 * 10**9)
-    assert too_large(8 * 10**9) is None
-    assert too_large(4 * 10**9, 2) is None
-    said = too_large(8 * 10**9 + 1)
-    assert said is not None
-    assert "takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken" in said
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers import SD3Transformer2DModel
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.linears import matched, matches
-from sd3_light.model.quantized import is_quantized
+from sd3_light.model.linears import match_targets, matches_target
 
 ADAPTER = "default"
 """The name that our adapter has in peft; it never gets into a file."""
@@ -102,21 +100,16 @@ def target_layers(transformer: nn.Module, target_modules: Sequence[str]) -> tupl
     """
     modules = dict(transformer.named_modules())
     for target in target_modules:
-        hit = [name for name in modules if matches(name, target)]
+        hit = [name for name in modules if matches_target(name, target)]
         if hit and not any(isinstance(modules[name], nn.Linear) for name in hit):
             kind = type(modules[hit[0]]).__name__
             raise UserError(f"adapter.target_modules: {target}: {hit[0]} is no linear layer but {kind}")
-    return matched((name for name, module in modules.items() if isinstance(module, nn.Linear)), target_modules)
+    return match_targets((name for name, module in modules.items() if isinstance(module, nn.Linear)), target_modules)
 
 
 def is_lora_name(name: str) -> bool:
     """Whether a parameter of a model with a LoRA belongs to the LoRA."""
     return ".lora_" in name
-
-
-def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The LoRA's weights by the names that they have in the model."""
-    return {name: tensor for name, tensor in transformer.state_dict().items() if is_lora_name(name)}
 
 
 def lora_modules(transformer: nn.Module) -> dict[str, LoraModule]:
@@ -158,27 +151,6 @@ def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None
         magnitude = modules[name].magnitude
         if mine.magnitude is not None and magnitude is not None:
             mine.magnitude.copy_(magnitude)
-
-
-def merge_lora(transformer: SD3Transformer2DModel) -> None:
-    """Put the LoRA's update into the weights and take the adapters off."""
-    if any(is_quantized(layer.get_base_layer()) for _, layer in _lora_layers(transformer)):
-        raise UserError("a LoRA is not merged into weights of few bits; load the model unquantized and merge it there")
-    with torch.no_grad():
-        for name, update in lora_modules(transformer).items():
-            weight = transformer.get_submodule(name).get_base_layer().weight
-            weight.copy_(update.applied(weight))
-    remove_lora(transformer)
-
-
-def remove_lora(transformer: SD3Transformer2DModel) -> None:
-    """Take the adapters off; the model is the stock one again and all its weights require gradients."""
-    for name, layer in list(_lora_layers(transformer)):
-        parent, _, last = name.rpartition(".")
-        setattr(transformer.get_submodule(parent), last, layer.get_base_layer())
-    if hasattr(transformer, "peft_config"):
-        del transformer.peft_config
-    transformer.requires_grad_(True)
 
 
 def _lora_layers(transformer: nn.Module) -> Iterator[tuple[str, LoraLayer]]:

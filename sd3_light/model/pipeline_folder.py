@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.start import WEIGHTS, read_json
+from sd3_light.model.start import WEIGHTS_STEM, read_json
 from sd3_light.tensor_file import read_header
 
 CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
@@ -18,7 +18,7 @@ _UNSAID = 10**6  # transformers writes lengths above this for "no limit"
 
 
 @dataclass(frozen=True)
-class Part:
+class FolderPart:
     """One part of a folder: a model with config and weights, or a folder with one of several files."""
 
     name: str
@@ -35,29 +35,29 @@ class Part:
 
 
 _TOKENIZER = ("tokenizer.json", "vocab.json", "spiece.model")
-PARTS = (
-    Part(".", ("model_index.json",)),
-    Part("vae", ("config.json",), WEIGHTS),
-    Part("text_encoder", ("config.json",), "model"),
-    Part("text_encoder_2", ("config.json",), "model"),
-    Part("text_encoder_3", ("config.json",), "model"),
-    Part("tokenizer", _TOKENIZER),
-    Part("tokenizer_2", _TOKENIZER),
-    Part("tokenizer_3", _TOKENIZER),
-    Part("scheduler", ("scheduler_config.json",)),
+REQUIRED_PARTS = (
+    FolderPart(".", ("model_index.json",)),
+    FolderPart("vae", ("config.json",), WEIGHTS_STEM),
+    FolderPart("text_encoder", ("config.json",), "model"),
+    FolderPart("text_encoder_2", ("config.json",), "model"),
+    FolderPart("text_encoder_3", ("config.json",), "model"),
+    FolderPart("tokenizer", _TOKENIZER),
+    FolderPart("tokenizer_2", _TOKENIZER),
+    FolderPart("tokenizer_3", _TOKENIZER),
+    FolderPart("scheduler", ("scheduler_config.json",)),
 )
-TRANSFORMER = Part("transformer", ("config.json",), WEIGHTS)
+TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
 
 
 def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
     """The files that ``folder`` lacks to be a complete SD3; its denoiser counts when ``transformer`` is true."""
-    parts = (*PARTS, TRANSFORMER) if transformer else PARTS
+    parts = (*REQUIRED_PARTS, TRANSFORMER) if transformer else REQUIRED_PARTS
     return tuple(file for part in parts for file in part.missing(folder))
 
 
 def missing_denoiser(folder: Path) -> tuple[str, ...]:
     """The files that ``folder``, a denoiser's own, lacks."""
-    return tuple(Part(".", ("config.json",), WEIGHTS).missing(folder))
+    return tuple(FolderPart(".", ("config.json",), WEIGHTS_STEM).missing(folder))
 
 
 def missing_weights(folder: Path, stem: str) -> Iterator[str]:

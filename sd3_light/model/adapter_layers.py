@@ -1,7 +1,7 @@
 """Adapters of every kind on a denoiser: what `[adapter]` asks for, put into the model in place.
 
-A LoRA is `model/lora.py`'s. LoKr (a Kronecker product) and LoHa (a Hadamard product) are peft's too, and are read and
-written by their tensors: their names in the model end with peft's name of the adapter, which no file has.
+For LoRA see `model/lora_layers.py`. LoKr (a Kronecker product) and LoHa (a Hadamard product) are peft's too, and are
+read and written by their tensors: their names in the model end with peft's name of the adapter, which no file has.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.model.lora import ADAPTER, add_lora, is_lora_name, lora_scale, target_layers
+from sd3_light.model.lora_layers import ADAPTER, add_lora, is_lora_name, lora_scale, target_layers
 from sd3_light.randomness import stream
 
 LYCORIS = {"lokr": LoKrConfig, "loha": LoHaConfig}
@@ -64,14 +64,14 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
     return names
 
 
-def narrow_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Keep the parameters that do not train in ``dtype``; those that do, all in few bits, and all buffers, stay."""
     for parameter in transformer.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
-def narrow_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Keep frozen weights of linear layers in ``dtype``: where autocast would narrow them anyway, nothing changes."""
     for layer in transformer.modules():
         if isinstance(layer, nn.Linear):

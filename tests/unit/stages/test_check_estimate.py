@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
+from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.config import SIZES, ConfigFaults, UserError
-from sd3_light.data.footprint import caption_bytes, picture_bytes
-from sd3_light.model.cost import Tokens, training_flops
 from sd3_light.stages import check
 from sd3_light.stages.check import count as count_module
-from sd3_light.stages.check import render, survey
+from sd3_light.stages.check import estimate_run, render
 from sd3_light.stages.check.render import flops_text, size_text
 from tests.project import Project
 
@@ -33,7 +33,7 @@ def test_samples_are_counted_by_bucket_and_reject(place: Any) -> None:
     place.picture("silent.png", 64, 64, caption=None)
     (place.folder / "pictures" / "broken.png").write_bytes(b"no picture")
     (place.folder / "pictures" / "broken.txt").write_text("a broken one")
-    found = survey(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
+    found = estimate_run(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
     assert found.data.samples == 6
     assert found.data.rejects == {"no_caption": 1, "not_an_image": 1}
     rows = {str(row.bucket): row for row in found.data.rows}
@@ -49,7 +49,7 @@ def test_steps_follow_world_accumulation_and_repeats(place: Any) -> None:
         place.picture(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
     dataset = 'resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 4\n'
-    alone, many = (survey(place.load(top=top, dataset=dataset), world) for world in (1, 4))
+    alone, many = (estimate_run(place.load(top=top, dataset=dataset), world) for world in (1, 4))
     assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
     assert (many.steps_per_epoch, many.total_steps) == (2, 6)
     assert alone.run_flops == many.run_flops
@@ -62,7 +62,7 @@ def test_a_micro_batch_goes_by_resolution(place: Any) -> None:
         "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
         'resolutions = [64, 128]\n[[directory]]\npath = "pictures"\n',
     )
-    found = survey(place.load(top=top, dataset=dataset))
+    found = estimate_run(place.load(top=top, dataset=dataset))
     assert [(row.micro_batch, row.steps) for row in found.data.rows] == [(4, 1), (1, 4)]
     assert found.data.samples == 4
 
@@ -71,13 +71,16 @@ def test_costs_are_those_of_the_formulas(place: Any) -> None:
     place.picture("one.png", 64, 64)
     place.picture("two.png", 64, 64)
     dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "pictures"\n'
-    found = survey(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
+    found = estimate_run(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
     (row,) = found.data.rows
     assert (found.text.clip_tokens, found.text.t5_tokens) == (20, 12)
     assert row.tokens == Tokens(16, 32)
     assert row.step_flops.value == 2 * training_flops(SIZES["demo"], Tokens(16, 32)).value
     assert found.parameters == SIZES["demo"].num_parameters()
-    picture, caption = picture_bytes(row.bucket, variants=2), caption_bytes(found.text)
+    picture, caption = (
+        image_bytes(latent_pixels(row.bucket.width, row.bucket.height), variants=2),
+        caption_bytes(found.text),
+    )
     assert found.data.cache.value == 2 * (picture.value + caption.value)
     assert found.gpu == row.gpu
 
@@ -85,7 +88,7 @@ def test_costs_are_those_of_the_formulas(place: Any) -> None:
 def test_eval_sets_are_surveyed_without_repeats(place: Any) -> None:
     place.picture("one.png", 64, 64)
     (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
-    found = survey(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
+    found = estimate_run(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
     (data,) = found.evals
     assert (data.name, data.samples, data.steps) == ("val", 1, 1)
 
@@ -113,7 +116,9 @@ def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
 
 def test_real_tokens_are_counted_as_the_longest_captions(place: Any) -> None:
     place.picture("a.png", 64, 64)
-    padded, real = (survey(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real"))
+    padded, real = (
+        estimate_run(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real")
+    )
     assert real.gpu == padded.gpu
     assert (real.data.cache.value, real.run_flops) == (padded.data.cache.value, padded.run_flops)
     lines = [line.strip() for line in shown(real).splitlines() if "at most" in line]
@@ -136,8 +141,8 @@ def test_dropping_every_bucket_is_a_fault(place: Any) -> None:
 
 def test_an_evaluation_set_has_its_loader_beside_that_of_training(place: Any) -> None:
     place.picture("a.png", 64, 64)
-    alone = survey(place.load()).host
-    both = survey(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
+    alone = estimate_run(place.load()).host
+    both = estimate_run(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
     assert both.value > 1.5 * alone.value
     assert "while evaluating" in both.formula
 

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.model.adapter import (
+from sd3_light.model.adapter_layers import (
     AdapterDropout,
     add_adapter,
+    cast_frozen,
     is_adapter_name,
     load_lycoris,
     lycoris_modules,
-    narrow_frozen,
 )
-from sd3_light.model.initial import new_transformer
-from sd3_light.model.linears import adapter_parameters, linear_layers, matched
+from sd3_light.model.linears import adapter_parameters, linear_layers, match_targets
+from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [
@@ -76,7 +76,7 @@ def test_an_adapter_alone_trains_in_float32_and_changes_nothing_yet(kind: dict[s
     transformer, wanted = stock(), adapter(**kind)
     before = output(transformer)
     names = add_adapter(transformer, wanted, seed=5)
-    assert set(names) == set(matched(linear_layers(SIZES["tiny2"]), wanted.target_modules))
+    assert set(names) == set(match_targets(linear_layers(SIZES["tiny2"]), wanted.target_modules))
     trained = state(transformer)
     assert all(is_adapter_name(name) and weight.dtype == torch.float32 for name, weight in trained.items())
     assert sum(weight.numel() for weight in trained.values()) == adapter_parameters(SIZES["tiny2"], wanted)
@@ -107,7 +107,7 @@ def test_targets_may_be_patterns_and_an_idle_one_is_named() -> None:
 def test_only_frozen_parameters_are_narrowed() -> None:
     transformer = stock()
     add_adapter(transformer, adapter(), 0)
-    narrow_frozen(transformer, torch.bfloat16)
+    cast_frozen(transformer, torch.bfloat16)
     kinds = {(is_adapter_name(name), weight.dtype) for name, weight in transformer.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     assert all(buffer.dtype != torch.bfloat16 for buffer in transformer.buffers())

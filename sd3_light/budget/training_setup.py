@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from sd3_light.budget.activations import BFLOAT16, COMPILED, FAST, FAST_SELECTIVE, FLOAT32, SELECTIVE, ActivationBytes
+from sd3_light.budget.flops import Tokens, block_weights
+from sd3_light.budget.partition import stage_bounds
 from sd3_light.config import ModelSize
-from sd3_light.model.cost import Checkpointing, Tokens, block_weights
-from sd3_light.model.partition import stage_bounds
-from sd3_light.model.saved import BFLOAT16, COMPILED, FAST, FAST_SELECTIVE, FLOAT32, SELECTIVE, Saved
+from sd3_light.config.base import Checkpointing
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingSetup:
     """How a denoiser trains: all that its memory depends on. ``world`` is the number of GPUs.
 
     By ``deepspeed`` they form pipelines of ``stages`` with ZeRO stage ``zero``; the numbers are those of stage
@@ -131,7 +132,7 @@ class Case:
     # --- activations ---------------------------------------------------------------------------
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> ActivationBytes:
         """What a block keeps while it is computed."""
         if self.compute == "float32":
             # compiled or fast float32 keeps the same tensors as in bf16, twice as wide
@@ -141,7 +142,7 @@ class Case:
         return COMPILED if self.compiled else BFLOAT16
 
     @property
-    def kept(self) -> Saved:
+    def kept(self) -> ActivationBytes:
         """What a block keeps until the backward pass comes to it, where not only its inputs."""
         if self.checkpointing != "selective":
             return self.saved

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from sd3_light.config import EmaConfig
 from sd3_light.optim.ema import Averages
-from sd3_light.optim.phema import (
+from sd3_light.optim.post_hoc_ema import (
     MOST_MISMATCH,
     Fit,
     Snapshot,
     combine,
+    parse_snapshots,
     power_tracks,
-    reachable,
-    snapshot_facts,
+    reachable_widths,
     snapshot_interval,
-    snapshots_of,
+    snapshot_metadata,
     solve,
 )
-from sd3_light.optim.power import gamma_of, inner_products
+from sd3_light.optim.power_function import gamma_from_sigma_rel, inner_products
 
 STEPS, SIZE = 1920, 64
 TRACKS = ({"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.10})
@@ -53,14 +53,14 @@ class Trained:
             live["w"].copy_(torch.from_numpy(self.path[step - 1]))
             averages.update(live, step)
             if step % (STEPS // count) == 0:
-                for snapshot in snapshots_of(snapshot_facts(settings, step)):
+                for snapshot in parse_snapshots(snapshot_metadata(settings, step)):
                     self.snapshots.append(snapshot)
                     kept = averages.tracks[snapshot.track].shadow["w"].to(getattr(torch, dtype), copy=True)
                     self.readers.append(lambda name, kept=kept: {"w": kept}[name])
 
     def directly(self, length: float, time: int = STEPS) -> np.ndarray:
         """The average of a length as the running one would have been, from the whole history in float64."""
-        exponent, steps = gamma_of(length) + 1, np.arange(self.every, time + 1, self.every)
+        exponent, steps = gamma_from_sigma_rel(length) + 1, np.arange(self.every, time + 1, self.every)
         weights = (steps / time) ** exponent - ((steps - self.every) / time) ** exponent
         return np.asarray(weights @ self.path[steps - 1])
 
@@ -120,7 +120,7 @@ def test_updates_every_few_steps_are_counted_as_such() -> None:
 
 def snapshots(count: int, widths: tuple[float, ...] = (0.05, 0.10), dtype: str = "float16") -> list[Snapshot]:
     steps = [1000 * number for number in range(1, count + 1)]
-    return [Snapshot(step, f"{width}", step, gamma_of(width), dtype) for step in steps for width in widths]
+    return [Snapshot(step, f"{width}", step, gamma_from_sigma_rel(width), dtype) for step in steps for width in widths]
 
 
 @pytest.mark.parametrize("length", [0.03, 0.05, 0.08, 0.2])
@@ -147,7 +147,7 @@ def test_mismatch_is_the_distance_of_the_profiles(length: float) -> None:
         return np.where(tau <= time, (gamma + 1) * (tau / time) ** gamma / time, 0.0)
 
     made = sum(x * profile(s.time, s.gamma) for x, s in zip(fit.coefficients, given, strict=True))
-    wanted = profile(6000, gamma_of(length))
+    wanted = profile(6000, gamma_from_sigma_rel(length))
     off = np.sqrt(np.trapezoid((made - wanted) ** 2, tau) / np.trapezoid(wanted**2, tau))
     assert fit.mismatch == pytest.approx(off, rel=1e-2)
 
@@ -157,7 +157,7 @@ def test_no_other_sum_is_nearer() -> None:
     given = snapshots(6, dtype="float32")
     best, random = solve(given, 6000, 0.03), np.random.default_rng(0)
     times, gammas = np.array([s.time / 6000 for s in given]), np.array([s.gamma for s in given])
-    one, wanted = np.ones(1), np.array([gamma_of(0.03)])
+    one, wanted = np.ones(1), np.array([gamma_from_sigma_rel(0.03)])
     products, side = inner_products(times, gammas, times, gammas), inner_products(times, gammas, one, wanted)[:, 0]
     x = np.array(best.coefficients)
     for _ in range(50):
@@ -167,9 +167,9 @@ def test_no_other_sum_is_nearer() -> None:
 
 def test_the_lengths_that_can_be_had() -> None:
     """The figures that the documentation gives for tracks of 0.05 and 0.10."""
-    assert reachable(snapshots(32), 32000) == pytest.approx((0.022, 0.268), abs=0.002)
-    assert reachable(snapshots(32, dtype="float32"), 32000) == pytest.approx((0.0137, 0.268), abs=0.001)
-    few = reachable(snapshots(8), 8000)
+    assert reachable_widths(snapshots(32), 32000) == pytest.approx((0.022, 0.268), abs=0.002)
+    assert reachable_widths(snapshots(32, dtype="float32"), 32000) == pytest.approx((0.0137, 0.268), abs=0.001)
+    few = reachable_widths(snapshots(8), 8000)
     assert few == pytest.approx((0.030, 0.214), abs=0.002)
     for length in few:
         assert solve(snapshots(8), 8000, length).is_good
@@ -224,15 +224,15 @@ def test_by_default_a_run_has_at_most_32(total: int, interval: int) -> None:
 
 def test_facts_tell_what_each_track_had_taken_in() -> None:
     tracks = ({"name": "a", "power_width": 0.1, "update_every": 30}, {"name": "b", "power_width": 0.05})
-    facts = snapshot_facts(config(track=tracks, update_every=100), 250)
+    facts = snapshot_metadata(config(track=tracks, update_every=100), 250)
     assert facts == {
         "step": 250,
         "tracks": {"a": 0.1, "b": 0.05},
         "update_every": {"a": 30, "b": 100},
         "dtype": "float16",
     }
-    found = snapshots_of(facts)
+    found = parse_snapshots(facts)
     assert [(s.track, s.step, s.time) for s in found] == [("a", 250, 240), ("b", 250, 200)]
-    assert found[0].gamma == gamma_of(0.1)
-    early = snapshots_of(snapshot_facts(config(track=tracks, update_every=100), 50))
+    assert found[0].gamma == gamma_from_sigma_rel(0.1)
+    early = parse_snapshots(snapshot_metadata(config(track=tracks, update_every=100), 50))
     assert [s.track for s in early] == ["a"], "b has taken in nothing"

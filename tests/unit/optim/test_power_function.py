@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from sd3_light.optim.power import LONGEST, decay_at, gamma_of, inner_products, sigma_rel_of
+from sd3_light.optim.power_function import MAX_SIGMA_REL, decay_at, gamma_from_sigma_rel, inner_products, sigma_rel_of
 
-WIDTHS = [0.001, 0.02, 0.05, 0.1, 0.2, 0.28, LONGEST]
+WIDTHS = [0.001, 0.02, 0.05, 0.1, 0.2, 0.28, MAX_SIGMA_REL]
 
 
 def profile(tau: np.ndarray, time: float, gamma: float) -> np.ndarray:
@@ -20,22 +20,22 @@ def integral(values: np.ndarray, tau: np.ndarray) -> float:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_profile_of_gamma_has_the_wanted_width(width: float) -> None:
     tau = np.linspace(0, 1, 2_000_001)
-    p = profile(tau, 1.0, gamma_of(width))
+    p = profile(tau, 1.0, gamma_from_sigma_rel(width))
     mean = integral(p * tau, tau)
     assert integral(p, tau) == pytest.approx(1, rel=1e-5)
     assert np.sqrt(integral(p * (tau - mean) ** 2, tau)) == pytest.approx(width, rel=1e-4)
-    assert sigma_rel_of(gamma_of(width)) == pytest.approx(width, rel=1e-9)
+    assert sigma_rel_of(gamma_from_sigma_rel(width)) == pytest.approx(width, rel=1e-9)
 
 
 def test_the_papers_own_figures() -> None:
     """sigma_rel 0.05 and 0.10 are gamma 16.97 and 6.94 (section 3.1)."""
-    assert gamma_of(0.05) == pytest.approx(16.97, abs=0.005)
-    assert gamma_of(0.10) == pytest.approx(6.94, abs=0.005)
-    assert gamma_of(LONGEST) == pytest.approx(0, abs=1e-9)
+    assert gamma_from_sigma_rel(0.05) == pytest.approx(16.97, abs=0.005)
+    assert gamma_from_sigma_rel(0.10) == pytest.approx(6.94, abs=0.005)
+    assert gamma_from_sigma_rel(MAX_SIGMA_REL) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_decay_of_one_update_is_that_of_its_steps_together() -> None:
-    gamma = gamma_of(0.1)
+    gamma = gamma_from_sigma_rel(0.1)
     one_by_one = np.prod([decay_at(step, 1, gamma) for step in range(91, 101)])
     assert decay_at(100, 10, gamma) == pytest.approx(one_by_one, rel=1e-12)
     assert decay_at(1, 1, gamma) == decay_at(10, 10, gamma) == decay_at(3, 10, gamma) == 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
-from sd3_light.optim.power import LONGEST, gamma_of, inner_products
+from sd3_light.optim.power_function import MAX_SIGMA_REL, gamma_from_sigma_rel, inner_products
 
 DEFAULT_SNAPSHOTS = 32
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
@@ -69,20 +69,20 @@ def power_tracks(config: EmaConfig) -> dict[str, float]:
     return {track.name: track.power_width for track in config.track if track.power_width is not None}
 
 
-def snapshot_facts(config: EmaConfig, step: int) -> dict[str, Any]:
+def snapshot_metadata(config: EmaConfig, step: int) -> dict[str, Any]:
     """What must be written beside the tensors ``ema.TRACK/NAME`` of a snapshot after ``step`` steps."""
     widths = power_tracks(config)
     every = {track.name: track.update_every or config.update_every for track in config.track if track.name in widths}
     return {"step": step, "tracks": widths, "update_every": every, "dtype": config.snapshot_dtype}
 
 
-def snapshots_of(facts: Mapping[str, Any]) -> list[Snapshot]:
-    """What `snapshot_facts` told; a track that had taken in nothing yet is left out."""
+def parse_snapshots(facts: Mapping[str, Any]) -> list[Snapshot]:
+    """What `snapshot_metadata` told; a track that had taken in nothing yet is left out."""
     found = []
     for track, sigma_rel in facts["tracks"].items():
         time = facts["step"] - facts["step"] % facts["update_every"][track]
         if time > 0:
-            found.append(Snapshot(facts["step"], track, time, gamma_of(sigma_rel), facts["dtype"]))
+            found.append(Snapshot(facts["step"], track, time, gamma_from_sigma_rel(sigma_rel), facts["dtype"]))
     return found
 
 
@@ -94,9 +94,9 @@ def solve(snapshots: Sequence[Snapshot], time: int, sigma_rel: float) -> Fit:
     return _fits(snapshots, time, [sigma_rel])[0]
 
 
-def reachable(snapshots: Sequence[Snapshot], time: int) -> tuple[float, float] | None:
+def reachable_widths(snapshots: Sequence[Snapshot], time: int) -> tuple[float, float] | None:
     """The shortest and the longest sigma_rel that can be rebuilt; None where none can."""
-    lengths = np.geomspace(2e-3, LONGEST, 200)
+    lengths = np.geomspace(2e-3, MAX_SIGMA_REL, 200)
     good = [
         float(length)
         for length, fit in zip(lengths, _fits(snapshots, time, lengths.tolist()), strict=True)
@@ -114,7 +114,7 @@ def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) ->
     assert snapshots, "nothing to add up"
     assert time > 0, time
     times, gammas = np.array([s.time for s in snapshots]) / time, np.array([s.gamma for s in snapshots])
-    wanted = np.array([gamma_of(length) for length in lengths])
+    wanted = np.array([gamma_from_sigma_rel(length) for length in lengths])
     ones = np.ones_like(wanted)
     products, sides = inner_products(times, gammas, times, gammas), inner_products(times, gammas, ones, wanted)
     rounding = max(ROUNDING[s.dtype] for s in snapshots)

@@ -1,0 +1,1 @@
+"""What training costs, in numbers: GPU and host memory, disk, FLOPs and device peaks. Pure arithmetic."""
