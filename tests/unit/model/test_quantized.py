@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.model.test_adapter import adapter, output, stock
+from tests.unit.model.test_adapter_layers import adapter, output, stock
 from torch import Tensor, nn
 
 from sd3_light.budget.flops import Tokens
