@@ -29,7 +29,7 @@ from sd3_light.config.sizes import ModelSize
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
 from sd3_light.engines.processes import sockets
-from sd3_light.model.pipeline_folder import TextShape
+from sd3_light.model.text_shape import TextShape
 
 PER_MACHINE = 8
 MICRO = 64

@@ -5,7 +5,7 @@ Pure arithmetic; each number comes with its formula. ``pixels`` are latent pixel
 
 from sd3_light.budget.amount import MIB, Amount
 from sd3_light.config import ModelSize
-from sd3_light.model.pipeline_folder import TextShape
+from sd3_light.model.text_shape import TextShape
 
 LATENT_STEP = 8
 """Image pixels per latent pixel, in each direction."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.start import WEIGHTS_STEM, read_json
+from sd3_light.model.text_shape import TextShape
 from sd3_light.tensor_file import read_header
 
 CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
@@ -78,40 +79,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UserError(f"{index} has no weight_map that names files; fetch or write the folder anew")
     return found
-
-
-@dataclass(frozen=True)
-class TextShape:
-    """The text of one caption: rows and widths of the three encoders. ``real``: a caption has as many rows as it has
-    tokens, and those here are the most that it can have."""
-
-    clip_tokens: int
-    t5_tokens: int
-    clip_l_width: int
-    clip_g_width: int
-    t5_width: int
-    pooled_width: int
-    real: bool = False
-
-    @property
-    def at_most(self) -> str:
-        """What stands before a formula that holds for the longest caption."""
-        return "at most " if self.real else ""
-
-    @property
-    def tokens(self) -> int:
-        """Text tokens that the denoiser sees: CLIP's, then T5's."""
-        return self.clip_tokens + self.t5_tokens
-
-    @property
-    def clip_width(self) -> int:
-        """Width of both CLIPs side by side."""
-        return self.clip_l_width + self.clip_g_width
-
-    @property
-    def numbers(self) -> int:
-        """Numbers that a cache keeps of one caption; CLIP is not padded to T5's width there."""
-        return self.clip_tokens * self.clip_width + self.t5_tokens * self.t5_width + self.pooled_width
 
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:

@@ -33,8 +33,9 @@ from sd3_light.data.buckets import Bucket
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.linears import adapter_layer_parameters
-from sd3_light.model.pipeline_folder import TextShape, stored_weights, text_shape
+from sd3_light.model.pipeline_folder import stored_weights, text_shape
 from sd3_light.model.start import WeightsStart, where_weights_start
+from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import Cell, Counts, count
 
 

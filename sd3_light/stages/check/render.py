@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.preprocess import REASONS
-from sd3_light.model.pipeline_folder import TextShape
+from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
 MAX_ROWS = 12

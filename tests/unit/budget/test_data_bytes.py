@@ -34,7 +34,7 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.vae import LatentScale
-from sd3_light.model.pipeline_folder import TextShape
+from sd3_light.model.text_shape import TextShape
 from sd3_light.training.sd3 import InputPreparer
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)

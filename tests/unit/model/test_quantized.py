@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.model.test_adapter_layers import adapter, output, stock
 from torch import Tensor, nn
 
 from sd3_light.budget.flops import Tokens
@@ -17,6 +16,7 @@ from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
 from sd3_light.model.quantized import quantize_base
 from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.unit.model.test_adapter_layers import adapter, output, stock
 from tests.unit.tasks.toy import Pictures, Toy
 
 BITS = [8, 4]
