@@ -51,7 +51,7 @@ def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: 
     """The validation loss of a finished model on a config's evaluation sets, encoded first where they are not."""
     check.require(loaded)
     cache.run(loaded, launch)
-    found = evaluate.validation(loaded, model, launch)
+    found = evaluate.validation_losses(loaded, model, launch)
     if out is not None and launch.is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from sd3_light.cli.app import PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, prepare
 
 if TYPE_CHECKING:
-    from sd3_light.stages.lora import Form
+    from sd3_light.stages.lora import LoraFormat
 
 _lora = typer.Typer(help="LoRA files: to another layout, into a full model, or out of two.", no_args_is_help=True)
 app.add_typer(_lora, name="lora")
@@ -108,7 +108,7 @@ def lora_extract(
     echo(f"wrote {out}: {len(found.modules)} layers, {found.share:.2%} of the squared difference")
 
 
-def _form(layout: str, dtype: str, padded_for: Path | None) -> "Form":
-    from sd3_light.stages.lora import Form
+def _form(layout: str, dtype: str, padded_for: Path | None) -> "LoraFormat":
+    from sd3_light.stages.lora import LoraFormat
 
-    return Form(layout, dtype, padded_for)
+    return LoraFormat(layout, dtype, padded_for)

@@ -75,13 +75,15 @@ def sample(
     """Draw pictures; the same prompt and seed give the picture that stock diffusers gives. Under torchrun the
     processes share the work."""
     launched = prepare()
-    from sd3_light.sampling.image_requests import Row, read_rows
+    from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
     from sd3_light.sampling.lora_stack import Lora
     from sd3_light.stages import sample as stage
 
-    rows = [*map(Row, prompt or []), *(read_rows(file) if file is not None else [])]
+    rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
-    wishes = stage.Wishes(steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads)
+    wishes = stage.SampleOptions(
+        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads
+    )
     look = stage.run(model, rows, seed or [0], out, wishes, launched)
     if launched.is_main:
         echo(f"look at {look}")

@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_card import adapter_card, base_name
 from sd3_light.export.adapter_proof import prove_adapter
 from sd3_light.export.diffusers_folder import write_json
-from sd3_light.export.export_spec import FACTS, ExportError
+from sd3_light.export.export_spec import FACTS_FILE, ExportError
 from sd3_light.export.lora_file import from_peft, read_lora, write_lora
 from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.files import new_folder
@@ -25,7 +25,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name by which diffusers finds a LoRA in a folder."""
 LYCORIS_FILE = "adapter.safetensors"
 
-Modules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
+AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class AdapterSpec:
         return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
 
 
-def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> Modules:
+def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> AdapterModules:
     """The updates that an adapter's weights, by their names in the model, stand for."""
     if config.type == "lora":
         return from_peft(state, config.alpha, config.use_rslora)
     return lycoris_modules(state, config.rank, config.alpha)
 
 
-def read_adapter(path: Path, kind: str) -> Modules:
+def read_adapter(path: Path, kind: str) -> AdapterModules:
     """The adapter of a file, or of a folder that holds one."""
     if kind == "lora":
         return read_lora(path).modules
@@ -81,7 +81,7 @@ def _write(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
     return out
 
 
-def _checked(state: Mapping[str, Tensor], spec: AdapterSpec) -> Modules:
+def _checked(state: Mapping[str, Tensor], spec: AdapterSpec) -> AdapterModules:
     """The adapter as updates of layers; a fault names its key."""
     broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if broken:
@@ -89,7 +89,7 @@ def _checked(state: Mapping[str, Tensor], spec: AdapterSpec) -> Modules:
     return adapter_modules(state, spec.adapter)
 
 
-def _write_file(path: Path, modules: Modules, spec: AdapterSpec) -> None:
+def _write_file(path: Path, modules: AdapterModules, spec: AdapterSpec) -> None:
     facts = _facts(spec)
     lora = {name: module for name, module in modules.items() if isinstance(module, LoraModule)}
     other = {name: module for name, module in modules.items() if isinstance(module, LycorisModule)}
@@ -112,7 +112,7 @@ def _facts(spec: AdapterSpec) -> dict[str, Any]:
 
 def _write_texts(folder: Path, spec: AdapterSpec, proof: Mapping[str, Any]) -> None:
     facts = {"sd3_light": __version__, "text": dict(spec.text), **_facts(spec)}
-    write_json(folder / FACTS, facts)
+    write_json(folder / FACTS_FILE, facts)
     write_json(folder / "proof.json", proof)
     for name, content in spec.files.items():
         (folder / name).write_text(content, encoding="utf-8")

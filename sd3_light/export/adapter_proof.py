@@ -30,12 +30,12 @@ _LARGE = 1_000_000_000
 TOLERANCE = 1e-4
 """Of the output's largest value: one side adds the update to the weights, the other computes it beside them."""
 
-Modules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
+AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
 def prove_adapter(
     file: Path,
-    modules: Modules,
+    modules: AdapterModules,
     adapter: AdapterConfig,
     base: Path,
     config: Mapping[str, Any],
@@ -100,7 +100,7 @@ def _elsewhere(file: Path, place: Path, wishes: Mapping[str, Any], inputs: dict[
 
 
 @torch.no_grad()
-def _put_on(denoiser: Any, modules: Modules, adapter: AdapterConfig, saved: torch.dtype) -> None:
+def _put_on(denoiser: Any, modules: AdapterModules, adapter: AdapterConfig, saved: torch.dtype) -> None:
     """Give the denoiser the update in memory, rounded as the file is, by another way than the file's reader."""
     lycoris = {}
     for name, module in modules.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.card import model_card
-from sd3_light.export.export_spec import FACTS, FROZEN, MAX_SHARD, ExportError, ExportSpec
+from sd3_light.export.export_spec import FACTS_FILE, FROZEN, MAX_SHARD, ExportError, ExportSpec
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
 from sd3_light.export.real_text import add_pipeline
@@ -23,7 +23,7 @@ from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
 
 __all__ = [
-    "FACTS",
+    "FACTS_FILE",
     "FROZEN",
     "MAX_SHARD",
     "ExportError",
@@ -130,7 +130,7 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     write_json(folder / "model_index.json", index)
     add_pipeline(folder, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}
-    write_json(folder / FACTS, facts)
+    write_json(folder / FACTS_FILE, facts)
     for name, content in spec.files.items():
         (folder / name).write_text(content, encoding="utf-8")
     about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _word(spec.save_dtype)}
@@ -144,7 +144,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What an export says about itself; empty for folders that other programs wrote."""
-    path = folder / FACTS
+    path = folder / FACTS_FILE
     facts = read_json(path) if path.is_file() else {}
     if not isinstance(facts.get("text", {}), dict):
         raise UserError(f"{path}: its text is no JSON object; write the folder anew")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-FACTS = "sd3_light.json"
+FACTS_FILE = "sd3_light.json"
 FROZEN = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 MAX_SHARD = "10GB"
 

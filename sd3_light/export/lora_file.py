@@ -19,13 +19,21 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_layouts import Padding, Ranks, baked, from_layers, pad_names, to_single, unpad_names
+from sd3_light.export.lora_layouts import (
+    Padding,
+    Ranks,
+    baked,
+    from_single_layers,
+    pad_names,
+    to_single_layers,
+    unpad_names,
+)
 from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import new_file, refuse_existing, write_errors
 from sd3_light.model.lora_layers import LoraModule, lora_scale
 
-Layout = Literal["diffusers", "kohya", "peft"]
-METADATA = "sd3_light"
+LoraLayout = Literal["diffusers", "kohya", "peft"]
+METADATA_KEY = "sd3_light"
 """The one metadata entry: safetensors writes several in random order, and files must be equal byte for byte."""
 
 _FOLDER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -48,7 +56,7 @@ def write_lora(
     path: Path,
     modules: Mapping[str, LoraModule],
     *,
-    layout: Layout = "diffusers",
+    layout: LoraLayout = "diffusers",
     save_dtype: torch.dtype = torch.float32,
     padding: Padding | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -69,7 +77,7 @@ def write_lora(
     }
     said: dict[str, Any] = {"version": __version__, "layout": layout, "facts": dict(facts or {})}
     said |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
-    _save(path, saved, {METADATA: json.dumps(said, sort_keys=True, ensure_ascii=False)})
+    _save(path, saved, {METADATA_KEY: json.dumps(said, sort_keys=True, ensure_ascii=False)})
     return path
 
 
@@ -93,7 +101,7 @@ def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
 
 def _kohya(modules: Mapping[str, LoraModule]) -> tuple[dict[str, Tensor], Ranks]:
     tensors = {}
-    single, ranks = to_single(modules)
+    single, ranks = to_single_layers(modules)
     for name, module in single.items():
         stem = f"lora_unet_{name.replace('.', '_')}"
         tensors[f"{stem}.lora_down.weight"] = module.down
@@ -103,7 +111,7 @@ def _kohya(modules: Mapping[str, LoraModule]) -> tuple[dict[str, Tensor], Ranks]
     return tensors, ranks
 
 
-def _check(modules: Mapping[str, LoraModule], layout: Layout) -> None:
+def _check(modules: Mapping[str, LoraModule], layout: LoraLayout) -> None:
     """Refuse what the file could not say, by name."""
     if not modules:
         raise UserError("there is no LoRA to write: no layer has one")
@@ -177,13 +185,13 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
 
 def _said(metadata: Mapping[str, str]) -> dict[str, Any]:
     """What a file of ours says about itself, in the types that we write; empty for others'."""
-    said = _json(metadata.get(METADATA, "{}"), METADATA)
+    said = _json(metadata.get(METADATA_KEY, "{}"), METADATA_KEY)
     ranks, padding = said.get("ranks", {}), said.get("padding", [1, 1])
     lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
     whole = all(isinstance(one, list) and all(type(number) is int for number in one) for one in lists)
     whole = whole and [len(one) for one in lists] == [2, *[3] * len(ranks)]
     if not whole or not isinstance(said.get("facts", {}), dict):
-        raise UserError(f"its metadata {METADATA!r} is damaged; write the file anew")
+        raise UserError(f"its metadata {METADATA_KEY!r} is damaged; write the file anew")
     return said
 
 
@@ -224,7 +232,7 @@ def _modules(
         module = LoraModule(roles["down"], roles["up"], 1.0, roles.get("magnitude"))
         _check_shapes(layer, module)
         module = replace(module, scale=_scale(layer, roles.get("alpha"), module.rank, scales))
-        for name, part in from_layers(layers, module, ranks).items():
+        for name, part in from_single_layers(layers, module, ranks).items():
             if name in modules:
                 raise UserError(f"{name} has two LoRAs, one of them under the name {layer}")
             modules[name] = part

@@ -27,7 +27,7 @@ def baked(module: LoraModule) -> LoraModule:
     return replace(module, up=module.up.float() * module.scale, scale=1.0)
 
 
-def to_single(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule], Ranks]:
+def to_single_layers(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule], Ranks]:
     """By single-file names, scale 1; and the ranks of fused layers wherever the three are not equal.
 
     Fusing: ``down`` is the concatenation, ``up`` block diagonal, so the rank is the sum of the three.
@@ -50,8 +50,8 @@ def to_single(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule],
     return found, ranks
 
 
-def from_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
-    """The updates of diffusers' layers that one entry of a file holds; ``ranks`` as :func:`to_single` gave them."""
+def from_single_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
+    """Return the updates of the diffusers layers in one entry of a file; ``ranks`` comes from `to_single_layers`."""
     if layers.single is None:
         return {layers.names[0]: module}
     if len(layers.names) == 1:

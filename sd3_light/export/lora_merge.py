@@ -14,11 +14,11 @@ from sd3_light.export.single_parts import read_place
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
 
-Lora = Mapping[str, LoraModule]
+LoraModules = Mapping[str, LoraModule]
 State = Mapping[str, Tensor]
 
 
-def merge(model: Path | State, loras: Sequence[tuple[Lora, float]]) -> dict[str, Tensor]:
+def merge(model: Path | State, loras: Sequence[tuple[LoraModules, float]]) -> dict[str, Tensor]:
     """The denoiser's weights with each LoRA added at its strength, one after the other.
 
     Changed weights are new float32 tensors, ``W + strength * scale * up @ down``; the others are those given. A LoRA's

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_file import METADATA
+from sd3_light.export.lora_file import METADATA_KEY
 from sd3_light.files import atomic_file
 from sd3_light.model.adapter_layers import LycorisModule
 
-PREFIX = "lycoris_"
+LYCORIS_PREFIX = "lycoris_"
 
 
 def write_lycoris(
@@ -33,7 +33,7 @@ def write_lycoris(
     tensors: dict[str, Tensor] = {}
     names = {}
     for layer, module in modules.items():
-        stem = f"{PREFIX}{layer.replace('.', '_')}"
+        stem = f"{LYCORIS_PREFIX}{layer.replace('.', '_')}"
         names[stem] = layer
         tensors |= {f"{stem}.{factor}": _cast(tensor, save_dtype) for factor, tensor in module.baked().factors.items()}
         tensors[f"{stem}.alpha"] = torch.tensor(float(rank))
@@ -43,7 +43,7 @@ def write_lycoris(
     said = {"version": __version__, "layout": "lycoris", "facts": dict(facts or {}), "layers": names}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        save_file(tensors, temporary, {METADATA: json.dumps(said, sort_keys=True, ensure_ascii=False)})
+        save_file(tensors, temporary, {METADATA_KEY: json.dumps(said, sort_keys=True, ensure_ascii=False)})
     return path
 
 
@@ -51,7 +51,7 @@ def read_lycoris(path: Path) -> dict[str, LycorisModule]:
     """Read a file that `write_lycoris` wrote; its metadata says which layers its names mean."""
     try:
         with safe_open(path, framework="pt") as opened:
-            said = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            said = json.loads((opened.metadata() or {}).get(METADATA_KEY, "{}"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a .safetensors file of a LoKr or LoHa") from error

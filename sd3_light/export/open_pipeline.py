@@ -7,7 +7,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import FACTS, is_finite, read_facts
+from sd3_light.export.diffusers_folder import FACTS_FILE, is_finite, read_facts
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.export.single_parts import read_part
 from sd3_light.model.start import folder_size
@@ -26,7 +26,7 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
     """
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is no diffusers folder (no model_index.json); give an export or another SD3 folder")
-    policy = text_policy(folder)
+    policy = read_text_policy(folder)
     folder_size(folder / "transformer")  # a fault of its config in words
     read_part(folder, "transformer")
     try:
@@ -48,12 +48,12 @@ def _load(folder: Path, policy: TextPolicy) -> StableDiffusion3Pipeline:
     return RealTextPipeline.from_pretrained(folder, **settings, **given)
 
 
-def text_policy(folder: Path) -> TextPolicy:
+def read_text_policy(folder: Path) -> TextPolicy:
     """How a folder's text was encoded in training; stock SD3's way where it does not say."""
     text = {"t5_max_length": 256, "uncond_text": "empty", "text_tokens": "padded", **read_facts(folder).get("text", {})}
     wrong = [key for key, known in _CHOICES.items() if text[key] not in known]
     if type(text["t5_max_length"]) is not int or text["t5_max_length"] < 1:
         wrong.append("t5_max_length")
     if wrong:
-        raise UserError(f"{folder / FACTS}: {wrong[0]} is {text[wrong[0]]!r}; write the folder anew")
+        raise UserError(f"{folder / FACTS_FILE}: {wrong[0]} is {text[wrong[0]]!r}; write the folder anew")
     return TextPolicy(text["t5_max_length"], text["uncond_text"], text["text_tokens"])

@@ -130,7 +130,7 @@ def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str
         transformer=denoiser,
         scheduler=flow_scheduler(spec.shift, spec.flux_shift),
         vae=load_vae(spec.base, torch.device("cpu"), torch.float32),
-        **dict.fromkeys((*reload.ENCODERS, *_TOKENIZERS)),
+        **dict.fromkeys((*reload.TEXT_ENCODERS, *_TOKENIZERS)),
     )
     output = reload.denoise(denoiser, inputs)
     if not spec.real_text:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 STEPS, GUIDANCE, SEED = 2, 3.0, 0
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def compute_in_float32(model: nn.Module) -> None:
@@ -88,7 +88,7 @@ def draw(pipe: Any, inputs: dict[str, Tensor], attention: dict[str, Tensor] | No
 def load(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
     """The folder's pipeline without its text encoders: stock, or the one of the folder's own file."""
     given = {
-        **dict.fromkeys(ENCODERS),
+        **dict.fromkeys(TEXT_ENCODERS),
         "dtype": {"transformer": dtype, "default": torch.float32},
         "local_files_only": True,
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import FACTS, FROZEN, read_facts
+from sd3_light.export.diffusers_folder import FACTS_FILE, FROZEN, read_facts
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import ProofError
@@ -20,15 +20,15 @@ from sd3_light.export.real_text import add_pipeline
 from sd3_light.export.single_names import deduced_config, padded_config
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
 from sd3_light.export.single_parts import (
-    ENCODERS,
     PREFIXES,
     PROJECTION,
+    TEXT_ENCODERS,
     Config,
     Model,
-    from_single,
+    from_single_file,
     open_tensors,
     read_part,
-    to_single,
+    to_single_file,
     weights_stem,
     without_pads,
 )
@@ -88,7 +88,7 @@ def write_single_file(
     about = _about(folder, model, blocks)
     notes = tuple(reader_notes(model, blocks, about["scheduler"], about["facts"].get("text", {})))
     with write_errors(out), new_file(out) as temporary:
-        write_tensor_file(temporary, to_single(model, blocks), {ABOUT: json.dumps(about, sort_keys=True)})
+        write_tensor_file(temporary, to_single_file(model, blocks), {ABOUT: json.dumps(about, sort_keys=True)})
         _require_same(_read_file(temporary, None, keep_pads=False).model, model, out)
     return Written(out, notes)
 
@@ -108,7 +108,7 @@ def _about(folder: Path, model: Model, blocks: int) -> dict[str, Any]:
 
 
 def _encoders_of(folder: Path) -> list[str]:
-    found = [part for part in ENCODERS if (folder / part).is_dir()]
+    found = [part for part in TEXT_ENCODERS if (folder / part).is_dir()]
     if not found:
         raise UserError(f"{folder} has no text encoders; leave them out of the single file")
     return found
@@ -175,7 +175,7 @@ def _read_file(path: Path, base: Path | None, keep_pads: bool) -> _File:
         if part == "text_encoder" and PROJECTION not in found:
             notes.append("CLIP-L's text_projection is not in the file: it is the identity, as readers take it")
         model.configs[part] = config_of
-        model.tensors[part] = from_single(part, found, config_of, f"{path} ({part})")
+        model.tensors[part] = from_single_file(part, found, config_of, f"{path} ({part})")
     if strange:
         notes.append(f"left out, as no part of SD3: {len(strange)} tensors such as {min(strange)}")
     if base is None:
@@ -233,10 +233,10 @@ def _denoiser(
     if not about:
         said = {"_class_name": "SD3Transformer2DModel", "_diffusers_version": diffusers_version}
         config = {**deduced_config(found, str(path)), **said}
-        return config, from_single("transformer", found, config, str(path))
+        return config, from_single_file("transformer", found, config, str(path))
     config, blocks = about["config"], about["blocks_in_file"]
     wide = padded_config(config, blocks) if blocks > config["num_layers"] else config
-    stock = from_single("transformer", found, wide, str(path))
+    stock = from_single_file("transformer", found, wide, str(path))
     return (wide, stock) if keep_pads else (config, without_pads(stock, config, blocks, str(path)))
 
 
@@ -261,7 +261,7 @@ def _write_folder(folder: Path, read: _File, base: Path | None) -> None:
         _write_json(folder / part / "config.json", read.model.configs[part])
         write_tensor_file(folder / part / f"{weights_stem(part)}.safetensors", tensors, {"format": "pt"})
     if read.about.get("facts"):
-        _write_json(folder / FACTS, read.about["facts"])
+        _write_json(folder / FACTS_FILE, read.about["facts"])
     if read.about.get("scheduler"):
         (folder / _SCHEDULER.parent).mkdir()
         _write_json(folder / _SCHEDULER, read.about["scheduler"])

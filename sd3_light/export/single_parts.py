@@ -36,7 +36,7 @@ PREFIXES = {  # in the single file
     "text_encoder_2": "text_encoders.clip_g.transformer.",
     "text_encoder_3": "text_encoders.t5xxl.transformer.",
 }
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 PROJECTION = "text_projection.weight"
 _MOST_LAYERS = 1000
 # what some programs write and no loader needs: a table of numbers, and T5's embedding a second time
@@ -53,7 +53,7 @@ class Model:
 
 def weights_stem(part: str) -> str:
     """How the part's weight files are called in a folder."""
-    return "model" if part in ENCODERS else WEIGHTS_STEM
+    return "model" if part in TEXT_ENCODERS else WEIGHTS_STEM
 
 
 # --- what a config promises -------------------------------------------------------------------
@@ -87,7 +87,7 @@ def _empty(part: str, config: Config) -> nn.Module:
     return model
 
 
-def require(found: Tensors, shapes: Shapes, where: str) -> None:
+def require_shapes(found: Tensors, shapes: Shapes, where: str) -> None:
     """All tensors that ``shapes`` names, in these shapes, and no other, or a fault that names what is not."""
     strange = [name for name in found if name not in shapes and not _SUPERFLUOUS.search(name)]
     problems = [f"it lacks {name}" for name in shapes if name not in found]
@@ -120,7 +120,7 @@ def read_place(place: Path, part: str) -> tuple[Config, dict[str, StoredTensor]]
         if twice:
             raise UserError(f"{file} holds {min(twice)}, and so does another file of {place}; write the folder anew")
         tensors.update(found)
-    require(tensors, promised_shapes(part, config, str(place)), str(place))
+    require_shapes(tensors, promised_shapes(part, config, str(place)), str(place))
     return config, tensors
 
 
@@ -147,7 +147,7 @@ def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 # --- both ways --------------------------------------------------------------------------------
 
 
-def to_single(model: Model, blocks: int) -> dict[str, StoredTensor]:
+def to_single_file(model: Model, blocks: int) -> dict[str, StoredTensor]:
     """All tensors of a single file whose denoiser has ``blocks`` blocks, identity blocks among them."""
     single = {}
     for part, tensors in model.tensors.items():
@@ -166,11 +166,11 @@ def _to_single(part: str, tensors: Tensors, config: Config, blocks: int) -> Tens
     return fused(padded(tensors, promised_shapes(part, wide), config["num_layers"], blocks), wide)
 
 
-def from_single(part: str, found: Tensors, config: Config, where: str) -> dict[str, StoredTensor]:
+def from_single_file(part: str, found: Tensors, config: Config, where: str) -> dict[str, StoredTensor]:
     """A part of a single file, its prefix taken off, as diffusers has it; checked against its config."""
     shapes = promised_shapes(part, config, where)
     if part == "transformer":
-        require(found, fused_shapes(shapes, config), where)
+        require_shapes(found, fused_shapes(shapes, config), where)
         return split(found, config)
     if part == "vae":
         back = {vae_name(stock, _levels(config)): stock for stock in shapes}
@@ -178,7 +178,7 @@ def from_single(part: str, found: Tensors, config: Config, where: str) -> dict[s
         found = {name: _matrix(tensor, shapes.get(name)) for name, tensor in renamed.items()}
     if part == "text_encoder" and PROJECTION not in found:
         found = {**found, PROJECTION: _identity(found, shapes[PROJECTION])}
-    require(found, shapes, where)
+    require_shapes(found, shapes, where)
     return dict(found)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter_folder import Modules, adapter_facts, read_adapter
-from sd3_light.export.lora_file import METADATA, from_peft, write_lora
+from sd3_light.export.adapter_folder import AdapterModules, adapter_facts, read_adapter
+from sd3_light.export.lora_file import METADATA_KEY, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
 from sd3_light.export.lycoris_file import write_lycoris
 from sd3_light.files import atomic_file
@@ -50,7 +50,7 @@ def write_trained(
     return _write(path, _lora_tensors(state, adapter), save_dtype, facts)
 
 
-def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> Modules:
+def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> AdapterModules:
     """The adapter of a file to start from: any SD3 LoRA that people have, and for other models what is written here."""
     if isinstance(transformer, SD3Transformer2DModel) or adapter.type != "lora":
         return read_adapter(path, adapter.type)
@@ -94,7 +94,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts:
     said = {"version": __version__, "facts": dict(facts)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        save_file(saved, temporary, {METADATA: json.dumps(said, sort_keys=True, ensure_ascii=False)})
+        save_file(saved, temporary, {METADATA_KEY: json.dumps(said, sort_keys=True, ensure_ascii=False)})
         back = load_file(temporary)
         assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved), path
     return path

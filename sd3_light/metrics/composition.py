@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 from sd3_light.sampling.grid import make_grid
 from sd3_light.world import SCENE_KINDS, Prompt, Verdict, judge, scene_captions
 
@@ -84,7 +84,9 @@ def score(
     Picture i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
     training). `on_progress(done, total)` counts pictures drawn.
     """
-    requests = [Request(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)]
+    requests = [
+        ImageRequest(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)
+    ]
     images = generate(pipe, requests, policy, steps, guidance, batch_size, on_progress)
     return judge_images(prompts, images)
 

@@ -20,14 +20,14 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
-from sd3_light.sampling.image_requests import Request
+from sd3_light.sampling.image_requests import ImageRequest
 from sd3_light.sampling.png import save_png
-from sd3_light.sampling.texts import Text, TextBatch, TextPolicy, batched, encode, no_text
+from sd3_light.sampling.texts import EncodedText, TextBatch, TextPolicy, batch_texts, encode, unconditional_text
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-__all__ = ["Request", "TextPolicy", "draw", "generate", "run_pipeline", "save_png", "size_fault"]
+__all__ = ["ImageRequest", "TextPolicy", "generate", "run_pipeline", "save_png", "size_fault", "stream_images"]
 
 Drawn = list[tuple[int, Image.Image]]
 """Pictures, each with the number of its request."""
@@ -37,7 +37,7 @@ _TEXTS_KEPT = 64  # a text of SD3 is 5 MB
 
 def generate(
     pipe: "StableDiffusion3Pipeline",
-    requests: Sequence[Request],
+    requests: Sequence[ImageRequest],
     policy: TextPolicy,
     steps: int = 28,
     guidance: float = 4.0,
@@ -45,18 +45,18 @@ def generate(
     on_progress: Callable[[int, int], None] | None = None,
     exact: bool = False,
 ) -> list[Image.Image]:
-    """The picture of every request, in their order; `draw` says how. `on_progress(done, total)` counts them."""
+    """Return the image of every request, in order. See `stream_images`; `on_progress(done, total)` reports progress."""
     pictures: dict[int, Image.Image] = {}
-    for drawn in draw(pipe, requests, policy, steps, guidance, batch_size, exact):
+    for drawn in stream_images(pipe, requests, policy, steps, guidance, batch_size, exact):
         pictures.update(drawn)
         if on_progress is not None:
             on_progress(len(pictures), len(requests))
     return [pictures[index] for index in range(len(requests))]
 
 
-def draw(
+def stream_images(
     pipe: "StableDiffusion3Pipeline",
-    requests: Sequence[Request],
+    requests: Sequence[ImageRequest],
     policy: TextPolicy,
     steps: int = 28,
     guidance: float = 4.0,
@@ -98,7 +98,7 @@ def size_fault(pipe: "StableDiffusion3Pipeline", width: int, height: int) -> str
     return f"a picture of {width}x{height}: the sides of this model are multiples of {step} from {step} to {largest}"
 
 
-def _with_defaults(request: Request, steps: int, guidance: float) -> Request:
+def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageRequest:
     return replace(
         request,
         steps=steps if request.steps is None else request.steps,
@@ -106,7 +106,7 @@ def _with_defaults(request: Request, steps: int, guidance: float) -> Request:
     )
 
 
-def _batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[int]]:
+def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list[int]]:
     """The requests' indices in batches of one size of picture, steps and guidance, in the order in which these first
     occur."""
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -118,7 +118,11 @@ def _batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[int]
 
 
 def _draw_exactly(
-    pipe: "StableDiffusion3Pipeline", requests: Sequence[Request], policy: TextPolicy, side_by_side: int, threads: int
+    pipe: "StableDiffusion3Pipeline",
+    requests: Sequence[ImageRequest],
+    policy: TextPolicy,
+    side_by_side: int,
+    threads: int,
 ) -> Iterator[Drawn]:
     """One picture a call, so that nothing of it depends on the others."""
     workers = max(1, min(side_by_side, len(requests), _cores() // threads))
@@ -156,15 +160,15 @@ class _Shelf:
     """Texts encoded one at a time, the latest of them kept."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, EncodedText] = {}
         self._lock = Lock()  # a tokenizer's settings change with each call
 
-    def encode(self, pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[Text]:
+    def encode(self, pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[EncodedText]:
         """As `texts.encode`, but no text's encoding depends on the others. Threads may come at once."""
         with self._lock:
             return [self._one(pipe, text, policy) for text in texts]
 
-    def _one(self, pipe: "StableDiffusion3Pipeline", text: str, policy: TextPolicy) -> Text:
+    def _one(self, pipe: "StableDiffusion3Pipeline", text: str, policy: TextPolicy) -> EncodedText:
         found = self._texts.pop(text, None) or encode(pipe, [text], policy)[0]
         self._texts[text] = found  # at the end: the oldest goes first
         for oldest in list(self._texts)[:-_TEXTS_KEPT]:
@@ -189,12 +193,12 @@ def _torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Encode = Callable[["StableDiffusion3Pipeline", Sequence[str], TextPolicy], list[Text]]
+Encode = Callable[["StableDiffusion3Pipeline", Sequence[str], TextPolicy], list[EncodedText]]
 
 
 @torch.no_grad()
 def _draw_batch(
-    pipe: "StableDiffusion3Pipeline", batch: Sequence[Request], policy: TextPolicy, encoder: Encode
+    pipe: "StableDiffusion3Pipeline", batch: Sequence[ImageRequest], policy: TextPolicy, encoder: Encode
 ) -> list[Image.Image]:
     """Requests of one size, steps and guidance."""
     steps, guidance = batch[0].steps, batch[0].guidance
@@ -203,7 +207,7 @@ def _draw_batch(
     if guidance > 1:
         texts = [*_negatives(pipe, batch, texts, policy, encoder), *texts]
     # latents take the type of the text, and the VAE must understand them
-    text = batched(texts, texts[0].tokens.device, pipe.vae.dtype)
+    text = batch_texts(texts, texts[0].tokens.device, pipe.vae.dtype)
     if policy.text_tokens == "padded":
         return run_pipeline(pipe, batch, text, steps, guidance)
     step = pipe.vae_scale_factor * pipe.patch_size
@@ -214,20 +218,20 @@ def _draw_batch(
 
 def _negatives(
     pipe: "StableDiffusion3Pipeline",
-    batch: Sequence[Request],
-    texts: Sequence[Text],
+    batch: Sequence[ImageRequest],
+    texts: Sequence[EncodedText],
     policy: TextPolicy,
     encoder: Encode,
-) -> list[Text]:
+) -> list[EncodedText]:
     """What guidance leads away from, a text a request."""
     if policy.uncond_text == "zero":
-        return [no_text(text, policy.text_tokens) for text in texts]
+        return [unconditional_text(text, policy.text_tokens) for text in texts]
     return encoder(pipe, [request.negative_prompt for request in batch], policy)
 
 
 def run_pipeline(
     pipe: "StableDiffusion3Pipeline",
-    batch: Sequence[Request],
+    batch: Sequence[ImageRequest],
     text: TextBatch,
     steps: int,
     guidance: float,

@@ -1,4 +1,4 @@
-"""What is asked for: a picture (`Request`), or a line of a file of prompts (`Row`) that leaves the rest to the command.
+"""Requests for images, and prompt files whose rows (`PromptRow`) leave missing values to the command.
 
 A text file has a prompt a line. A CSV file has a header and the columns of `COLUMNS`; an empty cell means the command's
 own value.
@@ -19,7 +19,7 @@ _MOST_STEPS = 1000  # more than the times that models know
 
 
 @dataclass(frozen=True)
-class Request:
+class ImageRequest:
     """One picture to make; sides in pixels. The negative prompt is read only where `uncond_text` is "empty".
 
     Where `steps` or `guidance` is None, the call that draws says them.
@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt, and what its line says of its picture; None leaves it to the command. `where` names file and line."""
 
     prompt: str
@@ -48,10 +48,10 @@ class Row:
     where: str = ""
 
 
-COLUMNS = tuple(field.name for field in fields(Row) if field.name != "where")
+COLUMNS = tuple(field.name for field in fields(PromptRow) if field.name != "where")
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_prompt_rows(path: Path) -> list[PromptRow]:
     """The rows of a file of prompts: CSV where its name ends in .csv, else a prompt a line (empty lines are skipped).
 
     All faults of a file come in one report, each with its line.
@@ -65,10 +65,10 @@ def read_rows(path: Path) -> list[Row]:
     if path.suffix.lower() == ".csv":
         return _csv_rows(path, text)
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    return [Row(line, where=f"{path}:{number}") for number, line in lines if line]
+    return [PromptRow(line, where=f"{path}:{number}") for number, line in lines if line]
 
 
-def _csv_rows(path: Path, text: str) -> list[Row]:
+def _csv_rows(path: Path, text: str) -> list[PromptRow]:
     lines = _csv_lines(path, text)
     _, header = next(lines, (0, []))
     _check_header(path, header)
@@ -76,7 +76,7 @@ def _csv_rows(path: Path, text: str) -> list[Row]:
     for number, cells in lines:
         values, wrong = _parse(header, cells)
         faults += [f"{path}:{number}: {fault}" for fault in wrong]
-        rows.append(Row(**values, where=f"{path}:{number}") if not wrong else None)
+        rows.append(PromptRow(**values, where=f"{path}:{number}") if not wrong else None)
     if faults:
         more = f"\n... and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
         raise UserError("\n".join(faults[:_FAULTS_SHOWN]) + more)

@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from sd3_light.files import atomic_unsynced_file
 
-FACTS = "sd3_light"
+PNG_FACTS = "sd3_light"
 """The chunk with every parameter as JSON. None is called `prompt`: ComfyUI takes that for a graph in JSON."""
 
 
@@ -31,10 +31,10 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> Non
         image.save(temporary, format="PNG", pnginfo=info)
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_png_facts(path: Path) -> dict[str, Any]:
     """What a picture of ours says of itself; empty for a picture of others."""
     with Image.open(path) as image:
-        text = getattr(image, "text", {}).get(FACTS, "{}")
+        text = getattr(image, "text", {}).get(PNG_FACTS, "{}")
     facts = json.loads(text)
     return facts if isinstance(facts, dict) else {}
 

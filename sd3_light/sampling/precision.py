@@ -10,16 +10,16 @@ from sd3_light.config.faults import UserError
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAMPLE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _TENSORS = ("hidden_states", "encoder_hidden_states", "pooled_projections")  # times stay exact
 
 
 def check_dtype(name: str) -> torch.dtype:
     """The dtype of this name, or a UserError with the choices."""
-    if name not in DTYPES:
-        raise UserError(f"--dtype {name}: choose among {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in SAMPLE_DTYPES:
+        raise UserError(f"--dtype {name}: choose among {', '.join(SAMPLE_DTYPES)}")
+    return SAMPLE_DTYPES[name]
 
 
 def compute_in(pipe: "StableDiffusion3Pipeline", dtype: torch.dtype) -> None:

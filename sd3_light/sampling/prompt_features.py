@@ -26,31 +26,31 @@ from sd3_light.encoders.text import TEXT_ENCODERS
 from sd3_light.files import write_atomically
 from sd3_light.tensor_file import read_header
 
-FOLDER = "prompts"
-Features = dict[str, Tensor]
+PROMPTS_FOLDER = "prompts"
+PromptFeatures = dict[str, Tensor]
 
 _FORMAT = 1
 _RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in TEXT_ENCODERS.values() for folder in folders))
 
 
 def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
-    """The name of a prompt's file under `FOLDER`, by the part of a cache's recipe that is about text."""
+    """The name of a prompt's file under `PROMPTS_FOLDER`, by the part of a cache's recipe that is about text."""
     made_of = {"format": _FORMAT, "prompt": prompt, **{key: recipe[key] for key in _RECIPE}}
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
     return f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: Features) -> None:
+def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: PromptFeatures) -> None:
     """Put a prompt's features into a cache folder, atomically."""
-    folder = cache / FOLDER
+    folder = cache / PROMPTS_FOLDER
     folder.mkdir(exist_ok=True)
     about = {"prompt": prompt, "sha256": _values_sha256(save(features))}
     write_atomically(folder / prompt_file(prompt, recipe), save(features, {"about": json.dumps(about)}))
 
 
-def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> Features | None:
+def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> PromptFeatures | None:
     """A prompt's features from a cache in a folder or at a URL; None where they are not there, or are damaged."""
-    name = f"{FOLDER}/{prompt_file(prompt, recipe)}"
+    name = f"{PROMPTS_FOLDER}/{prompt_file(prompt, recipe)}"
     try:
         if isinstance(cache, Path):
             return _parse((cache / name).read_bytes())
@@ -60,7 +60,7 @@ def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) ->
         return None
 
 
-def _parse(data: bytes) -> Features | None:
+def _parse(data: bytes) -> PromptFeatures | None:
     try:
         about = json.loads(read_header(BytesIO(data)).metadata["about"])
         return load(data) if about["sha256"] == _values_sha256(data) else None
@@ -75,10 +75,10 @@ def _values_sha256(data: bytes) -> str:
 
 def encode_prompts(
     parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = TEXT_ENCODERS
-) -> list[Features]:
+) -> list[PromptFeatures]:
     """The prompts' features by the named encoders, as captions are encoded for the cache."""
     tokens = [parts.tokenize([prompt]) for prompt in prompts]
-    found: list[Features] = [{} for _ in prompts]
+    found: list[PromptFeatures] = [{} for _ in prompts]
     for name in encoders:  # in the outer loop: it may be that only one of them fits on the device
         for features, ids in zip(found, tokens, strict=True):
             encoded = parts.encode_text(name, ids[name])
@@ -89,9 +89,9 @@ def encode_prompts(
     return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in found]
 
 
-def encode_in_passing(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[Features]:
+def encode_prompts_one_by_one(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[PromptFeatures]:
     """The same, each encoder loaded, used and freed before the next: never two of them in memory."""
-    found: list[Features] = [{} for _ in prompts]
+    found: list[PromptFeatures] = [{} for _ in prompts]
     for name in TEXT_ENCODERS:
         with FrozenParts(
             model.diffusers_path,

@@ -29,7 +29,7 @@ class TextPolicy:
 
 
 @dataclass(frozen=True)
-class Text:
+class EncodedText:
     """One text: tokens [T, W], CLIP's and then T5's, and the pooled vector [P]."""
 
     tokens: Tensor
@@ -46,19 +46,19 @@ class TextBatch:
     lengths: Tensor
 
 
-def joined(features: Mapping[str, Tensor]) -> Text:
+def join_features(features: Mapping[str, Tensor]) -> EncodedText:
     """The text of one caption's features: ENCODER -> tokens, ENCODER.pooled -> vector."""
     tokens_BTW, pooled_BP, _ = join_text({name: [values] for name, values in features.items()})
-    return Text(tokens_BTW[0], pooled_BP[0])
+    return EncodedText(tokens_BTW[0], pooled_BP[0])
 
 
-def no_text(like: Text, text_tokens: str) -> Text:
+def unconditional_text(like: EncodedText, text_tokens: str) -> EncodedText:
     """What a sample without any text carries where `uncond_text` is "zero": zeros, of real tokens a single one."""
     tokens_TW = torch.zeros_like(like.tokens if text_tokens == "padded" else like.tokens[:1])
-    return Text(tokens_TW, torch.zeros_like(like.pooled))
+    return EncodedText(tokens_TW, torch.zeros_like(like.pooled))
 
 
-def batched(texts: Sequence[Text], device: torch.device, dtype: torch.dtype) -> TextBatch:
+def batch_texts(texts: Sequence[EncodedText], device: torch.device, dtype: torch.dtype) -> TextBatch:
     """Texts of any numbers of tokens as one batch on a device."""
     tokens_BTW = nn.utils.rnn.pad_sequence([text.tokens for text in texts], batch_first=True)
     lengths_B = torch.tensor([len(text.tokens) for text in texts])
@@ -66,7 +66,7 @@ def batched(texts: Sequence[Text], device: torch.device, dtype: torch.dtype) -> 
     return TextBatch(tokens_BTW.to(device, dtype), pooled_BP.to(device, dtype), lengths_B.to(device))
 
 
-def encode(pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[Text]:
+def encode(pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[EncodedText]:
     """The texts as the pipeline's own encoders give them; equal ones are encoded once."""
     unique = list(dict.fromkeys(texts))
     encoded = (
@@ -76,7 +76,7 @@ def encode(pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextP
     return [by_text[text] for text in texts]
 
 
-def _encode_padded(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[Text]:
+def _encode_padded(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[EncodedText]:
     """As the stock pipeline computes them."""
     tokens_BTW, _, pooled_BP, _ = pipe.encode_prompt(
         prompt=texts,
@@ -85,10 +85,10 @@ def _encode_padded(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: T
         do_classifier_free_guidance=False,
         max_sequence_length=policy.t5_max_length,
     )
-    return [Text(tokens_TW, pooled_P) for tokens_TW, pooled_P in zip(tokens_BTW, pooled_BP, strict=True)]
+    return [EncodedText(tokens_TW, pooled_P) for tokens_TW, pooled_P in zip(tokens_BTW, pooled_BP, strict=True)]
 
 
-def _encode_real(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[Text]:
+def _encode_real(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[EncodedText]:
     """As the cache computes them: real tokens alone. One text at a time has no padding, and so needs no mask."""
     longest = int(pipe.tokenizer.model_max_length)  # of both CLIPs, as in the stock pipeline
     clips = {
@@ -104,5 +104,5 @@ def _encode_real(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: Tex
             features |= {name: tokens[0], f"{name}.pooled": pooled[0]}
         ids = torch.tensor(t5([text], padded=False), device=pipe.text_encoder_3.device)
         features["t5"] = encode_t5(pipe.text_encoder_3, ids)[0]
-        found.append(joined(features))
+        found.append(join_features(features))
     return found

@@ -25,7 +25,7 @@ from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import draw_prompts
 
 
-def validation(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
+def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
     """Name -> losses of each evaluation set of a config, as its training computes them; their caches must be there."""
     launch = launch or Launch()
     config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU knows it

@@ -9,10 +9,10 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import ExportError, ExportSpec, read_facts, write_folder
-from sd3_light.export.lora_file import Layout, check_new_lora, read_lora, write_lora
+from sd3_light.export.lora_file import LoraLayout, check_new_lora, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract, merge
-from sd3_light.export.open_pipeline import text_policy
+from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
@@ -20,13 +20,13 @@ from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.lora_stack import Lora
-from sd3_light.tensor_file import DTYPES as STORED
+from sd3_light.tensor_file import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LORA_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Form:
+class LoraFormat:
     """How a LoRA is written: the layout, the type of its numbers, and the padded single file that it is for."""
 
     layout: str = "diffusers"
@@ -38,17 +38,17 @@ class Form:
         layout, dtype, padding = self.checked(path)
         return write_lora(path, modules, layout=layout, save_dtype=dtype, padding=padding, facts=facts)
 
-    def checked(self, path: Path) -> tuple[Layout, torch.dtype, Padding | None]:
+    def checked(self, path: Path) -> tuple[LoraLayout, torch.dtype, Padding | None]:
         """What the words mean; a fault of theirs, or a name that cannot be written to, is told before any work."""
         check_new_lora(path)
-        layouts: tuple[Layout, ...] = get_args(Layout)
+        layouts: tuple[LoraLayout, ...] = get_args(LoraLayout)
         layout = next((one for one in layouts if one == self.layout), None)
         if layout is None:
             raise UserError(f"--layout {self.layout}: there is none of this name; choose among {', '.join(layouts)}")
         return layout, _dtype(self.dtype), None if self.padded_for is None else _padding(self.padded_for)
 
 
-def convert(source: Path, out: Path, form: Form, trained_on: Path | None = None) -> Path:
+def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
     """Write the LoRA ``source`` anew. ``trained_on``: the padded single file that another program trained it on."""
     form.checked(out)
     read = read_lora(source, None if trained_on is None else _padding(trained_on))
@@ -62,7 +62,7 @@ def merged(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = No
         raise UserError(f"{out}: merging writes a folder; give its name, and make it a file with sd3-light convert")
     _require_folder(model)
     config, stored = read_part(model, "transformer")
-    save_dtype = STORED[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
+    save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
     state = merge(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
     try:
         with write_errors(out):
@@ -71,7 +71,9 @@ def merged(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = No
         raise UserError(f"{model} with {', '.join(str(lora.file) for lora in loras)}: {fault}") from fault
 
 
-def extracted(base: Path, tuned: Path, out: Path, rank: int, targets: Sequence[str] | None, form: Form) -> Extraction:
+def extracted(
+    base: Path, tuned: Path, out: Path, rank: int, targets: Sequence[str] | None, form: LoraFormat
+) -> Extraction:
     """The LoRA of this rank that is nearest to the difference of two folders' denoisers, written to ``out``."""
     form.checked(out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +97,7 @@ def _spec(model: Path, config: dict[str, Any], dtype: torch.dtype, loras: Sequen
         save_dtype=dtype,
         shift=shift,
         flux_shift=bool(scheduler.get("use_dynamic_shifting")),
-        text=asdict(text_policy(model)),
+        text=asdict(read_text_policy(model)),
         facts={**facts, "weights": f"{facts.get('weights', model.name)} with {said}", "loras": added},
     )
 
@@ -117,6 +119,6 @@ def _padding(file: Path) -> Padding:
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UserError(f"--dtype {name}: there is none of this name; choose among {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in LORA_DTYPES:
+        raise UserError(f"--dtype {name}: there is none of this name; choose among {', '.join(LORA_DTYPES)}")
+    return LORA_DTYPES[name]

@@ -25,11 +25,11 @@ from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import write_errors
 from sd3_light.runlog import info, progress
-from sd3_light.sampling.generate import draw, size_fault
+from sd3_light.sampling.generate import size_fault, stream_images
 from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.image_requests import Request, Row
+from sd3_light.sampling.image_requests import ImageRequest, PromptRow
 from sd3_light.sampling.lora_stack import Lora, add_loras
-from sd3_light.sampling.png import FACTS, parameters, read_facts, save_png
+from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
 from sd3_light.sampling.texts import TextPolicy
@@ -43,7 +43,7 @@ _PATIENCE = 600.0  # seconds without a new picture of another process, at least,
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SampleOptions:
     """How to sample, where a row does not say it. A size of 0 means the model's own."""
 
     steps: int = 28
@@ -61,10 +61,10 @@ class Wishes:
 
 def run(
     model: Path,
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     seeds: Sequence[int],
     out: Path,
-    wishes: Wishes,
+    wishes: SampleOptions,
     launch: Launch | None = None,
 ) -> Path:
     """Write OUT/00000.png, ... and the grid: each row with each seed, or once with its own. Returns what to look at.
@@ -77,7 +77,7 @@ def run(
     check_sampler(wishes.sampler)
     _check_wishes(rows, out, wishes)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
-    share = deal([row for row, _ in jobs], launch.rank, launch.world)
+    share = assign_rows([row for row, _ in jobs], launch.rank, launch.world)
     shown = list(range(len(jobs)))[:_GRID_MOST] if wishes.grid and launch.is_main else []
     _refuse_to_overwrite([*(_name(out, number) for number in share), *([out / GRID] if shown else [])])
     if share or shown:
@@ -91,7 +91,7 @@ def run(
     return out / GRID if wishes.grid else out
 
 
-def deal(rows: Sequence[Row], rank: int, world: int) -> list[int]:
+def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
     """The numbers of a process's rows: alike ones are dealt in turn, so that all have about the same work."""
 
     def kind(number: int) -> tuple[float, ...]:
@@ -101,7 +101,7 @@ def deal(rows: Sequence[Row], rank: int, world: int) -> list[int]:
     return sorted(sorted(range(len(rows)), key=kind)[rank::world])
 
 
-def _check_wishes(rows: Sequence[Row], out: Path, wishes: Wishes) -> None:
+def _check_wishes(rows: Sequence[PromptRow], out: Path, wishes: SampleOptions) -> None:
     """Faults that need no model to be seen."""
     if not math.isfinite(wishes.guidance):
         raise UserError(f"--guidance {wishes.guidance}: give a finite number")
@@ -125,7 +125,7 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
             raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
-def _open(model: Path, wishes: Wishes, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+def _open(model: Path, wishes: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
     dtype = check_dtype(wishes.dtype)
     pipe, policy = open_pipeline(model, torch.device("cpu"))
     use_sampler(pipe, wishes.sampler)
@@ -135,7 +135,9 @@ def _open(model: Path, wishes: Wishes, launch: Launch) -> tuple[StableDiffusion3
     return pipe.to(launch.device()), policy
 
 
-def _request(pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: Row, seed: int, wishes: Wishes) -> Request:
+def _request(
+    pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: PromptRow, seed: int, wishes: SampleOptions
+) -> ImageRequest:
     """A row's picture, complete; a fault names the row's place."""
     own = pipe.transformer.config.sample_size * pipe.vae_scale_factor
     width, height = row.width or wishes.width or own, row.height or wishes.height or own
@@ -147,10 +149,10 @@ def _request(pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: Row, seed:
         raise UserError(f"{row.where}: {fault}" if row.where else fault)
     steps = wishes.steps if row.steps is None else row.steps
     guidance = wishes.guidance if row.guidance is None else row.guidance
-    return Request(row.prompt, seed, width, height, negative, steps, guidance)
+    return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
 
 
-def _about(pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, wishes: Wishes) -> dict[str, Any]:
+def _about(pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, wishes: SampleOptions) -> dict[str, Any]:
     """What all pictures of a command share."""
     scheduler = pipe.scheduler.config
     return {
@@ -169,7 +171,7 @@ def _about(pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, wish
     }
 
 
-def _facts(request: Request, about: dict[str, Any]) -> dict[str, Any]:
+def _facts(request: ImageRequest, about: dict[str, Any]) -> dict[str, Any]:
     names = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
     return {name: getattr(request, name) for name in names} | about
 
@@ -177,14 +179,14 @@ def _facts(request: Request, about: dict[str, Any]) -> dict[str, Any]:
 def _draw(
     pipe: StableDiffusion3Pipeline,
     policy: TextPolicy,
-    requests: dict[int, Request],
+    requests: dict[int, ImageRequest],
     out: Path,
-    wishes: Wishes,
+    wishes: SampleOptions,
     about: dict[str, Any],
 ) -> float:
     """Draw and write this process's pictures; returns the longest time between two."""
     numbers, slowest, before = list(requests), 0.0, time.monotonic()
-    drawing = draw(
+    drawing = stream_images(
         pipe,
         list(requests.values()),
         policy,
@@ -198,7 +200,7 @@ def _draw(
                 path = _name(out, numbers[index])
                 _refuse_to_overwrite([path])
                 facts = _facts(requests[numbers[index]], about)
-                metadata = {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), FACTS: facts}
+                metadata = {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), PNG_FACTS: facts}
                 with write_errors(path):
                     save_png(image, path, metadata)
             bar.advance(len(drawn))
@@ -220,7 +222,7 @@ def _await(paths: Sequence[Path], patience: float, pause: float = 0.2) -> None:
         missing, since = still, time.monotonic() if len(still) < len(missing) else since
 
 
-def _make_grid(requests: dict[int, Request], total: int, out: Path) -> None:
+def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path) -> None:
     several = len({request.seed for request in requests.values()}) > 1
     captions = [f"{one.prompt} (seed {one.seed})" if several else one.prompt for one in requests.values()]
     images = list(_thumbnails(requests, out))
@@ -232,10 +234,10 @@ def _make_grid(requests: dict[int, Request], total: int, out: Path) -> None:
         info(f"the grid shows the first {len(images)} of {total} pictures")
 
 
-def _thumbnails(requests: dict[int, Request], out: Path) -> Iterator[Image.Image]:
+def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.Image]:
     for number, request in requests.items():
         path = _name(out, number)
-        facts = read_facts(path)
+        facts = read_png_facts(path)
         if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
             raise UserError(f"no grid: {path} is of another command; choose another folder with --out")
         with Image.open(path) as image:

@@ -24,11 +24,11 @@ from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.runlog import info
-from sd3_light.sampling.generate import Request, run_pipeline, save_png
+from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.prompt_features import encode_in_passing, read_prompt
+from sd3_light.sampling.prompt_features import encode_prompts_one_by_one, read_prompt
 from sd3_light.sampling.scheduler import flow_scheduler
-from sd3_light.sampling.texts import Text, batched, joined, no_text
+from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, unconditional_text
 
 Denoise = Callable[[tuple[Tensor, ...]], Tensor]
 """(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
@@ -45,9 +45,11 @@ class Sampler:
     """
 
     config: TrainConfig
-    requests: tuple[Request, ...]  # of the whole grid, in its order: the seeds of the first prompt, then of the next
-    texts: Mapping[str, Text]
-    negative: Text
+    requests: tuple[
+        ImageRequest, ...
+    ]  # of the whole grid, in its order: the seeds of the first prompt, then of the next
+    texts: Mapping[str, EncodedText]
+    negative: EncodedText
     pictures_at_once: int
     launch: Launch
     device: torch.device
@@ -71,12 +73,14 @@ class Sampler:
         wishes, bucket = config.sampling, smallest(data.buckets)
         assert wishes.prompts, "nothing to draw"
         width, height = map(int, bucket.bucket.split("x"))
-        requests = tuple(Request(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds)
+        requests = tuple(
+            ImageRequest(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds
+        )
         share = launch.of_data(stages)
         mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), share.rank, share.world))
         texts = _texts(config.model, list(mine), cache_dir, data.manifest.recipe, device)
-        empty = joined(data.empty_text())
-        negative = empty if config.model.uncond_text == "empty" else no_text(empty, config.model.text_tokens)
+        empty = join_features(data.empty_text())
+        negative = empty if config.model.uncond_text == "empty" else unconditional_text(empty, config.model.text_tokens)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # a call of the denoiser takes no more samples than a micro-batch: training's memory suffices
         at_once = max(1, min(_MOST_AT_ONCE, micro_batch // (2 if wishes.guidance > 1 else 1)))
@@ -129,7 +133,7 @@ class Sampler:
         texts = [self.texts[request.prompt] for request in batch]
         if wishes.guidance > 1:
             texts = [self.negative] * len(batch) + texts
-        text = batched(texts, self.device, torch.float32)
+        text = batch_texts(texts, self.device, torch.float32)
         pipe.transformer.denoise = denoise
         pipe.transformer.lengths = (text.lengths,) if self.config.model.text_tokens == "real" else ()
         return run_pipeline(pipe, batch, text, wishes.steps, wishes.guidance)
@@ -219,11 +223,11 @@ def _texts(
     cache_dir: CacheLocation,
     recipe: Mapping[str, Any],
     device: torch.device,
-) -> dict[str, Text]:
+) -> dict[str, EncodedText]:
     """The prompts' texts from the cache, or else from the encoders."""
     found = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in found.items() if features is None]
     if missing:
         info(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
-        found |= dict(zip(missing, encode_in_passing(model, missing, device), strict=True))
-    return {prompt: joined(features) for prompt, features in found.items() if features is not None}
+        found |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
+    return {prompt: join_features(features) for prompt, features in found.items() if features is not None}

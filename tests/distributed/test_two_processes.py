@@ -250,4 +250,4 @@ def test_two_processes_evaluate_a_finished_model_as_one(alone: Project) -> None:
     assert done.stdout.count("flow@0.9") == 1
     found = json.loads((alone.folder / "loss.json").read_text())["eval"]
     assert set(found) == {"flow", *(f"flow@0.{n}" for n in range(1, 10))}
-    assert found == pytest.approx(evaluate.validation(alone.load(), model)["eval"], rel=1e-5)
+    assert found == pytest.approx(evaluate.validation_losses(alone.load(), model)["eval"], rel=1e-5)

@@ -286,7 +286,7 @@ def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> 
         assert len(losses) == 10
         assert losses == found["run", step, weights, "one"]
     assert len({str(losses) for losses in found.values()}) == 3, "before the first step the average is the weights"
-    later = evaluate.validation(project.load(*wishes), project.run / "exports" / "step-00000002")
+    later = evaluate.validation_losses(project.load(*wishes), project.run / "exports" / "step-00000002")
     assert later["one"] == later["two"] == found["run", 2, "ema", "one"]
 
 

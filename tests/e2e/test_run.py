@@ -15,7 +15,7 @@ from sd3_light.checkpoint.store import read_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.flow.bands import BAND_NAMES
-from sd3_light.sampling.image_requests import Row
+from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume
 from tests.project import Project
@@ -173,7 +173,7 @@ def test_a_sample_is_the_stock_pipelines_picture(export_folder: Path, tmp_path: 
     from diffusers import StableDiffusion3Pipeline
 
     seed, steps = 11, 3
-    sample.run(export_folder, [Row(PROMPT)], [seed], tmp_path, sample.Wishes(steps, guidance))
+    sample.run(export_folder, [PromptRow(PROMPT)], [seed], tmp_path, sample.SampleOptions(steps, guidance))
     pipe = StableDiffusion3Pipeline.from_pretrained(export_folder, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     stock = pipe(
@@ -186,15 +186,17 @@ def test_a_sample_is_the_stock_pipelines_picture(export_folder: Path, tmp_path: 
     ours = Image.open(tmp_path / "00000.png")
     assert ours.size == (64, 64)
     assert np.array_equal(np.asarray(ours), np.asarray(stock))
-    sample.run(export_folder, [Row("两个绿色的星星")], [seed], tmp_path / "other", sample.Wishes(steps, guidance))
+    sample.run(
+        export_folder, [PromptRow("两个绿色的星星")], [seed], tmp_path / "other", sample.SampleOptions(steps, guidance)
+    )
     assert not np.array_equal(np.asarray(ours), np.asarray(Image.open(tmp_path / "other" / "00000.png"))), "text shows"
     facts = json.loads(ours.text["sd3_light"])
     assert (facts["prompt"], facts["seed"]) == (PROMPT, seed)
 
 
 def test_each_prompt_is_drawn_with_each_seed(export_folder: Path, tmp_path: Path) -> None:
-    rows = [Row(PROMPT), Row("两个绿色的星星")]
-    grid = sample.run(export_folder, rows, [1, 2], tmp_path, sample.Wishes(1, 1.0, 80, 48))
+    rows = [PromptRow(PROMPT), PromptRow("两个绿色的星星")]
+    grid = sample.run(export_folder, rows, [1, 2], tmp_path, sample.SampleOptions(1, 1.0, 80, 48))
     assert grid == tmp_path / "grid.png"
     images = [np.asarray(Image.open(tmp_path / f"{number:05d}.png")) for number in range(4)]
     assert all(image.shape == (48, 80, 3) for image in images)

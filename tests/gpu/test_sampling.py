@@ -12,7 +12,7 @@ from sd3_light.assets import DEMO
 from sd3_light.export.diffusers_folder import ExportSpec, read_facts, write_folder
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.model.start import read_json
-from sd3_light.sampling.generate import Request, generate
+from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.precision import compute_in
 
 CUDA = torch.device("cuda")
@@ -27,7 +27,7 @@ def pictures(folder: Path, dtype: torch.dtype, batch: int, device: torch.device 
     pipe, policy = open_pipeline(folder, torch.device("cpu"))
     compute_in(pipe, dtype)
     side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
-    requests = [Request(prompt, seed, side, side) for seed, prompt in enumerate(PROMPTS)]
+    requests = [ImageRequest(prompt, seed, side, side) for seed, prompt in enumerate(PROMPTS)]
     drawn = generate(pipe.to(device), requests, policy, STEPS, GUIDANCE, batch)
     return np.stack([np.asarray(image, dtype=np.int16) for image in drawn])
 

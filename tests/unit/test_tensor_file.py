@@ -24,7 +24,7 @@ METADATA = {"about": '{"a": "é"}'}
 @pytest.fixture(params=[1 << 24, 7])
 def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of the library's, read with chunks of many tensors or of a few bytes."""
-    monkeypatch.setattr(tensor_file, "CHUNK", request.param)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", request.param)
     save_file(TENSORS, tmp_path / "file.safetensors", METADATA)
     return tmp_path / "file.safetensors"
 
@@ -135,7 +135,7 @@ def test_values_begin_on_a_multiple_of_eight() -> None:
 
 
 def test_a_file_is_rearranged_with_a_few_chunks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "CHUNK", 1 << 20)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1 << 20)
     save_file({"a": torch.ones(6 << 20), "b": torch.zeros(6 << 20)}, tmp_path / "in")
     tensors, _ = read_tensor_file(tmp_path / "in")
     tracemalloc.start()

@@ -10,7 +10,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.files import sweep_files
 from sd3_light.runlog import info
-from sd3_light.sampling.prompt_features import FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
+from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.freshness import CacheState
 
 _POLL_SECONDS = 0.2
@@ -24,7 +24,7 @@ def missing_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, An
 def name_orphans(state: CacheState, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
     """Add the files of prompts that this config does not have, or that were encoded otherwise."""
     wanted = {prompt_file(prompt, recipe) for prompt in prompts}
-    for path in sorted((state.folder / FOLDER).glob("*.safetensors")):
+    for path in sorted((state.folder / PROMPTS_FOLDER).glob("*.safetensors")):
         if path.name not in wanted:
             state.orphans.append(path)
             state.orphan_bytes += path.stat().st_size
@@ -43,7 +43,7 @@ def cache_prompts(
         info(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
         for prompt, features in zip(prompts, encode_prompts(parts(), prompts), strict=True):
             write_prompt(cache, prompt, recipe, features)
-        sweep_files(cache / FOLDER)
+        sweep_files(cache / PROMPTS_FOLDER)
 
 
 def await_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], patience: float) -> None:

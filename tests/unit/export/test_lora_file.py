@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_file import METADATA, from_peft, read_lora, write_lora
+from sd3_light.export.lora_file import METADATA_KEY, from_peft, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.model.lora_layers import LoraModule, add_lora, is_lora_name, load_lora, lora_modules
 from sd3_light.model.random_weights import new_transformer
@@ -138,7 +138,7 @@ def test_names_and_metadata_of_the_default_file(modules: dict[str, LoraModule], 
     path = write_lora(tmp_path / "lora.safetensors", modules, facts={"rank": RANK, "alpha": ALPHA})
     keys = load_file(path).keys()
     assert keys == {f"transformer.{name}.lora_{side}.weight" for name in modules for side in "AB"}
-    assert metadata_of(path).keys() == {METADATA}, "several entries would be written in random order"
+    assert metadata_of(path).keys() == {METADATA_KEY}, "several entries would be written in random order"
     assert read_lora(path).facts == {"rank": RANK, "alpha": ALPHA}
 
 
@@ -453,7 +453,7 @@ def test_what_is_not_understood_is_named(tensors: dict[str, Tensor], message: st
         read_lora(tmp_path / "lora.safetensors")
 
 
-@pytest.mark.parametrize("key", [METADATA, "lora_adapter_metadata"])
+@pytest.mark.parametrize("key", [METADATA_KEY, "lora_adapter_metadata"])
 @pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "is no JSON object")])
 def test_metadata_that_are_no_json_are_named(key: str, text: str, message: str, tmp_path: Path) -> None:
     save_file(GOOD, tmp_path / "lora.safetensors", {key: text})

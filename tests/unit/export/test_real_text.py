@@ -22,7 +22,7 @@ from sd3_light.export.proof import ProofError, prove
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
 from sd3_light.model.masked_attention import MaskedJointAttention, real_text_mask
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 
 CONFIG = SIZES["tiny2"].transformer_config()
 PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]
@@ -75,7 +75,7 @@ def distance(one: Image.Image, other: Image.Image) -> int:
 def ours(folder: Path, uncond: Any, prompts: list[str]) -> list[Image.Image]:
     """As `sd3-light sample` draws them, with the stock pipeline under the text policy."""
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    requests = [Request(prompt, seed, 64, 64) for seed, prompt in enumerate(prompts)]
+    requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(prompts)]
     return generate(pipe, requests, TextPolicy(16, uncond, "real"), steps=2, guidance=4.0)
 
 
@@ -121,7 +121,7 @@ def test_we_open_it_with_our_own_class_and_do_not_run_its_file(
     assert (policy.text_tokens, policy.uncond_text, policy.t5_max_length) == ("real", "zero", 16)
     wanted = ours(folder, "zero", PROMPTS)
     assert max(map(distance, pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images, wanted)) <= 1
-    requests = [Request(prompt, seed, 64, 64) for seed, prompt in enumerate(PROMPTS)]
+    requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(PROMPTS)]
     assert max(map(distance, generate(pipe, requests, policy, steps=2, guidance=4.0), wanted)) == 0, "and we sample"
 
 
@@ -254,5 +254,5 @@ def test_the_lines_of_the_card_draw_what_sd3_light_draws(
     exec(code.replace("this folder", str(folder)), found)
     pipe, policy = open_pipeline(folder, CPU)
     side = CONFIG["sample_size"] * pipe.vae_scale_factor
-    (wanted,) = generate(pipe, [Request("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
+    (wanted,) = generate(pipe, [ImageRequest("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
     assert distance(found["image"], wanted) <= 1

@@ -10,7 +10,7 @@ from PIL import Image
 
 from sd3_light.metrics import composition
 from sd3_light.metrics.composition import DEMANDS, TABLE_COLUMNS, judge_images, score
-from sd3_light.sampling.generate import Request, TextPolicy
+from sd3_light.sampling.generate import ImageRequest, TextPolicy
 from sd3_light.world import IMAGE_SIZES, draw_prompts, render_scene
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
@@ -57,9 +57,9 @@ def test_what_nobody_asks_has_no_rate() -> None:
 
 @pytest.mark.parametrize("sizes", [None, IMAGE_SIZES])
 def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
-    asked: list[Request] = []
+    asked: list[ImageRequest] = []
 
-    def fake(pipe: Any, requests: Sequence[Request], *rest: Any) -> list[Image.Image]:
+    def fake(pipe: Any, requests: Sequence[ImageRequest], *rest: Any) -> list[Image.Image]:
         asked.extend(requests)
         assert (pipe, rest) == ("pipe", (POLICY, 5, 3.0, 4, None))
         return [
@@ -71,7 +71,7 @@ def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytes
     extra = {} if sizes is None else {"sizes": sizes}
     result = score("pipe", PROMPTS, POLICY, steps=5, guidance=3.0, seed=100, batch_size=4, **extra)
     cycle = sizes or ((64, 64),)
-    assert asked == [Request(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
+    assert asked == [ImageRequest(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
     assert result.rates["all"] == 1
     sheet = result.as_grid(columns=4, title="held-out")
     assert sheet.width == 8 + 4 * (2 * max(width for width, _ in cycle) + 8)

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from sd3_light.sampling import generate as module
-from sd3_light.sampling.generate import Request, TextPolicy, draw, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate, stream_images
 from sd3_light.sampling.scheduler import SAMPLERS, use_sampler
 
 REQUESTS = [
-    Request("a small red circle", 1, 48, 32),
-    Request("two blue squares", 2, 32, 32, steps=2),
-    Request("a large green star", 3, 48, 32, guidance=1.0),
-    Request("a red star left of a blue circle", 4, 32, 32),
-    Request("a red star left of a blue circle", 5, 32, 32),
-    Request("a small red circle", 6, 48, 32),
+    ImageRequest("a small red circle", 1, 48, 32),
+    ImageRequest("two blue squares", 2, 32, 32, steps=2),
+    ImageRequest("a large green star", 3, 48, 32, guidance=1.0),
+    ImageRequest("a red star left of a blue circle", 4, 32, 32),
+    ImageRequest("a red star left of a blue circle", 5, 32, 32),
+    ImageRequest("a small red circle", 6, 48, 32),
 ]
 STEPS = 3
 
@@ -75,7 +75,7 @@ def test_torchs_threads_do_not_show_and_are_back_afterwards(pipe: Any) -> None:
             assert {threads for threads, _ in seen} == {1}
             assert threading.current_thread().name not in {name for _, name in seen}
             seen.clear()
-            list(draw(pipe, REQUESTS[:1], policy, STEPS, exact=True, threads=2))
+            list(stream_images(pipe, REQUESTS[:1], policy, STEPS, exact=True, threads=2))
             assert {threads for threads, _ in seen} == {2}
     finally:
         torch.set_num_threads(before)
@@ -89,7 +89,7 @@ def test_a_fault_ends_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(module, "run_pipeline", broken)
-    many = [Request("a", seed, 32, 32) for seed in range(200)]
+    many = [ImageRequest("a", seed, 32, 32) for seed in range(200)]
     with pytest.raises(RuntimeError, match="no memory"):
         generate(pipe, many, TextPolicy(12, "zero", "padded"), STEPS, batch_size=1, exact=True)
     assert len(drawn) < 100, "what had not begun was left"
@@ -105,7 +105,7 @@ def test_a_text_is_encoded_once_and_the_oldest_are_forgotten(pipe: Any, monkeypa
         return encode(pipe, texts, policy)
 
     monkeypatch.setattr(module, "encode", spy)
-    requests = [Request(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
+    requests = [ImageRequest(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
     generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
     assert encoded == ["a", "two", "red", "a"]
 

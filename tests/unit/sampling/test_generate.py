@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import Request, TextPolicy, generate, save_png
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate, save_png
 from sd3_light.sampling.texts import encode
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
@@ -18,11 +18,11 @@ ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
 REAL = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="real")
 STEPS = 3
 REQUESTS = [
-    Request("a small red circle", 1, 48, 32),
-    Request("two blue squares", 2, 32, 32),
-    Request("a large green star", 3, 48, 32),
-    Request("a red star left of a blue circle", 4, 32, 32, negative_prompt="black"),
-    Request("a red star left of a blue circle", 5, 32, 32),
+    ImageRequest("a small red circle", 1, 48, 32),
+    ImageRequest("two blue squares", 2, 32, 32),
+    ImageRequest("a large green star", 3, 48, 32),
+    ImageRequest("a red star left of a blue circle", 4, 32, 32, negative_prompt="black"),
+    ImageRequest("a red star left of a blue circle", 5, 32, 32),
 ]
 
 
@@ -30,7 +30,7 @@ def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-def stock(pipe: Any, request: Request, guidance: float = 4.0, **extra: Any) -> Image.Image:
+def stock(pipe: Any, request: ImageRequest, guidance: float = 4.0, **extra: Any) -> Image.Image:
     return pipe(
         request.prompt,
         negative_prompt=request.negative_prompt or None,
@@ -61,11 +61,11 @@ def test_a_picture_does_not_depend_on_its_batch(pipe: Any, policy: TextPolicy) -
 
 
 def test_prompt_seed_negative_prompt_and_guidance_all_show(pipe: Any) -> None:
-    base = Request("a red circle", 7, 32, 32)
+    base = ImageRequest("a red circle", 7, 32, 32)
     others = [
-        Request("two blue stars", 7, 32, 32),
-        Request("a red circle", 8, 32, 32),
-        Request("a red circle", 7, 32, 32, negative_prompt="black"),
+        ImageRequest("two blue stars", 7, 32, 32),
+        ImageRequest("a red circle", 8, 32, 32),
+        ImageRequest("a red circle", 7, 32, 32, negative_prompt="black"),
     ]
     first, *rest = generate(pipe, [base, *others], POLICY, STEPS)
     rest += generate(pipe, [base], POLICY, STEPS, guidance=1.0)
@@ -111,7 +111,7 @@ def test_nothing_asked_nothing_made(pipe: Any) -> None:
 @pytest.mark.parametrize("side", [30, 0, 200])
 def test_sides_that_the_model_cannot_make_are_refused(pipe: Any, side: int) -> None:
     with pytest.raises(UserError, match="multiples of 8 from 8 to 192"):
-        generate(pipe, [Request("a", 0, side, 32)], POLICY, STEPS)
+        generate(pipe, [ImageRequest("a", 0, side, 32)], POLICY, STEPS)
 
 
 @pytest.mark.parametrize("uncond", ["zero", "empty"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.image_requests import Row, read_rows
+from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
 
 
 def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:
@@ -16,31 +16,34 @@ def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeffa star, red\n\n  两个圆  \n", "prompts.txt")
-    assert read_rows(path) == [Row("a star, red", where=f"{path}:1"), Row("两个圆", where=f"{path}:3")]
+    assert read_prompt_rows(path) == [
+        PromptRow("a star, red", where=f"{path}:1"),
+        PromptRow("两个圆", where=f"{path}:3"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("prompt\na star\n", [(2, Row("a star"))]),
-        ("\ufeffprompt,seed\r\na star,7\r\n", [(2, Row("a star", 7))]),
-        ("seed, prompt\n0,a\n,b\n", [(2, Row("a", 0)), (3, Row("b"))]),
+        ("prompt\na star\n", [(2, PromptRow("a star"))]),
+        ("\ufeffprompt,seed\r\na star,7\r\n", [(2, PromptRow("a star", 7))]),
+        ("seed, prompt\n0,a\n,b\n", [(2, PromptRow("a", 0)), (3, PromptRow("b"))]),
         (
             "prompt,seed,negative_prompt,width,height,steps,guidance\na,1,blur,64,48,9,1.5\n",
-            [(2, Row("a", 1, "blur", 64, 48, 9, 1.5))],
+            [(2, PromptRow("a", 1, "blur", 64, 48, 9, 1.5))],
         ),
         ('prompt,steps\n"a star, red",3\n\n"two\nlines",4\nlast,\n', None),
-        ("prompt,guidance\na,0\n", [(2, Row("a", guidance=0.0))]),
+        ("prompt,guidance\na,0\n", [(2, PromptRow("a", guidance=0.0))]),
         ("prompt,seed\n", []),
-        (f"prompt,seed\na,{2**63 - 1}\n", [(2, Row("a", 2**63 - 1))]),
+        (f"prompt,seed\na,{2**63 - 1}\n", [(2, PromptRow("a", 2**63 - 1))]),
     ],
 )
-def test_good_csv(tmp_path: Path, text: str, rows: list[tuple[int, Row]] | None) -> None:
+def test_good_csv(tmp_path: Path, text: str, rows: list[tuple[int, PromptRow]] | None) -> None:
     path = write(tmp_path, text)
     if rows is None:  # blank lines and lines inside quotes count
-        rows = [(2, Row("a star, red", steps=3)), (4, Row("two\nlines", steps=4)), (6, Row("last"))]
-    expected = [Row(**{**vars(row), "where": f"{path}:{line}"}) for line, row in rows]
-    assert read_rows(path) == expected
+        rows = [(2, PromptRow("a star, red", steps=3)), (4, PromptRow("two\nlines", steps=4)), (6, PromptRow("last"))]
+    expected = [PromptRow(**{**vars(row), "where": f"{path}:{line}"}) for line, row in rows]
+    assert read_prompt_rows(path) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_good_csv(tmp_path: Path, text: str, rows: list[tuple[int, Row]] | None)
 def test_bad_csv_names_file_and_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UserError) as fault:
-        read_rows(path)
+        read_prompt_rows(path)
     assert str(fault.value).startswith(f"{path}:{line}: ")
     assert words in str(fault.value)
     assert "\n" not in str(fault.value)
@@ -78,7 +81,7 @@ def test_bad_csv_names_file_and_line(tmp_path: Path, text: str, line: int, words
 def test_all_faults_come_at_once_but_not_too_many(tmp_path: Path) -> None:
     path = write(tmp_path, "prompt,seed,steps\n" + "a,x,0\n" * 7)
     with pytest.raises(UserError) as fault:
-        read_rows(path)
+        read_prompt_rows(path)
     lines = str(fault.value).splitlines()
     assert lines[0].startswith(f"{path}:2: seed")
     assert lines[1].startswith(f"{path}:2: steps")
@@ -88,7 +91,7 @@ def test_all_faults_come_at_once_but_not_too_many(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        read_rows(tmp_path / "none.csv")
+        read_prompt_rows(tmp_path / "none.csv")
     (tmp_path / "x.txt").write_bytes(b"abc\xff\xfe")
     with pytest.raises(UserError, match=r"is not UTF-8 \(byte 3\)"):
-        read_rows(tmp_path / "x.txt")
+        read_prompt_rows(tmp_path / "x.txt")

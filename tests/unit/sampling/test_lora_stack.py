@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors
-from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
 
 LAYERS = (
@@ -41,7 +41,7 @@ def lora_weights(pipe: Any, seed: int, layers: tuple[str, ...] = LAYERS) -> Weig
 
 
 def pixels(pipe: Any, text_tokens: Any = "padded") -> torch.Tensor:
-    request = Request("a red star", 3, 48, 32)
+    request = ImageRequest("a red star", 3, 48, 32)
     (image,) = generate(pipe, [request], TextPolicy(12, "empty", text_tokens), 3)
     return torch.tensor(list(image.tobytes())).float()
 

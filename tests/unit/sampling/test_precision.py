@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import Request, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 from sd3_light.sampling.precision import check_dtype, compute_in
 
-REQUESTS = [Request("a red star", 3, 48, 32), Request("two blue squares", 4, 48, 32)]
+REQUESTS = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue squares", 4, 48, 32)]
 
 
 def halved(pipe: Any) -> Any:

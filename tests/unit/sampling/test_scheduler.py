@@ -10,11 +10,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from sd3_light.config.faults import UserError
 from sd3_light.flow.timesteps import resolution_shift
-from sd3_light.sampling.generate import Request, TextPolicy, draw, generate
+from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate, stream_images
 from sd3_light.sampling.scheduler import SAMPLERS, flow_scheduler, use_sampler
 
 POLICY = TextPolicy(12, "empty", "padded")
-REQUEST = Request("a red star", 3, 48, 32)
+REQUEST = ImageRequest("a red star", 3, 48, 32)
 
 
 class Holder:
@@ -91,7 +91,7 @@ def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
     sizes = [(32, 32), (96, 96)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(sampled.scheduler), "set_timesteps", spy)
-        for _ in draw(sampled, [Request("a", 1, *size) for size in sizes], POLICY, 2, exact=True):
+        for _ in stream_images(sampled, [ImageRequest("a", 1, *size) for size in sizes], POLICY, 2, exact=True):
             pass
     for width, height in sizes:
         shift = resolution_shift(width * height // 64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd3_light.encoders.text import encode_clip, encode_t5
-from sd3_light.sampling.texts import Text, TextPolicy, batched, encode, no_text
+from sd3_light.sampling.texts import EncodedText, TextPolicy, batch_texts, encode, unconditional_text
 
 PROMPTS = ["a small red circle", "two blue squares left of a large green star", "a"]
 LONG = " ".join(["red"] * 40)
@@ -57,14 +57,14 @@ def test_real_text_is_cut_as_padded_text_is(pipe: Any) -> None:
 
 @pytest.mark.parametrize(("text_tokens", "length"), [("padded", 5), ("real", 1)])
 def test_no_text_is_zeros(text_tokens: str, length: int) -> None:
-    nothing = no_text(Text(torch.ones(5, 3), torch.ones(2)), text_tokens)
+    nothing = unconditional_text(EncodedText(torch.ones(5, 3), torch.ones(2)), text_tokens)
     assert torch.equal(nothing.tokens, torch.zeros(length, 3))
     assert torch.equal(nothing.pooled, torch.zeros(2))
 
 
 def test_a_batch_fills_up_with_zeros_behind(pipe: Any) -> None:
-    texts = [Text(torch.ones(length, 3), torch.full((2,), float(length))) for length in (2, 4, 1)]
-    batch = batched(texts, torch.device("cpu"), torch.float64)
+    texts = [EncodedText(torch.ones(length, 3), torch.full((2,), float(length))) for length in (2, 4, 1)]
+    batch = batch_texts(texts, torch.device("cpu"), torch.float64)
     assert batch.tokens.sum(dim=(1, 2)).tolist() == [6, 12, 3]
     assert batch.tokens[0, :2].all()
     assert batch.tokens.dtype == batch.pooled.dtype == torch.float64

@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
-from sd3_light.sampling.prompt_features import FOLDER, prompt_file, read_prompt
+from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.stages import cache, train
 from sd3_light.stages.cache import cached_prompts as stage_prompts
 from tests.project import Project
@@ -25,7 +25,7 @@ def sampling(*prompts: str) -> tuple[str, ...]:
 
 
 def files(project: Project) -> set[str]:
-    return {path.name for path in (project.cache / FOLDER).glob("*")}
+    return {path.name for path in (project.cache / PROMPTS_FOLDER).glob("*")}
 
 
 def recipe(project: Project) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_fresh_cache_without_prompts_gets_them_alone(project: Project, capsys:
 @pytest.mark.usefixtures("no_encoders")
 def test_without_prompts_nothing_is_encoded_or_made(project: Project) -> None:
     project.build_cache()
-    assert not (project.cache / FOLDER).exists()
+    assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
 def test_what_stands_is_not_encoded_again(
@@ -123,7 +123,7 @@ def test_the_name_hangs_on_all_that_is_about_text(project: Project, key: str) ->
 @pytest.mark.parametrize("how", ["cut", "flipped", "nonsense"])
 def test_a_damaged_file_is_encoded_again(project: Project, how: str) -> None:
     project.build_cache(*sampling(*PROMPTS))
-    path = project.cache / FOLDER / prompt_file(PROMPTS[0], recipe(project))
+    path = project.cache / PROMPTS_FOLDER / prompt_file(PROMPTS[0], recipe(project))
     whole = path.read_bytes()
     damaged = {"cut": whole[:-9], "flipped": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "nonsense": b"[]"}[how]
     path.write_bytes(damaged)
@@ -138,7 +138,7 @@ def test_a_trusted_cache_gets_its_prompts_where_it_may_be_written(
     with monkeypatch.context() as patch:
         patch.setattr(cache, "may_write", lambda _: False)
         project.build_cache(*sampling(*PROMPTS), trust=True)
-        assert not (project.cache / FOLDER).exists()
+        assert not (project.cache / PROMPTS_FOLDER).exists()
     project.build_cache(*sampling(*PROMPTS), trust=True)
     assert files(project) == names(project, *PROMPTS)
 
@@ -146,7 +146,7 @@ def test_a_trusted_cache_gets_its_prompts_where_it_may_be_written(
 def test_a_dry_run_encodes_none(project: Project) -> None:
     project.build_cache(*sampling(*PROMPTS), dry_run=True)
     project.build_cache(*sampling(*PROMPTS), dry_run=True, trust=True)
-    assert not (project.cache / FOLDER).exists()
+    assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
 def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_waiting_has_an_end(project: Project) -> None:
 def test_evaluation_sets_carry_none(project: Project) -> None:
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
-    assert [(report.folder / FOLDER).exists() for report in reports] == [True, False]
+    assert [(report.folder / PROMPTS_FOLDER).exists() for report in reports] == [True, False]
 
 
 def test_a_cache_at_a_url_is_read_and_not_written(project: Project) -> None:

@@ -21,7 +21,7 @@ from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors, write_lora
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.sampling.generate import Request, generate
+from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.sampling.texts import TextPolicy
 
@@ -189,7 +189,7 @@ def test_merging_gives_a_proven_model_that_draws_as_the_stack_does(square: Path,
 
 
 def pixels(pipe: Any) -> Tensor:
-    (image,) = generate(pipe, [Request("a red star", 3, 32, 32)], TextPolicy(16, "zero", "padded"), 2)
+    (image,) = generate(pipe, [ImageRequest("a red star", 3, 32, 32)], TextPolicy(16, "zero", "padded"), 2)
     return torch.tensor(list(image.tobytes())).float()
 
 

@@ -13,13 +13,17 @@ from safetensors.torch import save_file
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.sampling.image_requests import Row, read_rows
+from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.stages import sample
-from sd3_light.stages.sample import Wishes, deal
+from sd3_light.stages.sample import SampleOptions, assign_rows
 
-FAST = Wishes(steps=2)
-ROWS = [Row("a large red circle"), Row("two small blue squares, a star", steps=1), Row("白色背景上有一个大的红色圆形")]
+FAST = SampleOptions(steps=2)
+ROWS = [
+    PromptRow("a large red circle"),
+    PromptRow("two small blue squares, a star", steps=1),
+    PromptRow("白色背景上有一个大的红色圆形"),
+]
 
 
 def model_folder(folder: Path, **text: object) -> Path:
@@ -55,8 +59,8 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_euler_is_the_stock_picture_bit_for_bit(model: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusion3Pipeline
 
-    row = Row("a large red circle", 11, "blue", 80, 48, 3, 2.5)
-    assert sample.run(model, [row], [0], tmp_path / "out", Wishes()) == tmp_path / "out" / "grid.png"
+    row = PromptRow("a large red circle", 11, "blue", 80, 48, 3, 2.5)
+    assert sample.run(model, [row], [0], tmp_path / "out", SampleOptions()) == tmp_path / "out" / "grid.png"
     pipe = StableDiffusion3Pipeline.from_pretrained(model, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     stock = pipe(
@@ -73,7 +77,7 @@ def test_euler_is_the_stock_picture_bit_for_bit(model: Path, tmp_path: Path) -> 
 
 
 def test_pictures_say_how_they_were_made(model: Path, tmp_path: Path) -> None:
-    wishes = Wishes(steps=2, guidance=3.5, negative_prompt="blue", sampler="dpm++")
+    wishes = SampleOptions(steps=2, guidance=3.5, negative_prompt="blue", sampler="dpm++")
     sample.run(model, ROWS, [5], tmp_path, wishes)
     text = texts(tmp_path / "00001.png")
     assert set(text) == {"parameters", "sd3_light"}
@@ -108,7 +112,7 @@ def test_rows_and_seeds_make_numbered_pictures(model: Path, tmp_path: Path) -> N
     table = tmp_path / "prompts.csv"
     table.write_text("prompt,seed,width,steps\na star,,,\na star,9,80,1\n", encoding="utf-8")
     out = tmp_path / "deep" / "out"
-    assert sample.run(model, read_rows(table), [1, 2], out, Wishes(2, grid=False)) == out
+    assert sample.run(model, read_prompt_rows(table), [1, 2], out, SampleOptions(2, grid=False)) == out
     made = [json.loads(texts(out / f"0000{number}.png")["sd3_light"]) for number in range(3)]
     assert [(one["seed"], one["width"], one["steps"]) for one in made] == [(1, 64, 2), (2, 64, 2), (9, 80, 1)]
     assert len(files(out)) == 3
@@ -119,7 +123,7 @@ def test_rows_and_seeds_make_numbered_pictures(model: Path, tmp_path: Path) -> N
 def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, text_tokens: str) -> None:
     model = model_folder(tmp_path / "tiny", text_tokens=text_tokens, uncond_text="zero")
     for batch in (1, 8):
-        sample.run(model, ROWS, [1, 2], tmp_path / f"batch{batch}", Wishes(2, batch=batch))
+        sample.run(model, ROWS, [1, 2], tmp_path / f"batch{batch}", SampleOptions(2, batch=batch))
     for rank in (2, 1, 0):  # the first process last: it waits for the pictures of the others
         sample.run(model, ROWS, [1, 2], tmp_path / "split", FAST, Launch(rank, rank, 3))
     expected = files(tmp_path / "batch8")
@@ -129,13 +133,13 @@ def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, text_tokens: str) 
 
 
 def test_all_processes_have_about_the_same_work() -> None:
-    rows = [Row("a", width=64 if number % 2 else 1024) for number in range(11)]
-    shares = [deal(rows, rank, 4) for rank in range(4)]
+    rows = [PromptRow("a", width=64 if number % 2 else 1024) for number in range(11)]
+    shares = [assign_rows(rows, rank, 4) for rank in range(4)]
     assert sorted(number for share in shares for number in share) == list(range(11))
     assert all(share == sorted(share) for share in shares)
     large = [sum(rows[number].width == 1024 for number in share) for share in shares]
     assert max(large) - min(large) <= 1
-    assert deal(rows[:1], 3, 4) == []
+    assert assign_rows(rows[:1], 3, 4) == []
 
 
 def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_a_large_job_has_a_grid_of_its_first_pictures(
 ) -> None:
     monkeypatch.setattr(sample, "_GRID_MOST", 2)
     monkeypatch.setattr(sample, "_GRID_SIDE", 32)
-    sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, Wishes(1))
+    sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, SampleOptions(1))
     assert "the grid shows the first 2 of 3 pictures" in capsys.readouterr().err
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.width == 8 + 2 * (4 * 32 + 8)  # shrunk to 32, then shown at 128
@@ -187,7 +191,7 @@ def lora_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
 def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = "transformer_blocks.1.attn.to_v"
     (one, first), (two, second) = (lora_file(tmp_path / f"{n}.safetensors", layer, n) for n in (1, 2))
-    wishes = Wishes(2, loras=(Lora(one, 0.8), Lora(two, -0.4)), grid=False)
+    wishes = SampleOptions(2, loras=(Lora(one, 0.8), Lora(two, -0.4)), grid=False)
     sample.run(model, ROWS[:1], [0], tmp_path / "stack", wishes)
     text = texts(tmp_path / "stack" / "00000.png")
     assert json.loads(text["sd3_light"])["loras"] == [
@@ -203,9 +207,9 @@ def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monke
         pipe.transformer.get_submodule(layer).weight.data += 0.8 * first - 0.4 * second
         return pipe, policy
 
-    sample.run(model, ROWS[:1], [0], tmp_path / "plain", Wishes(2, grid=False))
+    sample.run(model, ROWS[:1], [0], tmp_path / "plain", SampleOptions(2, grid=False))
     monkeypatch.setattr(sample, "open_pipeline", merged)
-    sample.run(model, ROWS[:1], [0], tmp_path / "merged", Wishes(2, grid=False))
+    sample.run(model, ROWS[:1], [0], tmp_path / "merged", SampleOptions(2, grid=False))
     stack, by_hand, plain = (pixels(tmp_path / name / "00000.png").astype(int) for name in ("stack", "merged", "plain"))
     assert np.abs(stack - by_hand).max() <= 1
     assert np.abs(stack - plain).max() > 5
@@ -213,7 +217,7 @@ def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monke
 
 def test_half_precision_is_near(model: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
-        sample.run(model, ROWS[:1], [0], tmp_path / dtype, Wishes(2, dtype=dtype, grid=False))
+        sample.run(model, ROWS[:1], [0], tmp_path / dtype, SampleOptions(2, dtype=dtype, grid=False))
     full, half = (pixels(tmp_path / dtype / "00000.png").astype(int) for dtype in ("float32", "bfloat16"))
     assert 0 < np.abs(full - half).mean() < 4
 
@@ -222,13 +226,13 @@ def test_half_precision_is_near(model: Path, tmp_path: Path) -> None:
     ("rows", "wishes", "words"),
     [
         ([], FAST, "no prompt given"),
-        (ROWS, Wishes(sampler="ddim"), "choose among euler, heun, dpm"),
-        (ROWS, Wishes(dtype="half"), "choose among float32, bfloat16"),
-        (ROWS, Wishes(width=70), "^a picture of 70x64: the sides of this model are multiples of 16"),
-        ([Row("a", height=65, where="p.csv:7")], FAST, r"^p\.csv:7: a picture of 64x65: the sides"),
+        (ROWS, SampleOptions(sampler="ddim"), "choose among euler, heun, dpm"),
+        (ROWS, SampleOptions(dtype="half"), "choose among float32, bfloat16"),
+        (ROWS, SampleOptions(width=70), "^a picture of 70x64: the sides of this model are multiples of 16"),
+        ([PromptRow("a", height=65, where="p.csv:7")], FAST, r"^p\.csv:7: a picture of 64x65: the sides"),
     ],
 )
-def test_refusals(model: Path, tmp_path: Path, rows: list[Row], wishes: Wishes, words: str) -> None:
+def test_refusals(model: Path, tmp_path: Path, rows: list[PromptRow], wishes: SampleOptions, words: str) -> None:
     with pytest.raises(UserError, match=words):
         sample.run(model, rows, [0], tmp_path / "out", wishes)
     assert not (tmp_path / "out").exists()
@@ -237,4 +241,4 @@ def test_refusals(model: Path, tmp_path: Path, rows: list[Row], wishes: Wishes, 
 def test_a_model_without_negative_text_takes_no_negative_prompt(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "zero", uncond_text="zero")
     with pytest.raises(UserError, match=r'p.csv:2: a negative prompt, but .* uncond_text = "zero"'):
-        sample.run(model, [Row("a", negative_prompt="b", where="p.csv:2")], [0], tmp_path / "out", FAST)
+        sample.run(model, [PromptRow("a", negative_prompt="b", where="p.csv:2")], [0], tmp_path / "out", FAST)

@@ -21,7 +21,7 @@ from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
-from sd3_light.sampling.texts import TextPolicy, encode, joined
+from sd3_light.sampling.texts import TextPolicy, encode, join_features
 from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler, deal, smallest
@@ -365,5 +365,7 @@ def test_one_caption_is_joined_as_sd3_takes_it(caches: dict[str, Project]) -> No
     features = data.empty_text()
     clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
     clip = torch.nn.functional.pad(clip, (0, features["t5"].shape[-1] - clip.shape[-1]))
-    assert torch.equal(joined(features).tokens, torch.cat([clip, features["t5"]]))
-    assert torch.equal(joined(features).pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]]))
+    assert torch.equal(join_features(features).tokens, torch.cat([clip, features["t5"]]))
+    assert torch.equal(
+        join_features(features).pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
+    )
