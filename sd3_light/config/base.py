@@ -1,4 +1,4 @@
-"""The vocabulary of the schemas: strict scalar types, paths, and the plain words that say what a type allows."""
+"""Building blocks of the schemas: strict scalar types, paths, and readable descriptions of what a type allows."""
 
 import os
 import re
@@ -16,117 +16,117 @@ from pydantic_core import PydanticCustomError
 
 
 class Table(BaseModel):
-    """A table of a TOML file: frozen, and an unknown key in it is a fault."""
+    """Base class for the tables of a TOML file: frozen, and unknown keys are faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Annotation: the words for what a type allows, where they cannot be derived from the type."""
+    """Annotation: describes what a type allows where the type itself cannot."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Annotation: the known values of a text, for the report and its nearest-value hint."""
+class KnownValues:
+    """Annotation: the known values of a string, used for validation and for suggesting the nearest one."""
 
     values: tuple[str, ...]
 
     def __call__(self, value: Any) -> Any:
-        """Pass a known value on."""
+        """Return ``value`` if it is known, otherwise raise."""
         if isinstance(value, str) and value not in self.values:
-            raise PydanticCustomError("literal_error", "not a known value")
+            raise PydanticCustomError("literal_error", "unknown value")
         return value
 
 
-def bad(problem: str) -> PydanticCustomError:
-    """The error that a validator raises to have `problem` shown to the user as it is."""
-    return PydanticCustomError("plain_words", "{problem}", {"problem": problem})
+def invalid_value(problem: str) -> PydanticCustomError:
+    """Return an error whose text is shown to the user unchanged."""
+    return PydanticCustomError("message", "{problem}", {"problem": problem})
 
 
-def absolute(value: Any, info: ValidationInfo) -> Path:
-    """A path, made absolute against the folder of the TOML that names it; nothing is looked up on disk."""
+def parse_path(value: Any, info: ValidationInfo) -> Path:
+    """Return an absolute path, relative paths starting at the TOML file's folder. Does not touch the disk."""
     if not isinstance(value, str | Path) or str(value) == "":
         raise PydanticCustomError("path_type", "not a path")
-    return against((info.context or {}).get("base", Path()), value)
+    return absolute_path((info.context or {}).get("base", Path()), value)
 
 
-def against(base: Path, value: str | Path) -> Path:
-    """A path as seen from the folder `base`: absolute, `..` taken off the text, symbolic links not followed."""
+def absolute_path(base: Path, value: str | Path) -> Path:
+    """Return ``value`` made absolute from ``base``. `..` is collapsed; symbolic links are not followed."""
     return Path(os.path.abspath(base / Path(value).expanduser()))
 
 
 def is_url(value: str) -> bool:
-    """Whether a text is meant as a URL: `://` comes before any other slash."""
+    """Return whether a string is a URL: `://` comes before any other slash."""
     return "://" in value and "/" not in value.partition("://")[0]
 
 
-def path_or_url(value: Any, info: ValidationInfo) -> Path | str:
-    """A path, or a URL as it stands but for a slash at its end."""
+def parse_location(value: Any, info: ValidationInfo) -> Path | str:
+    """Return an absolute path, or a validated URL without its trailing slashes."""
     if not isinstance(value, str) or not is_url(value):
-        return absolute(value, info)
+        return parse_path(value, info)
     scheme, _, rest = value.partition("://")
     host = rest.partition("/")[0]
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme):
-        raise bad("not a URL of one protocol")
-    # a secret may hold a slash, and then its @ comes after what looks like the host
+        raise invalid_value("not a URL with a single protocol")
+    # a password may contain a slash, so its @ can come after what looks like the host
     if "@" in host or not re.fullmatch(r"[^:]*(:\d+)?|\[.*\](:\d+)?", host):
-        raise bad("a URL must not carry a user or password: credentials come from the environment")
+        raise invalid_value("a URL must not contain a user or password: credentials come from the environment")
     if re.search(r"[?#\s]", rest):
-        raise bad("a URL must not have a query, a fragment or spaces: the files' names are added to it")
+        raise invalid_value("a URL must not have a query, a fragment or spaces: file names are appended to it")
     if not rest.strip("/"):
-        raise bad("the URL names no folder")
+        raise invalid_value("the URL names no folder")
     if scheme == "file" and host:
-        raise bad("a file URL has three slashes: file:///folder")
+        raise invalid_value("a file URL needs three slashes: file:///folder")
     return value.rstrip("/")
 
 
 def without_secrets(text: str) -> str:
-    """A text in which nothing between `://` and the last `@`, and no query of a URL, can be read."""
+    """Hide everything between `://` and the last `@`, and the query of a URL."""
     text = re.sub(r"://.*@", "://(hidden)@", text)
     return re.sub(r"(://[^?\s]*)\?[^\s\"]*", r"\1?(hidden)", text)
 
 
-def random_or_path(value: Any, info: ValidationInfo) -> Path | Literal["random"]:
-    """The word "random", or a path."""
-    return "random" if value == "random" else absolute(value, info)
+def parse_random_or_path(value: Any, info: ValidationInfo) -> Path | Literal["random"]:
+    """Return "random" unchanged, anything else as an absolute path."""
+    return "random" if value == "random" else parse_path(value, info)
 
 
 def flag_or(word: str) -> Callable[[Any], Any]:
-    """A validator: true, false or one word."""
+    """Return a validator that accepts true, false or ``word``."""
 
-    def known(value: Any) -> Any:
+    def validate(value: Any) -> Any:
         if isinstance(value, bool) or value == word:
             return value
-        raise bad("not a known value")
+        raise invalid_value("unknown value")
 
-    return known
+    return validate
 
 
-def slug(value: Any) -> Any:
-    """A name that is also part of a file name."""
+def check_slug(value: Any) -> Any:
+    """Return ``value`` if it is safe in a file name."""
     if isinstance(value, str) and not re.fullmatch(r"[\w.\-]+", value):
-        raise bad("becomes part of a file name: use letters, digits, '.', '_' and '-' only")
+        raise invalid_value("is used in file names: use only letters, digits, '.', '_' and '-'")
     return value
 
 
 Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Strict()]
-Name = Annotated[str, Strict(), BeforeValidator(slug), Allowed("a name of letters, digits, '.', '_' and '-'")]
+TomlString = Annotated[str, Strict()]
+Name = Annotated[str, Strict(), BeforeValidator(check_slug), Allowed("a name of letters, digits, '.', '_' and '-'")]
 Positive = Annotated[float, Strict(), Gt(0)]
 NotNegative = Annotated[float, Strict(), Ge(0)]
 Fraction = Annotated[float, Strict(), Ge(0), Le(1)]
 Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrZero = Annotated[int, Strict(), Ge(0)]
-TomlPath = Annotated[Path, BeforeValidator(absolute), Allowed("a path")]
+TomlPath = Annotated[Path, BeforeValidator(parse_path), Allowed("a path")]
 CacheLocation = Path | str
-"""Where a cache lies: a Path is a folder, a str is a URL that fsspec knows."""
+"""The location of a cache: a Path is a folder, a str is a URL that fsspec supports."""
 TomlLocation = Annotated[
     CacheLocation,
-    BeforeValidator(path_or_url),
+    BeforeValidator(parse_location),
     Allowed("a path, or a URL such as s3://bucket/folder without credentials"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
@@ -135,17 +135,17 @@ Checkpointing = bool | Literal["selective"]
 FlagOrSelective = Annotated[Checkpointing, BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')]
 RandomOrPath = Annotated[
     Literal["random"] | Path,
-    BeforeValidator(random_or_path),
+    BeforeValidator(parse_random_or_path),
     Allowed('"random", or the path of a folder or file'),
 ]
-Dtype = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 
-_SIGNS: tuple[tuple[type, str, str], ...] = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
-_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", SecretStr: "a text"}
+_BOUNDS: tuple[tuple[type, str, str], ...] = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", SecretStr: "a string"}
 
 
-def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Take `Annotated` and `| None` off a type: (bare type, annotations)."""
+def unwrap_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Strip `Annotated` and `| None` from a type; returns (bare type, annotations)."""
     notes: tuple[Any, ...] = ()
     while True:
         if get_origin(annotation) is Annotated:
@@ -160,72 +160,72 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
             return annotation, notes
 
 
-def element(annotation: Any, index: int) -> Any:
-    """The type of one element of a list type; None where the type is no list."""
-    bare, _ = unwrap(annotation)
+def element_type(annotation: Any, index: int) -> Any:
+    """Return the type of one element of a list type, or None if it is not a list type."""
+    bare, _ = unwrap_annotation(annotation)
     args = get_args(bare)
     if get_origin(bare) is not tuple or not args:
         return None
     return args[0] if args[-1] is Ellipsis else args[min(index, len(args) - 1)]
 
 
-def table_of(annotation: Any) -> type[Table] | None:
-    """The table that a type stands for, or None."""
-    bare, _ = unwrap(annotation)
+def table_type(annotation: Any) -> type[Table] | None:
+    """Return the `Table` subclass behind a type, or None."""
+    bare, _ = unwrap_annotation(annotation)
     return bare if isinstance(bare, type) and issubclass(bare, Table) else None
 
 
 @cache
-def annotations(table: type[Table]) -> Mapping[str, Any]:
-    """Key -> full type of a table, in the order of the schema."""
+def field_types(table: type[Table]) -> Mapping[str, Any]:
+    """Return key -> annotated type of a table, in schema order."""
     hints = get_type_hints(table, include_extras=True)
     return {name: hints[name] for name in table.model_fields}
 
 
-def tables(table: type[Table], name: str = "") -> Iterator[tuple[str, type[Table]]]:
-    """The table and all tables under it, with their dotted names."""
+def walk_tables(table: type[Table], name: str = "") -> Iterator[tuple[str, type[Table]]]:
+    """Yield the table and all its nested tables with their dotted names."""
     yield name, table
-    for key, annotation in annotations(table).items():
-        inner = table_of(annotation) or table_of(element(annotation, 0))
+    for key, annotation in field_types(table).items():
+        inner = table_type(annotation) or table_type(element_type(annotation, 0))
         if inner is not None:
-            yield from tables(inner, f"{name}.{key}" if name else key)
+            yield from walk_tables(inner, f"{name}.{key}" if name else key)
 
 
-def choices(annotation: Any) -> tuple[str, ...]:
-    """The known values of a type that has a closed list of them."""
-    bare, notes = unwrap(annotation)
+def known_values(annotation: Any) -> tuple[str, ...]:
+    """Return the values of a type with a closed set of values; empty for other types."""
+    bare, notes = unwrap_annotation(annotation)
     for note in notes:
-        if isinstance(note, Choices):
+        if isinstance(note, KnownValues):
             return note.values
     return tuple(str(value) for value in get_args(bare)) if get_origin(bare) is Literal else ()
 
 
 def _bounds(notes: tuple[Any, ...]) -> str:
     flat = [part for note in notes for part in (note.metadata if isinstance(note, FieldInfo) else (note,))]
-    found = [(sign, getattr(part, name)) for kind, name, sign in _SIGNS for part in flat if isinstance(part, kind)]
-    return " and ".join(f"{sign} {bound}" for sign, bound in found)
+    limits = [(sign, getattr(part, name)) for kind, name, sign in _BOUNDS for part in flat if isinstance(part, kind)]
+    return " and ".join(f"{sign} {limit}" for sign, limit in limits)
 
 
-def words(annotation: Any) -> str:
-    """What a type allows, in plain words."""
-    bare, notes = unwrap(annotation)
+def describe_type(annotation: Any) -> str:
+    """Describe the values that a type allows."""
+    bare, notes = unwrap_annotation(annotation)
     for note in notes:
         if isinstance(note, Allowed):
             return note.text
-    if known := choices(annotation):
-        return ", ".join(f'"{value}"' for value in known)
+    if values := known_values(annotation):
+        return ", ".join(f'"{value}"' for value in values)
     if get_origin(bare) is tuple:
-        return _list_words(bare, notes)
-    if table_of(bare) is not None:
+        return _describe_list(bare, notes)
+    if table_type(bare) is not None:
         return "a table"
     bounds = _bounds(notes)
     return _SCALARS[bare] + (f" {bounds}" if bounds else "")
 
 
-def _list_words(bare: Any, notes: tuple[Any, ...]) -> str:
+def _describe_list(bare: Any, notes: tuple[Any, ...]) -> str:
     args = get_args(bare)
     if args[-1] is not Ellipsis:
-        return f"a list of {len(args)}, each {words(args[0])}"
+        return f"a list of {len(args)}, each {describe_type(args[0])}"
     least = max((note.min_length for note in notes if isinstance(note, MinLen)), default=0)
-    some = f"a list of {least} or more" if least else "a list"
-    return f"{some}, each {words(args[0])}"
+    prefix = f"a list of {least} or more" if least else "a list"
+    return f"{prefix}, each {describe_type(args[0])}"

@@ -1,4 +1,4 @@
-"""docs/config.md from the schemas: `python -m sd3_light.config.docs` writes it."""
+"""Generates docs/config.md from the schemas: `python -m sd3_light.config.docs`."""
 
 import sys
 from collections.abc import Iterator
@@ -7,50 +7,50 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from sd3_light.config.base import Table, annotations, element, table_of, tables, words
+from sd3_light.config.base import Table, describe_type, element_type, field_types, table_type, walk_tables
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
-from sd3_light.config.unsupported import RETIRED
-from sd3_light.config.validation import LIST_TABLES, show
+from sd3_light.config.unsupported import UNSUPPORTED_KEYS
+from sd3_light.config.validation import LIST_TABLES, format_value
 
 PAGE = Path("docs") / "config.md"
 _HEAD = """# Configuration
 
-Made from the schemas by `python -m sd3_light.config.docs`; edit those, not this page.
+Generated from the schemas by `python -m sd3_light.config.docs`; edit the schemas, not this page.
 
-Two TOML files describe a run: the train TOML, and the dataset TOML that it names. Unknown keys are faults, and all
-faults of all files come in one report. Relative paths are taken from the folder of the TOML that names them (`..` is
-taken off the text of a path, symbolic links are not followed), `~` is the home folder. A key of the train TOML can
-be set on the command line by `--set table.key=VALUE`, a TOML value, where a bare word is a text.
+Two TOML files describe a run: the train TOML, and the dataset TOML that it names. Unknown keys are errors, and all
+errors of all files are reported at once. Relative paths start at the folder of the TOML that contains them (`..` is
+collapsed, symbolic links are not followed), and `~` is the home folder. `--set table.key=VALUE` sets a key of the train
+TOML on the command line; the value is TOML, and a bare word is a string.
 """
 _DATASET = """## The dataset TOML
 
-These keys may stand at the top of the file, for all directories, or in a `[[directory]]`, where they win. A directory's
-own `size_buckets` puts inherited `resolutions` and ratios out of force, and the other way round.
+These keys may be at the top of the file, for all directories, or in a `[[directory]]`, which takes precedence. If a
+directory sets `size_buckets`, it ignores inherited `resolutions` and ratios, and vice versa.
 """
-_RETIRED = """## Keys of other programs that are refused
+_UNSUPPORTED = """## Unsupported keys of other trainers
 
-| file | key | why | instead |
+| file | key | reason | instead |
 |---|---|---|---|
 """
 _SIZES = """## Model sizes
 
-Patch 2, 16 latent channels. `model.num_layers` and `model.qk_norm` override a size's own.
+Patch size 2, 16 latent channels. `model.num_layers` and `model.qk_norm` override the values of a size.
 
 | size | layers | heads x width | text | pooled | sample_size | positions | qk_norm | dual attention | parameters |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
 
-def render() -> str:
-    """The whole page."""
+def render_config_page() -> str:
+    """Return the text of docs/config.md."""
     parts = [_HEAD, "## The train TOML\n"]
-    for name, table in tables(TrainConfig):
-        if table is not EvalDataset:  # its two keys are told with `eval_datasets`
+    for name, table in walk_tables(TrainConfig):
+        if table is not EvalDataset:  # described in the row of `eval_datasets`
             parts.append(_section(f"`[{name}]`" if name else "Top level", table, name))
     parts += [_DATASET, _key_table(DatasetDefaults), _section("`[[directory]]` only", DirectoryConfig, "directory")]
-    parts += [_SIZES + "".join(_size_rows()), _RETIRED + "".join(_retired_rows())]
+    parts += [_SIZES + "".join(_size_rows()), _UNSUPPORTED + "".join(_unsupported_rows())]
     return "\n".join(parts)
 
 
@@ -62,19 +62,19 @@ def _section(title: str, table: type[Table], name: str) -> str:
 
 
 def _key_table(table: type[Table]) -> str:
-    own = [key for key in annotations(table) if table is not DirectoryConfig or key not in DatasetDefaults.model_fields]
-    rows = [_row(key, table) for key in own if _is_leaf(annotations(table)[key])]
+    own = [key for key in field_types(table) if table is not DirectoryConfig or key not in DatasetDefaults.model_fields]
+    rows = [_row(key, table) for key in own if _is_leaf(field_types(table)[key])]
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
 def _is_leaf(annotation: Any) -> bool:
-    inner = table_of(annotation) or table_of(element(annotation, 0))
+    inner = table_type(annotation) or table_type(element_type(annotation, 0))
     return inner is None or inner is EvalDataset
 
 
 def _row(key: str, table: type[Table]) -> str:
     field = table.model_fields[key]
-    cells = (f"`{key}`", words(annotations(table)[key]), _default(field), field.description or "")
+    cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), field.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -83,7 +83,7 @@ def _default(field: FieldInfo) -> str:
         return "**required**"
     if isinstance(field.json_schema_extra, dict):
         return str(field.json_schema_extra["default"])
-    return "absent" if field.default is None else f"`{show(field.default, longest=400)}`"
+    return "absent" if field.default is None else f"`{format_value(field.default, max_length=400)}`"
 
 
 def _size_rows() -> Iterator[str]:
@@ -99,17 +99,17 @@ def _size_rows() -> Iterator[str]:
         yield f"| `{size.name}` | {shape} | {text} | {norm} | {dual} | {size.num_parameters():,} |\n"
 
 
-def _retired_rows() -> Iterator[str]:
-    for entry in RETIRED:
-        key = entry.where if entry.value is None else f'{entry.where} = "{entry.value}"'
-        yield f"| {entry.kind} | `{key}` | {entry.reason} | {entry.instead} |\n"
+def _unsupported_rows() -> Iterator[str]:
+    for entry in UNSUPPORTED_KEYS:
+        key = entry.dotted_key if entry.value is None else f'{entry.dotted_key} = "{entry.value}"'
+        yield f"| {entry.file_kind} | `{key}` | {entry.reason} | {entry.instead} |\n"
 
 
 def main() -> None:
-    """Write the page into the checkout that the command is run from."""
+    """Write docs/config.md in the current checkout."""
     if not PAGE.parent.is_dir():
-        sys.exit(f"{PAGE.parent}: no such folder; run this from the root of the checkout")
-    PAGE.write_text(render(), encoding="utf-8")
+        sys.exit(f"{PAGE.parent}: no such folder; run this command from the root of the checkout")
+    PAGE.write_text(render_config_page(), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

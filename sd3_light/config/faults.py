@@ -1,24 +1,24 @@
-"""What is wrong with what the user gave: one line each, naming the place and the remedy."""
+"""Errors caused by user input: one line each, naming the location and what to do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """A fault in what the user gave. Its text is one line that names the thing and the remedy; exit code 2."""
+    """An error in what the user provided. Its text is one line that says what is wrong and what to do. Exit code 2."""
 
 
 class PeerLost(UserError):
-    """Another process of the run is gone. Nothing is wrong with what the user gave: start again; exit code 75."""
+    """Another process of the run is gone. The input is valid; starting again is enough. Exit code 75."""
 
 
 class Stopped(Exception):
-    """A run was asked to stop, has saved all it needs to go on, and did not fail; exit code 75."""
+    """A run stopped on request and saved everything needed to resume. Exit code 75."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a config: where it is, what was given, what is allowed and what to do."""
+    """One fault of a config: its location, the given value, what is allowed and what to do."""
 
     file: str
     key: str
@@ -41,12 +41,12 @@ class Fault:
 class ConfigFaults(UserError):
     """All faults of a config in one report (law 7).
 
-    ``partial`` is the config as far as it is sound, with stand-ins for what is not: enough to look for more faults.
+    ``partial`` is the config with placeholders for its faulty keys, so that later checks can add their faults.
     """
 
     def __init__(self, faults: Sequence[Fault], partial: object = None):
         self.faults = tuple(faults)
         self.partial = partial
         count = len(self.faults)
-        head = f"{count} fault{'s' if count != 1 else ''} in the config"
+        head = f"{count} problem{'s' if count != 1 else ''} in the config"
         super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))

@@ -1,4 +1,4 @@
-"""One dataset TOML: read, checked table by table, defaults merged into each directory."""
+"""Loads one dataset TOML: checks each table and merges the defaults into each directory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from typing import Any
 from sd3_light.config.faults import Fault
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.toml_file import read_toml
-from sd3_light.config.unsupported import retired_faults
-from sd3_light.config.validation import Checked, check_table, show
+from sd3_light.config.unsupported import pop_unsupported
+from sd3_light.config.validation import CheckedTable, check_table, format_value
 
 RANGE_KEYS = ("min_ar", "max_ar", "num_ar_buckets")
 AR_KEYS = ("ar_buckets", *RANGE_KEYS)
-# A directory's own key puts out of force what it inherits of the other way to say the same thing.
-REPLACES = {
+# A key of a directory overrides the inherited keys that set the same thing in another way.
+OVERRIDES = {
     "size_buckets": ("resolutions", "enable_ar_bucket", *AR_KEYS),
     "resolutions": ("size_buckets",),
     "ar_buckets": RANGE_KEYS,
@@ -24,125 +24,135 @@ REPLACES = {
 
 @dataclass(frozen=True)
 class _Source:
-    """One directory: its own keys, its key prefix, what it became, and its faulty keys (inherited ones too)."""
+    """One directory: its own keys, its key prefix, the merged config, and its faulty keys (inherited ones included)."""
 
     own: dict[str, Any]
     prefix: str
     config: DirectoryConfig
-    bad: frozenset[str]
+    faulty_keys: frozenset[str]
 
 
 def load_directories(path: Path) -> tuple[tuple[DirectoryConfig, ...], list[Fault]]:
-    """All directories of a dataset TOML and all its faults; with faults, the directories are a best effort."""
+    """Return all directories of a dataset TOML and all its faults. Faulty keys keep their defaults."""
     raw, faults = read_toml(path)
     if raw is None:
         return (), faults
-    listed = raw.pop("directory", None)
-    defaults, default_faults = _checked(DatasetDefaults, raw, path)
+    directories = raw.pop("directory", None)
+    defaults, default_faults = _check(DatasetDefaults, raw, path)
     faults += default_faults
-    entries, entry_faults = _entries(listed, str(path))
+    entries, entry_faults = _entries(directories, str(path))
     faults += entry_faults
     sources = []
     for index, entry in entries:
         source, own_faults = _source(entry, index, defaults, path)
         sources.append(source)
         faults += own_faults
-    faults += _cross(sources, defaults, str(path))
+    faults += _cross_faults(sources, defaults, str(path))
     return tuple(source.config for source in sources), list(dict.fromkeys(faults))
 
 
-def _checked(
+def _check(
     schema: type[DatasetDefaults], raw: dict[str, Any], path: Path, prefix: str = "", table: str = ""
-) -> tuple[Checked, list[Fault]]:
-    retired = retired_faults("dataset", raw, str(path), table, prefix)
-    checked = check_table(schema, raw, kind="dataset", file=str(path), base=path.parent, prefix=prefix, table=table)
-    return checked, [*retired, *checked.faults]
+) -> tuple[CheckedTable, list[Fault]]:
+    unsupported = pop_unsupported("dataset", raw, str(path), table, prefix)
+    checked = check_table(
+        schema, raw, file_kind="dataset", file=str(path), base=path.parent, prefix=prefix, table=table
+    )
+    return checked, [*unsupported, *checked.faults]
 
 
-def _entries(listed: Any, file: str) -> tuple[list[tuple[int, dict[str, Any]]], list[Fault]]:
+def _entries(directories: Any, file: str) -> tuple[list[tuple[int, dict[str, Any]]], list[Fault]]:
     allowed = "one [[directory]] table or more"
-    if listed is None or listed == []:
+    if directories is None or directories == []:
         return [], [Fault(file, "directory", "is required and missing", allowed=allowed)]
-    if not isinstance(listed, list):
-        hint = "write [[directory]], with two brackets" if isinstance(listed, dict) else None
-        return [], [Fault(file, "directory", "wrong type", given=show(listed), allowed=allowed, hint=hint)]
+    if not isinstance(directories, list):
+        hint = "write [[directory]], with two brackets" if isinstance(directories, dict) else None
+        return [], [Fault(file, "directory", "wrong type", given=format_value(directories), allowed=allowed, hint=hint)]
     faults = [
-        Fault(file, f"directory[{index}]", "wrong type", given=show(entry), allowed="a table")
-        for index, entry in enumerate(listed)
+        Fault(file, f"directory[{index}]", "wrong type", given=format_value(entry), allowed="a table")
+        for index, entry in enumerate(directories)
         if not isinstance(entry, dict)
     ]
-    return [(index, dict(entry)) for index, entry in enumerate(listed) if isinstance(entry, dict)], faults
+    return [(index, dict(entry)) for index, entry in enumerate(directories) if isinstance(entry, dict)], faults
 
 
-def _source(entry: dict[str, Any], index: int, defaults: Checked, path: Path) -> tuple[_Source, list[Fault]]:
+def _source(entry: dict[str, Any], index: int, defaults: CheckedTable, path: Path) -> tuple[_Source, list[Fault]]:
     prefix = f"directory[{index}]."
-    checked, faults = _checked(DirectoryConfig, entry, path, prefix, "directory")
-    given = frozenset(entry) | checked.bad
-    gone = {other for key in given for other in REPLACES.get(key, ())}
-    inherited = {key: value for key, value in defaults.raw.items() if key not in gone | given}
+    checked, faults = _check(DirectoryConfig, entry, path, prefix, "directory")
+    own_keys = frozenset(entry) | checked.faulty_keys
+    overridden = {other for key in own_keys for other in OVERRIDES.get(key, ())}
+    inherited = {key: value for key, value in defaults.raw.items() if key not in overridden | own_keys}
     merged: dict[str, Any] = {"path": "missing", **inherited, **checked.raw}
-    if merged.get("shuffle_tags") or merged.get("cache_shuffle_num"):  # either asks for shuffled captions
+    if merged.get("shuffle_tags") or merged.get("cache_shuffle_num"):  # either key turns shuffling on
         merged["shuffle_tags"], merged["cache_shuffle_num"] = True, max(1, merged.get("cache_shuffle_num", 0))
     config = DirectoryConfig.model_validate(merged, context={"base": path.parent})
-    return _Source(checked.raw, prefix, config, checked.bad | (defaults.bad - given)), faults
+    return _Source(checked.raw, prefix, config, checked.faulty_keys | (defaults.faulty_keys - own_keys)), faults
 
 
-def _cross(sources: list[_Source], defaults: Checked, file: str) -> Iterator[Fault]:
-    bucketed = any(source.config.enable_ar_bucket for source in sources)
-    if "enable_ar_bucket" not in defaults.bad:
-        off = not bucketed and not any("enable_ar_bucket" in source.bad for source in sources)
-        yield from _table_cross(defaults.raw, "", off, file)
+def _cross_faults(sources: list[_Source], defaults: CheckedTable, file: str) -> Iterator[Fault]:
+    any_buckets = any(source.config.enable_ar_bucket for source in sources)
+    if "enable_ar_bucket" not in defaults.faulty_keys:
+        buckets_off = not any_buckets and not any("enable_ar_bucket" in source.faulty_keys for source in sources)
+        yield from _table_faults(defaults.raw, "", buckets_off, file)
     for source in sources:
-        off = not source.config.enable_ar_bucket and "enable_ar_bucket" not in source.bad
-        yield from _table_cross(source.own, source.prefix, off, file)
-        yield from _directory_cross(source, defaults.raw, file)
+        buckets_off = not source.config.enable_ar_bucket and "enable_ar_bucket" not in source.faulty_keys
+        yield from _table_faults(source.own, source.prefix, buckets_off, file)
+        yield from _directory_faults(source, defaults.raw, file)
 
 
-def _table_cross(raw: dict[str, Any], prefix: str, ratios_off: bool, file: str) -> Iterator[Fault]:
-    """Keys of one table that exclude each other or have no effect."""
+def _table_faults(raw: dict[str, Any], prefix: str, buckets_off: bool, file: str) -> Iterator[Fault]:
+    """Find keys of one table that exclude each other or have no effect."""
     for key in AR_KEYS:
-        if key in raw and ratios_off:
-            problem, hint = (
-                "has no meaning without enable_ar_bucket = true",
-                "write enable_ar_bucket = true, or remove it",
-            )
-            yield Fault(file, prefix + key, problem, given=show(raw[key]), hint=hint)
+        if key in raw and buckets_off:
+            problem = "has no effect without enable_ar_bucket = true"
+            hint = "write enable_ar_bucket = true, or remove it"
+            yield Fault(file, prefix + key, problem, given=format_value(raw[key]), hint=hint)
     if "size_buckets" in raw:
         for key in ("resolutions", "enable_ar_bucket"):
             if raw.get(key):
-                hint = "keep one: size_buckets gives exact sizes"
-                yield Fault(file, prefix + key, "given together with size_buckets", given=show(raw[key]), hint=hint)
-    if "ar_buckets" in raw and (ranged := [key for key in RANGE_KEYS if key in raw]):
-        yield Fault(file, prefix + "ar_buckets", f"given together with {', '.join(ranged)}", hint="keep one way")
+                hint = "keep one: size_buckets sets exact sizes"
+                yield Fault(file, prefix + key, "conflicts with size_buckets", given=format_value(raw[key]), hint=hint)
+    if "ar_buckets" in raw and (range_keys := [key for key in RANGE_KEYS if key in raw]):
+        yield Fault(
+            file, prefix + "ar_buckets", f"conflicts with {', '.join(range_keys)}", hint="keep one or the other"
+        )
 
 
-def _directory_cross(source: _Source, defaults: dict[str, Any], file: str) -> Iterator[Fault]:
-    """What a directory needs, its inherited keys counted; a fault is named where its key stands."""
+def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> Iterator[Fault]:
+    """Check a directory with its inherited keys. A fault names the table that contains the key."""
     config, own = source.config, source.own
 
     def key(name: str) -> str:
         return name if name not in own and name in defaults else source.prefix + name
 
-    if not config.resolutions and config.size_buckets is None and not source.bad & {"resolutions", "size_buckets"}:
+    if (
+        not config.resolutions
+        and config.size_buckets is None
+        and not source.faulty_keys & {"resolutions", "size_buckets"}
+    ):
         hint = "give resolutions (or size_buckets) here or at the top of the file"
         yield Fault(file, key("resolutions"), "is required and missing", hint=hint)
-    if config.enable_ar_bucket and config.min_ar > config.max_ar and not source.bad & {"min_ar", "max_ar"}:
+    if config.enable_ar_bucket and config.min_ar > config.max_ar and not source.faulty_keys & {"min_ar", "max_ar"}:
         name = "min_ar" if "min_ar" in own or "max_ar" not in own else "max_ar"
-        yield Fault(file, key(name), "min_ar is above max_ar", given=f"min_ar {config.min_ar}, max_ar {config.max_ar}")
-    yield from _shuffle_cross(
+        yield Fault(
+            file, key(name), "min_ar is greater than max_ar", given=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
+        )
+    yield from _shuffle_faults(
         source, {**defaults, **own}, key("cache_shuffle_num"), key("cache_shuffle_delimiter"), file
     )
 
 
-def _shuffle_cross(source: _Source, given: dict[str, Any], num: str, delimiter: str, file: str) -> Iterator[Fault]:
-    if source.bad & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
+def _shuffle_faults(
+    source: _Source, values: dict[str, Any], num_key: str, delimiter_key: str, file: str
+) -> Iterator[Fault]:
+    if source.faulty_keys & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
         return
-    tags, count, cut = given.get("shuffle_tags"), given.get("cache_shuffle_num"), given.get("cache_shuffle_delimiter")
-    if count and not tags and cut is None:
+    tags, num = values.get("shuffle_tags"), values.get("cache_shuffle_num")
+    delimiter = values.get("cache_shuffle_delimiter")
+    if num and not tags and delimiter is None:
         hint = "write shuffle_tags = true, or give cache_shuffle_delimiter"
-        yield Fault(file, num, "nothing says how captions are cut into parts", given=show(count), hint=hint)
-    if cut is not None and not tags and not count:
+        yield Fault(file, num_key, "nothing defines how captions are split", given=format_value(num), hint=hint)
+    if delimiter is not None and not tags and not num:
+        problem = "has no effect without shuffle_tags or cache_shuffle_num"
         hint = "write shuffle_tags = true, or remove it"
-        yield Fault(
-            file, delimiter, "has no meaning without shuffle_tags or cache_shuffle_num", given=show(cut), hint=hint
-        )
+        yield Fault(file, delimiter_key, problem, given=format_value(delimiter), hint=hint)

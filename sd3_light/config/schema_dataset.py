@@ -1,4 +1,4 @@
-"""The dataset TOML: keys that may stand at the top or in a directory, and keys of a directory alone."""
+"""The dataset TOML: keys for the top level or a directory, and keys for a directory only."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,45 +7,56 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, Strict
 
-from sd3_light.config.base import Allowed, CacheLocation, Count, CountOrZero, Flag, Positive, Table, Text, TomlPath, bad
+from sd3_light.config.base import (
+    Allowed,
+    CacheLocation,
+    Count,
+    CountOrZero,
+    Flag,
+    Positive,
+    Table,
+    TomlPath,
+    TomlString,
+    invalid_value,
+)
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_train import Resolution, as_resolution
 
-SIDE_MULTIPLE = 16  # the VAE shrinks by 8 and a patch covers 2
-_SIDE = f"sides are multiples of {SIDE_MULTIPLE}"
+SIDE_MULTIPLE = 16  # the VAE downsamples by 8 and a patch covers 2 latents
+_SIDE_RULE = f"sides are multiples of {SIDE_MULTIPLE}"
 
 
 def parse_resolutions(value: Any) -> tuple[Resolution, ...]:
-    """(width, height) pairs from a list of sides or [width, height] pairs; one side alone counts as a list of one."""
+    """Return (width, height) pairs from a list of sides or [width, height] pairs, or from a single side."""
     items = value if isinstance(value, list | tuple) else [value]
     if not items:
-        raise bad("an empty list")
-    found = []
+        raise invalid_value("an empty list")
+    resolutions = []
     for item in items:
         resolution = as_resolution(item)
         if resolution is None:
-            raise bad("not a list of sides or [width, height] pairs")
+            raise invalid_value("not a list of sides or [width, height] pairs")
         if any(side % SIDE_MULTIPLE for side in resolution):
-            raise bad(f"{item} has a side that is not a multiple of {SIDE_MULTIPLE}")
-        found.append(resolution)
-    if len(set(found)) < len(found):
-        raise bad("names one size twice")
-    return tuple(found)
+            raise invalid_value(f"{item} has a side that is not a multiple of {SIDE_MULTIPLE}")
+        resolutions.append(resolution)
+    if len(set(resolutions)) < len(resolutions):
+        raise invalid_value("contains the same size twice")
+    return tuple(resolutions)
 
 
 def parse_size_buckets(value: Any) -> tuple[Resolution, ...]:
-    """(width, height) pairs from a list of them; a third number (frames) is refused."""
+    """Return (width, height) pairs from a list of pairs. A third number (frames) is rejected."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, list | tuple) for item in value):
-        raise bad("not a list of [width, height] pairs")
+        raise invalid_value("not a list of [width, height] pairs")
     if any(len(item) == 3 for item in value):
-        raise bad("has a third number (frames): images only, write [width, height]")
+        raise invalid_value("has a third number (frames), but only images are supported: write [width, height]")
     return parse_resolutions(value)
 
 
 def parse_ratios(value: Any) -> tuple[float, ...]:
-    """Ratios width / height from numbers or [width, height] pairs."""
+    """Return ratios width / height from numbers or [width, height] pairs."""
     if not isinstance(value, list | tuple) or not value:
-        raise bad("not a list of ratios")
+        raise invalid_value("not a list of ratios")
     ratios = []
     for item in value:
         pair = as_resolution(item) if isinstance(item, list | tuple) else None
@@ -54,15 +65,17 @@ def parse_ratios(value: Any) -> tuple[float, ...]:
         elif isinstance(item, int | float) and not isinstance(item, bool) and 0 < item < float("inf"):
             ratios.append(float(item))
         else:
-            raise bad("not a list of ratios above 0 or [width, height] pairs")
+            raise invalid_value("not a list of ratios above 0 or [width, height] pairs")
     return tuple(ratios)
 
 
 Resolutions = Annotated[
-    tuple[Resolution, ...], BeforeValidator(parse_resolutions), Allowed(f"a list of sides or [width, height]; {_SIDE}")
+    tuple[Resolution, ...],
+    BeforeValidator(parse_resolutions),
+    Allowed(f"a list of sides or [width, height]; {_SIDE_RULE}"),
 ]
 SizeBuckets = Annotated[
-    tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {_SIDE}")
+    tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {_SIDE_RULE}")
 ]
 Ratios = Annotated[
     tuple[float, ...], BeforeValidator(parse_ratios), Allowed("a list of ratios or [width, height] pairs")
@@ -70,67 +83,71 @@ Ratios = Annotated[
 
 
 class DatasetDefaults(Table):
-    """Keys that may stand at the top of a dataset TOML or in a directory, where they win."""
+    """Keys for the top level of a dataset TOML or for a directory, which takes precedence."""
 
     resolutions: Resolutions = Field(
         default=(),
-        description="Training sizes in pixels; a side r means [r, r]. Needed unless `size_buckets` is given.",
+        description="Training sizes in pixels; a number r means [r, r]. Required unless `size_buckets` is set.",
     )
     enable_ar_bucket: Flag = Field(
-        default=False, description="Sort images into buckets of several shapes; else all get one shape."
+        default=False, description="Sort images into buckets by aspect ratio. false: one shape per resolution."
     )
     ar_buckets: Ratios | None = Field(
-        default=None, description="The buckets' ratios width / height, in place of the next three."
+        default=None, description="Aspect ratios (width / height) of the buckets; replaces the next three keys."
     )
-    min_ar: Positive = Field(default=0.5, description="Smallest ratio width / height of a bucket.")
-    max_ar: Positive = Field(default=2.0, description="Largest ratio width / height of a bucket.")
-    num_ar_buckets: Count = Field(default=7, description="Number of ratios, evenly spaced in their logarithm.")
+    min_ar: Positive = Field(default=0.5, description="Smallest aspect ratio (width / height) of a bucket.")
+    max_ar: Positive = Field(default=2.0, description="Largest aspect ratio (width / height) of a bucket.")
+    num_ar_buckets: Count = Field(default=7, description="Number of aspect ratios, evenly spaced on a log scale.")
     size_buckets: SizeBuckets | None = Field(
-        default=None, description="The buckets' exact sizes in pixels, in place of `resolutions` and ratios."
+        default=None, description="Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."
     )
-    caption_prefix: Text = Field(default="", description="Text put before every caption.")
+    caption_prefix: TomlString = Field(default="", description="Text to prepend to every caption.")
     num_repeats: Annotated[float, Strict(), Gt(0), Le(10_000)] = Field(
-        default=1.0, description="How often a sample appears in an epoch; may be fractional."
+        default=1.0, description="How often a sample appears per epoch; may be fractional."
     )
-    flip: Flag = Field(default=False, description="Cache the mirrored image too, and choose one of both each time.")
-    shuffle_tags: Flag = Field(default=False, description="Shuffle the parts of a caption between delimiters.")
+    flip: Flag = Field(
+        default=False, description="Also cache the mirrored image, and pick one of the two at random each time."
+    )
+    shuffle_tags: Flag = Field(
+        default=False, description="Shuffle the parts of a caption that the delimiter separates."
+    )
     cache_shuffle_num: CountOrZero = Field(
-        default=0, description="Shuffled variants cached of each caption; with `shuffle_tags` at least 1."
+        default=0, description="Number of shuffled variants to cache per caption; at least 1 with `shuffle_tags`."
     )
-    cache_shuffle_delimiter: Annotated[str, Strict(), MinLen(1), Allowed("a text that is not empty")] = Field(
-        default=", ", description="What separates the parts of a caption."
+    cache_shuffle_delimiter: Annotated[str, Strict(), MinLen(1), Allowed("a non-empty string")] = Field(
+        default=", ", description="Separator of the parts of a caption."
     )
     subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = Field(
-        default=1.0, description="Share of the samples that is used, chosen by their ids."
+        default=1.0, description="Fraction of the samples to use, selected by sample id."
     )
-    image_column: Text = Field(
-        default="", description="Column of a table or Parquet that holds the picture or its file. Empty: found by name."
+    image_column: TomlString = Field(
+        default="", description="Column of a table or Parquet file with the image or its path. Empty: detected by name."
     )
-    caption_column: Text = Field(
-        default="", description="Column (or JSON key) that holds the captions. Empty: found by name."
+    caption_column: TomlString = Field(
+        default="", description="Column (or JSON key) with the captions. Empty: detected by name."
     )
-    skip_empty_caption: Flag = Field(default=False, description="Leave out samples whose caption is empty or missing.")
+    skip_empty_caption: Flag = Field(default=False, description="Skip samples with an empty or missing caption.")
 
 
 class DirectoryConfig(DatasetDefaults):
-    """[[directory]]: one source of samples, the dataset's defaults merged in."""
+    """[[directory]]: one source of samples, with the dataset's defaults merged in."""
 
-    path: TomlPath = Field(description="Folder (or file) of images, tables, tars or Parquet.")
-    mask_path: TomlPath | None = Field(default=None, description="Folder of masks, each named as its image.")
-    default_mask_file: TomlPath | None = Field(
-        default=None, description="Mask of the images that have none of their own."
+    path: TomlPath = Field(
+        description="Folder with images, tables, tars or Parquet files, or a single tar or Parquet file.",
     )
+    mask_path: TomlPath | None = Field(default=None, description="Folder of masks; a mask has the name of its image.")
+    default_mask_file: TomlPath | None = Field(default=None, description="Mask for images without one.")
 
 
 class DatasetFile(DatasetDefaults):
-    """The dataset TOML as it is written."""
+    """The dataset TOML as written."""
 
-    directory: tuple[DirectoryConfig, ...] = Field(description="One table a source; at least one.")
+    directory: tuple[DirectoryConfig, ...] = Field(description="One table per source; at least one.")
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML as the program uses it: defaults merged into each directory."""
+    """A dataset TOML with its defaults merged into each directory."""
 
     path: Path
     cache_dir: CacheLocation
@@ -138,10 +155,10 @@ class DatasetConfig:
 
     @property
     def local_cache_dir(self) -> Path:
-        """The folder that the cache is built in; a fault of the user where `cache_dir` is a URL."""
+        """The folder to build the cache in. Raises `UserError` if `cache_dir` is a URL."""
         if isinstance(self.cache_dir, str):
             raise UserError(
                 f"cache_dir: {self.cache_dir} is a URL, and a cache is built in a folder: give a local cache_dir, then "
-                "copy the folder there"
+                "copy the folder to the URL"
             )
         return self.cache_dir

@@ -7,25 +7,25 @@ from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
     Allowed,
-    Choices,
     Count,
     CountOrZero,
     Decay,
-    Dtype,
+    DtypeName,
     Flag,
     Fraction,
+    KnownValues,
     Name,
     NotNegative,
     Positive,
     RandomOrPath,
     Table,
-    Text,
     TomlPath,
-    bad,
+    TomlString,
+    invalid_value,
 )
 from sd3_light.config.sizes import SIZES
 
-_SIZE_NAMES = Choices(tuple(SIZES))
+_SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
 LORA_TARGETS = (
     "attn.to_q",
@@ -43,200 +43,212 @@ def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:
     return "float32" if data.get("dtype") == "float32" else "bfloat16"
 
 
-def _rank(data: dict[str, Any]) -> float:
+def _rank_as_float(data: dict[str, Any]) -> float:
     return float(data["rank"])
 
 
 class ModelConfig(Table):
-    """[model]: the denoiser, where its weights start, its text and its noise."""
+    """[model]: the denoiser, its initial weights, its text conditioning and its noise."""
 
     type: Literal["sd3"] = Field(default="sd3", description="Model family.")
     train_type: Literal["sd3_light_pretrain"] | None = Field(
-        default=None, description="Pretraining from `size`; absent for fine-tuning the denoiser of `diffusers_path`."
+        default=None, description="Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."
     )
     diffusers_path: TomlPath = Field(
-        description="Diffusers folder of a complete SD3, or one by `sd3-light init`: its encoders and VAE are used."
+        description="Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text "
+        "encoders and the VAE.",
     )
     size: SizeName | None = Field(
         default=None,
-        description="Name in the table of sizes. Absent: `sd3_light` with `train_type`, else what the weights are.",
+        description="Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the "
+        "weights.",
     )
     init: RandomOrPath | None = Field(
         default=None,
-        description="Where the denoiser starts: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: "
-        "`random` with `train_type` (unless `diffusers_path` was written by `sd3-light init`), else `diffusers_path`.",
+        description="Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). "
+        "Absent: `random` with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise "
+        "`diffusers_path`.",
     )
-    num_layers: Count | None = Field(default=None, description="Depth in joint blocks, in place of the size's own.")
-    qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: what the size says.")
-    dtype: Dtype = Field(
+    num_layers: Count | None = Field(default=None, description="Number of joint blocks; overrides the size.")
+    qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: as in the size.")
+    dtype: DtypeName = Field(
         default="bfloat16",
-        description="Type in which the text encoders compute on GPUs; the VAE and all on CPUs: float32.",
+        description="Compute dtype of the text encoders on GPUs. The VAE, and everything on CPUs, uses float32.",
     )
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
         default_factory=_compute_dtype,
-        description="Type in which the denoiser computes; master weights are always float32. float16 is not offered: "
-        "it needs loss scaling.",
-        json_schema_extra={"default": "float32 when `dtype` is float32, else bfloat16"},
+        description="Compute dtype of the denoiser; master weights are always float32. float16 is not supported "
+        "because it needs loss scaling.",
+        json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},
     )
     t5_max_length: Annotated[int, Strict(), Gt(0), Le(512)] = Field(
-        default=256, description="Longest T5 input, in tokens."
+        default=256, description="Maximum length of the T5 input, in tokens."
     )
     text_tokens: Literal["padded", "real"] = Field(
         default="padded",
-        description="`padded`: what the stock pipeline computes; `real`: only real tokens, masked attention.",
+        description="`padded`: padded text, as in the stock pipeline. `real`: only real tokens, with masked attention.",
     )
-    enable_uncond_text_dropout: Flag = Field(default=False, description="Drop each text encoder at random in training.")
+    enable_uncond_text_dropout: Flag = Field(
+        default=False, description="Drop the text encoders at random during training."
+    )
     uncond_text_dropout_prob: Fraction = Field(
-        default=0.464, description="Probability of dropping one encoder; all three fall together with its cube (10%)."
+        default=0.464,
+        description="Probability of dropping each encoder. All three are dropped with its cube (10% by default).",
     )
     uncond_text: Literal["zero", "empty"] = Field(
         default="zero",
-        description="What a sample without text carries, in training and guidance: zeros, or the encoded empty text.",
+        description="Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty "
+        "string.",
     )
     timestep_sample_method: Literal["logit_normal", "uniform"] = Field(
-        default="logit_normal", description="Distribution of the time t in (0, 1)."
+        default="logit_normal", description="Distribution of the timestep t in (0, 1)."
     )
     sigmoid_scale: Positive = Field(
         default=1.0, description="Standard deviation of the logit of t under `logit_normal`."
     )
-    shift: Positive | None = Field(default=None, description="Time shift s: t' = s t / (1 + (s - 1) t). Absent: none.")
+    shift: Positive | None = Field(
+        default=None, description="Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."
+    )
     flux_shift: Flag = Field(
-        default=False, description="Time shift that grows with the resolution; not together with `shift`."
+        default=False, description="Timestep shift that grows with the resolution; excludes `shift`."
     )
     text_recon_gamma: NotNegative = Field(
-        default=0.0, description="Weight of the text reconstruction loss; 0 turns it off."
+        default=0.0, description="Weight of the text reconstruction loss; 0 disables it."
     )
     text_recon_target_layer: CountOrZero = Field(
         default=0,
-        description="Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k "
-        "(at most the number of blocks less 2: the last block has no text output, the last text is no target).",
+        description="Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At "
+        "most the number of blocks minus 2: the last block has no text output, and the last text output is the "
+        "prediction.",
     )
 
 
 class OptimizerConfig(Table):
-    """[optimizer]: how the weights learn."""
+    """[optimizer]: the optimizer and its settings."""
 
     type: Literal["adamw", "adamw8bit", "muon"] = Field(
         default="adamw",
-        description="`muon`: Muon (momentum 0.95) for the matrices of the blocks, its updates scaled to AdamW's size, "
-        "and AdamW for the rest. `adamw8bit`: moments in 8 bits, by bitsandbytes. Both run on the torch engine without "
-        "sharding only.",
+        description="`muon`: Muon (momentum 0.95) for the matrices of the blocks, with updates scaled to match AdamW, "
+        "and AdamW for the rest. `adamw8bit`: 8-bit moments, through bitsandbytes (`pip install 'sd3-light[bnb]'`). "
+        "Both need the torch engine without sharding.",
     )
     lr: Positive = Field(default=1e-4, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay of AdamW's two moments.")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments.")
     weight_decay: NotNegative = Field(
-        default=0.01, description="Decoupled weight decay; norms, biases and embeddings never decay."
+        default=0.01, description="Decoupled weight decay; not applied to norms, biases and embeddings."
     )
     eps: Positive = Field(default=1e-8, description="Term added to the denominator.")
 
 
 class EmaTrack(Table):
-    """[[ema.track]]: one more running average of the weights."""
+    """[[ema.track]]: an additional moving average of the weights."""
 
-    name: Name = Field(description="Name of the track in checkpoints and exports; `ema` is the main one's.")
-    decay: Decay | None = Field(default=None, description="Constant decay per update; give this or `power_width`.")
+    name: Name = Field(description="Name of the track in checkpoints and exports; `ema` is the name of the main track.")
+    decay: Decay | None = Field(default=None, description="Constant decay per update; set this or `power_width`.")
     power_width: Annotated[float, Strict(), Gt(0), Le(0.28)] | None = Field(
         default=None,
-        description="Width of a power-function average, as a share of the training length (EDM2's sigma_rel). Two such "
-        "tracks (0.05 and 0.1 in the paper) let `export --ema-length` rebuild averages of other lengths.",
+        description="Width of a power-function average as a fraction of the training length (EDM2's sigma_rel). With "
+        "two such tracks (0.05 and 0.1 in the paper) `export --ema-length` can rebuild averages of other lengths.",
     )
     update_every: Count | None = Field(
-        default=None, description="Optimizer steps between two updates. Absent: that of [ema]."
+        default=None, description="Optimizer steps between updates. Absent: as in [ema]."
     )
 
     @model_validator(mode="after")
-    def _one_memory(self) -> Self:
+    def _require_one_kind(self) -> Self:
         if (self.decay is None) == (self.power_width is None):
-            raise bad("needs exactly one of decay and power_width")
+            raise invalid_value("needs exactly one of decay and power_width")
         return self
 
 
 class EmaConfig(Table):
-    """[ema]: a running average of the weights in float32."""
+    """[ema]: an exponential moving average of the weights, in float32."""
 
-    enable: Flag = Field(default=False, description="Keep a running average and export it.")
+    enable: Flag = Field(default=False, description="Keep a moving average of the weights and export it.")
     decay: Decay = Field(default=0.99, description="Decay per update.")
-    update_every: Count = Field(default=100, description="Optimizer steps between two updates.")
+    update_every: Count = Field(default=100, description="Optimizer steps between updates.")
     snapshot_every_n_steps: Count | None = Field(
         default=None,
-        description="Steps between two snapshots of the power-function tracks, which `export --ema-length` needs. "
-        "Absent: a 32nd of the run; without such tracks there are none.",
+        description="Optimizer steps between snapshots of the power-function tracks, which `export --ema-length` "
+        "needs. Absent: 1/32 of the run. No snapshots without such tracks.",
     )
     snapshot_dtype: Literal["float16", "float32"] = Field(
-        default="float16", description="Type of snapshots; a track takes 2 or 4 bytes a weight and snapshot."
+        default="float16", description="Dtype of snapshots: 2 or 4 bytes per weight, track and snapshot."
     )
-    track: tuple[EmaTrack, ...] = Field(default=(), description="Further averages, each a `[[ema.track]]` table.")
+    track: tuple[EmaTrack, ...] = Field(default=(), description="Additional averages, one `[[ema.track]]` table each.")
 
 
 class AdapterConfig(Table):
-    """[adapter]: train an adapter, a LoRA as a rule, in place of all weights."""
+    """[adapter]: train an adapter, usually a LoRA, instead of all weights."""
 
     type: Literal["lora", "lokr", "loha"] = Field(
         default="lora",
-        description="Kind of adapter. `lokr` and `loha` are saved in LyCORIS' layout, which ComfyUI reads and "
+        description="Kind of adapter. `lokr` and `loha` are saved in LyCORIS layout, which ComfyUI reads and "
         "diffusers does not.",
     )
     rank: Count = Field(default=32, description="Rank of the update.")
     alpha: Positive = Field(
-        default_factory=_rank,
+        default_factory=_rank_as_float,
         description="Scale: the update is multiplied by alpha / rank.",
         json_schema_extra={"default": "equal to `rank`"},
     )
     dropout: Decay = Field(
-        default=0.0, description="Dropout before the adapter in training (of `lokr` and `loha`: of the update's rows)."
+        default=0.0,
+        description="Dropout before the adapter during training (`lokr` and `loha`: of rows of the update).",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16",
-        description="Type in which a LoRA computes where the denoiser computes in bfloat16; its weights are float32.",
+        description="Compute dtype of a LoRA if the denoiser computes in bfloat16; its weights are float32.",
     )
     init_from_existing: TomlPath | None = Field(
         default=None,
-        description="Adapter file, or a folder that holds one, to start from; its rank and layers must fit.",
+        description="Adapter file, or folder with one, to start from; its rank and layers must match.",
     )
-    target_modules: Annotated[tuple[Text, ...], MinLen(1)] = Field(
+    target_modules: Annotated[tuple[TomlString, ...], MinLen(1)] = Field(
         default=LORA_TARGETS,
-        description="Ends of the names of the linear layers that get an adapter, or patterns of shell style "
-        "(`transformer_blocks.[0-7].attn.to_*`); one that matches no layer is a fault.",
+        description="Linear layers that get an adapter: suffixes of their names, or shell-style patterns "
+        "(`transformer_blocks.[0-7].attn.to_*`). An entry that matches no layer is an error.",
     )
     use_rslora: Flag = Field(default=False, description="Scale by alpha / sqrt(rank).")
-    use_dora: Flag = Field(default=False, description="Learn the magnitude apart from the direction (DoRA).")
+    use_dora: Flag = Field(default=False, description="Learn magnitude and direction separately (DoRA).")
     base_bits: Annotated[Literal[16, 8, 4], Allowed("16, 8 or 4")] = Field(
         default=16,
-        description="Bits of a frozen weight under a LoRA. 8 and 4 keep the linear layers of the blocks so, by "
-        "bitsandbytes (`pip install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The file that is "
-        "saved goes on the unquantized model as any other.",
+        description="Bits per frozen weight under a LoRA. 8 and 4 quantize the linear layers of the blocks with "
+        "bitsandbytes (`pip install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The saved file "
+        "works with the unquantized model.",
     )
 
 
 class SamplingConfig(Table):
-    """[sampling]: images drawn while training."""
+    """[sampling]: sample images drawn during training."""
 
-    prompts: tuple[Text, ...] = Field(default=(), description="One image for each prompt and seed; none: no samples.")
+    prompts: tuple[TomlString, ...] = Field(default=(), description="One image per prompt and seed. Empty: no samples.")
     seeds: Annotated[tuple[CountOrZero, ...], MinLen(1)] = Field(
         default=(0,), description="Seeds of the initial noise."
     )
     every_n_steps: Count | None = Field(
-        default=None, description="Optimizer steps between two draws; needed with `prompts`."
+        default=None, description="Optimizer steps between sample images; required with `prompts`."
     )
-    steps: Count = Field(default=28, description="Sampler steps an image.")
-    guidance: NotNegative = Field(default=5.0, description="Classifier-free guidance scale; 1 or less turns it off.")
+    steps: Count = Field(default=28, description="Sampler steps per image.")
+    guidance: NotNegative = Field(default=5.0, description="Classifier-free guidance scale; 1 or less disables it.")
 
 
 class MonitoringConfig(Table):
-    """[monitoring]: trackers beside log.jsonl and TensorBoard, which are always written."""
+    """[monitoring]: trackers in addition to log.jsonl and TensorBoard, which are always written."""
 
     enable_wandb: Flag = Field(
-        default=False, description="Log to Weights & Biases (`pip install 'sd3-light[wandb]'`). WANDB_MODE is obeyed."
+        default=False, description="Log to Weights & Biases (`pip install 'sd3-light[wandb]'`). Respects WANDB_MODE."
     )
     wandb_api_key: SecretStr | None = Field(
-        default=None, description="Better left to the environment (WANDB_API_KEY). Used, and never written or shown."
+        default=None,
+        description="Prefer the environment variable WANDB_API_KEY. The key is used, but never written or shown.",
     )
-    wandb_tracker_name: Text = Field(default="sd3-light", description="Project of the run, in trackio too.")
-    wandb_run_name: Text | None = Field(
-        default=None, description="Name of the run, in trackio too. Absent: the name of the run folder."
+    wandb_tracker_name: TomlString = Field(default="sd3-light", description="Project name, also for trackio.")
+    wandb_run_name: TomlString | None = Field(
+        default=None, description="Run name, also for trackio. Absent: the name of the run folder."
     )
     enable_trackio: Flag = Field(
         default=False,
-        description="Log to trackio (`pip install 'sd3-light[trackio]'`): to this machine, or where TRACKIO_DIR, "
-        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say.",
+        description="Log to trackio (`pip install 'sd3-light[trackio]'`), on this machine or as set by TRACKIO_DIR, "
+        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.",
     )

@@ -1,4 +1,4 @@
-"""The model sizes, one a line, and the exact number of parameters of each."""
+"""The model sizes, one per line, and their exact parameter counts."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -8,7 +8,7 @@ from sd3_light.config.faults import UserError
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of an SD3 transformer. `width` is num_heads * head_dim; the last block has no text output."""
+    """The shape of an SD3 transformer. The last block has no text output."""
 
     name: str
     num_layers: int
@@ -26,18 +26,18 @@ class ModelSize:
 
     @property
     def width(self) -> int:
-        """Width of the image and text streams."""
+        """Width of the image and text streams: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     def with_overrides(self, num_layers: int | None = None, qk_norm: bool | None = None) -> "ModelSize":
-        """The same size with another depth or another choice of qk-norm; dual attention stays where blocks remain."""
+        """Return the size with another depth or qk-norm. Blocks that remain keep their dual attention."""
         depth = self.num_layers if num_layers is None else num_layers
         norm = self.qk_norm if qk_norm is None else qk_norm
         dual = tuple(layer for layer in self.dual_attention_layers if layer < depth)
         return replace(self, num_layers=depth, qk_norm=norm, dual_attention_layers=dual)
 
     def transformer_config(self, num_layers: int | None = None, qk_norm: bool | None = None) -> dict[str, Any]:
-        """The keyword arguments of diffusers' `SD3Transformer2DModel`, all of them."""
+        """Return all keyword arguments of diffusers' `SD3Transformer2DModel`."""
         size = self.with_overrides(num_layers, qk_norm)
         return {
             "sample_size": size.sample_size,
@@ -56,26 +56,26 @@ class ModelSize:
         }
 
     def num_parameters(self, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
-        """The exact number of parameters (the position table is a buffer and does not count)."""
+        """Return the exact number of parameters (the position table is a buffer, not a parameter)."""
         return sum(self.with_overrides(num_layers, qk_norm).layer_parameters())
 
     def layer_parameters(self) -> tuple[int, ...]:
-        """The parameters of each layer of the list that pipelines cut: embed, the joint blocks, output."""
+        """Return the parameter count of each layer that pipelines split: embed, the joint blocks, output."""
         width, patch = self.width, self.patch_size**2 * self.latent_channels
         timestep = _linear(256, width) + _linear(width, width)
         pooled = _linear(self.pooled_width, width) + _linear(width, width)
         start = _linear(patch, width) + _linear(self.text_width, width)
         end = _linear(width, 2 * width) + _linear(width, patch)
-        return (timestep + pooled + start, *map(self._block, range(self.num_layers)), end)
+        return (timestep + pooled + start, *map(self._block_parameters, range(self.num_layers)), end)
 
-    def _block(self, layer: int) -> int:
+    def _block_parameters(self, layer: int) -> int:
         width, square = self.width, _linear(self.width, self.width)
         feed_forward = _linear(width, 4 * width) + _linear(4 * width, width)
         norms = 2 * self.head_dim if self.qk_norm else 0
         image = _linear(width, 6 * width) + 4 * square + norms + feed_forward
         if layer in self.dual_attention_layers:
             image += _linear(width, 3 * width) + 4 * square + norms
-        if layer == self.num_layers - 1:  # its text is only read: no output, no feed-forward, no gates
+        if layer == self.num_layers - 1:  # no text output, so no text feed-forward and no gates
             return image + _linear(width, 2 * width) + 3 * square + norms
         return image + _linear(width, 6 * width) + 4 * square + norms + feed_forward
 
@@ -86,7 +86,7 @@ def _linear(inputs: int, outputs: int) -> int:
 
 _DUAL = tuple(range(13))
 # fmt: off
-_TABLE = (
+_ALL_SIZES = (
     #         name                layers heads head  text  pooled sample  pos  qk_norm dual
     ModelSize("sd3_light",            15,   24,  64, 4096,  2048,    32, 192,  True),
     ModelSize("sd3_light_square",     15,   15,  64, 4096,  2048,    32, 192,  True),
@@ -97,7 +97,7 @@ _TABLE = (
     ModelSize("demo",                  4,    4,  64,  256,   224,     8,  16,  True),
 )
 # fmt: on
-SIZES: dict[str, ModelSize] = {size.name: size for size in _TABLE}
+SIZES: dict[str, ModelSize] = {size.name: size for size in _ALL_SIZES}
 PRETRAIN_SIZE = "sd3_light"
 
 
@@ -113,22 +113,22 @@ class _ChoosesSize(Protocol):
 
 
 def chosen_size_name(model: _ChoosesSize) -> str | None:
-    """The size that a [model] table chooses; None when only the weights' folder can tell."""
+    """Return the name of the size that a [model] table chooses, or None if only the model folder has it."""
     return model.size or (PRETRAIN_SIZE if model.train_type else None)
 
 
 def resolve_size(model: _ChoosesSize) -> ModelSize:
-    """The size that a [model] table chooses, `num_layers` and `qk_norm` applied."""
+    """Return the size that a [model] table chooses, with its `num_layers` and `qk_norm` applied."""
     name = chosen_size_name(model)
     if name is None:
         raise UserError(
-            "model.size: not given, and without train_type only the weights' folder knows it; give model.size"
+            "model.size: is missing; without train_type only the model folder has the size: give model.size"
         )
     return SIZES[name].with_overrides(model.num_layers, model.qk_norm)
 
 
 def size_from_transformer_config(config: dict[str, Any], name: str = "folder") -> ModelSize:
-    """The size that a transformer's `config.json` describes."""
+    """Return the size that a transformer's `config.json` describes."""
     return ModelSize(
         name=name,
         num_layers=config["num_layers"],

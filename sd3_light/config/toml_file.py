@@ -1,4 +1,4 @@
-"""Reading a TOML file, with faults in place of exceptions; overrides from the command line."""
+"""Reads a TOML file and applies overrides from the command line. Errors become faults."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ SET = "--set"
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any] | None, list[Fault]]:
-    """The file's tables, or None and the fault."""
+    """Return the file's content, or None and the fault."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -23,50 +23,51 @@ def read_toml(path: Path) -> tuple[dict[str, Any] | None, list[Fault]]:
     try:
         return tomllib.loads(text), []
     except tomllib.TOMLDecodeError as error:
-        line, problem = _line(str(error), text)
+        line, problem = _split_error(str(error), text)
         return None, [Fault(str(path), f"line {line}", f"TOML syntax: {problem}")]
 
 
-def _line(message: str, text: str) -> tuple[int, str]:
-    """(line, message without its place); tomllib gives the place in words only."""
-    found = re.search(r" \(at line (\d+), column \d+\)$", message)
-    line = int(found[1]) if found else text.count("\n") + 1
+def _split_error(message: str, text: str) -> tuple[int, str]:
+    """Split tomllib's message into the line number and the rest. Python 3.11 has no attribute for the line."""
+    match = re.search(r" \(at line (\d+), column \d+\)$", message)
+    line = int(match[1]) if match else text.count("\n") + 1
     return line, re.sub(r" \(at [^)]*\)$", "", message)
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Fault]]:
-    """Set `key.path=VALUE` in `raw`; the keys that were set, and the faults of overrides that cannot be."""
+    """Apply `key.path=VALUE` strings to `raw`. Returns the keys that were set and the faults of invalid overrides."""
     keys: set[str] = set()
     faults = []
-    for text in overrides:
-        key, equals, value_text = text.partition("=")
+    for override in overrides:
+        key, equals, value_text = override.partition("=")
         key = ALIASES.get(key.strip(), key.strip())
-        problem = None if equals and re.fullmatch(r"[\w\-]+(\.[\w\-]+)*", key) else "is not of the form key.path=VALUE"
-        value, value_problem = _value(value_text.strip())
-        new = _first_new(raw, key.split("."))
+        problem = (
+            None if equals and re.fullmatch(r"[\w\-]+(\.[\w\-]+)*", key) else "does not have the form key.path=VALUE"
+        )
+        value, value_problem = _parse_value(value_text.strip())
+        new_key = _first_new_key(raw, key.split("."))
         problem = problem or value_problem or _set(raw, key.split("."), value)
         if problem is None:
-            keys.add(new)
+            keys.add(new_key)
         else:
-            faults.append(
-                Fault(SET, key.partition(" ")[0] or text, problem, hint="for example --set optimizer.lr=2e-4")
-            )
+            hint = "for example --set optimizer.lr=2e-4"
+            faults.append(Fault(SET, key.partition(" ")[0] or override, problem, hint=hint))
     return keys, faults
 
 
-def _value(text: str) -> tuple[Any, str | None]:
-    """A TOML value; a bare word is a text."""
+def _parse_value(text: str) -> tuple[Any, str | None]:
+    """Parse a TOML value; a bare word is a string. Returns the value and the problem, if any."""
     try:
-        found = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
-            return None, f"the value is not TOML: {_line(str(error), text)[1]}"
+            return None, f"the value is not TOML: {_split_error(str(error), text)[1]}"
         return text, None
-    return (found["value"], None) if set(found) == {"value"} else (text, None)
+    return (parsed["value"], None) if set(parsed) == {"value"} else (text, None)
 
 
-def _first_new(raw: Any, path: list[str]) -> str:
-    """The shortest part of a key path that the file does not have: what the command line answers for."""
+def _first_new_key(raw: Any, path: list[str]) -> str:
+    """Return the shortest prefix of a key path that the file does not have: the part that the override adds."""
     for depth, name in enumerate(path, start=1):
         if not isinstance(raw, dict) or name not in raw:
             return ".".join(path[:depth])
@@ -78,8 +79,8 @@ def _set(raw: dict[str, Any], path: list[str], value: Any) -> str | None:
     for depth, name in enumerate(path[:-1]):
         inner = raw.setdefault(name, {})
         if not isinstance(inner, dict):
-            file = " (keys of the dataset TOML are not set here)" if path[0] == "dataset" else ""
-            return f"{'.'.join(path[: depth + 1])} is not a table{file}"
+            note = " (keys of the dataset TOML cannot be set here)" if path[0] == "dataset" else ""
+            return f"{'.'.join(path[: depth + 1])} is not a table{note}"
         raw = inner
     raw[path[-1]] = value
     return None

@@ -1,4 +1,4 @@
-"""From pydantic's errors to faults in plain words: where, what was given, what is allowed, what was meant."""
+"""Validates tables and turns pydantic's errors into faults: where, what was given, what is allowed, what was meant."""
 
 import copy
 import json
@@ -11,70 +11,87 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sd3_light.config.base import Table, annotations, choices, element, table_of, tables, without_secrets, words
+from sd3_light.config.base import (
+    Table,
+    describe_type,
+    element_type,
+    field_types,
+    known_values,
+    table_type,
+    walk_tables,
+    without_secrets,
+)
 from sd3_light.config.faults import Fault
 from sd3_light.config.schema_dataset import DatasetFile
 from sd3_light.config.schema_train import ALIASES, TrainConfig
 
 LIST_TABLES = ("directory", "ema.track")
-KINDS: dict[str, type[Table]] = {"train": TrainConfig, "dataset": DatasetFile}
+SCHEMAS: dict[str, type[Table]] = {"train": TrainConfig, "dataset": DatasetFile}
+"""Schema by kind of file."""
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 
 
-def looks_secret(key: str) -> bool:
-    """Whether a key's name says that its value is a secret."""
+def is_secret_key(key: str) -> bool:
+    """Return whether a key's name suggests that its value is a secret."""
     return bool(_SECRET_WORDS & set(key.lower().replace("-", "_").split("_")))
 
 
-def show(value: Any, key: str = "", longest: int = 80) -> str:
-    """A value as it stands in the TOML, cut to a readable length, secrets hidden."""
-    text = "(hidden)" if looks_secret(key) else _plain(value)
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+def format_value(value: Any, key: str = "", max_length: int = 80) -> str:
+    """Format a value as TOML writes it, shortened to ``max_length``, with secrets hidden."""
+    text = "(hidden)" if is_secret_key(key) else _format(value)
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
-def _plain(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, str | bool):
         return without_secrets(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_plain(item) for item in value) + "]"
+        return "[" + ", ".join(_format(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {show(item, key)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {format_value(item, key)}" for key, item in value.items()) + "}"
     return str(value)
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What is left of a table when its faulty keys are taken out, the faults, and the keys that had them."""
+class CheckedTable:
+    """A table without its faulty keys, its faults, and the names of the faulty keys."""
 
     raw: dict[str, Any]
     faults: tuple[Fault, ...]
-    bad: frozenset[str]
+    faulty_keys: frozenset[str]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an error is: the printed key, the type there, the table it is in, and the path to take out."""
+class _ErrorLocation:
+    """The printed key of an error, the type there, the table it is in, and the path to remove."""
 
     key: str
     annotation: Any
     table: str
-    cut: tuple[str, ...]
+    path: tuple[str, ...]
 
 
 def check_table(
-    schema: type[Table], raw: Mapping[str, Any], *, kind: str, file: str, base: Path, prefix: str = "", table: str = ""
-) -> Checked:
-    """Validate a raw table; never raises. What comes back in `raw` validates but for required keys that are missing."""
-    left = copy.deepcopy(dict(raw))
+    schema: type[Table],
+    raw: Mapping[str, Any],
+    *,
+    file_kind: str,
+    file: str,
+    base: Path,
+    prefix: str = "",
+    table: str = "",
+) -> CheckedTable:
+    """Validate a raw table without raising. The returned `raw` is valid except for missing required keys."""
+    valid = copy.deepcopy(dict(raw))
     faults: dict[str, Fault] = {}
-    bad: set[str] = set()
-    for error in _errors(schema, left, base):
-        place = _locate(schema, error["loc"], table)
-        fault = _fault(error, place, kind, file, prefix)
+    faulty_keys: set[str] = set()
+    for error in _errors(schema, valid, base):
+        location = _locate(schema, error["loc"], table)
+        fault = _fault(error, location, file_kind, file, prefix)
         faults.setdefault(fault.key, fault)
-        bad.add(".".join(place.cut))
-        _cut(left, place.cut)
-    return Checked(left, tuple(faults.values()), frozenset(bad))
+        faulty_keys.add(".".join(location.path))
+        _remove(valid, location.path)
+    return CheckedTable(valid, tuple(faults.values()), frozenset(faulty_keys))
 
 
 def _errors(schema: type[Table], raw: dict[str, Any], base: Path) -> Iterator[ErrorDetails]:
@@ -82,58 +99,57 @@ def _errors(schema: type[Table], raw: dict[str, Any], base: Path) -> Iterator[Er
         schema.model_validate(raw, context={"base": base})
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            if detail["type"] != "default_factory_not_called":  # a default that waits for a faulty key
+            if detail["type"] != "default_factory_not_called":  # a default that depends on a faulty key
                 yield detail
 
 
-def _locate(schema: type[Table], loc: Sequence[int | str], table: str) -> _Place:
-    inside: type[Table] | None = schema
+def _locate(schema: type[Table], loc: Sequence[int | str], table: str) -> _ErrorLocation:
+    current: type[Table] | None = schema
     annotation: Any = None
-    key, cut, frozen = "", [], False
+    key, path, in_list = "", [], False
     for part in loc:
         if isinstance(part, int):
-            key, frozen = f"{key}[{part}]", True
-            annotation = element(annotation, part)
-        elif inside is None:
-            break  # pydantic's own label inside a union: no key of the file
+            key, in_list = f"{key}[{part}]", True
+            annotation = element_type(annotation, part)
+        elif current is None:
+            break  # pydantic's label inside a union, not a key of the file
         else:
             key = f"{key}.{part}" if key else part
-            annotation = annotations(inside).get(part)
-            if not frozen:
-                cut.append(part)
-        inside = table_of(annotation)
+            annotation = field_types(current).get(part)
+            if not in_list:
+                path.append(part)
+        current = table_type(annotation)
     names = [part for part in loc if isinstance(part, str)]
-    return _Place(key, annotation, ".".join([table, *names[:-1]] if table else names[:-1]), tuple(cut))
+    return _ErrorLocation(key, annotation, ".".join([table, *names[:-1]] if table else names[:-1]), tuple(path))
 
 
-def _cut(raw: dict[str, Any], path: tuple[str, ...]) -> None:
+def _remove(raw: dict[str, Any], path: tuple[str, ...]) -> None:
     *parents, last = path
     for parent in parents:
         raw = raw.get(parent, {})
     raw.pop(last, None)
 
 
-def _fault(error: ErrorDetails, place: _Place, kind: str, file: str, prefix: str) -> Fault:
-    key, name = prefix + place.key, place.key.rpartition(".")[2]
+def _fault(error: ErrorDetails, location: _ErrorLocation, file_kind: str, file: str, prefix: str) -> Fault:
+    key, name = prefix + location.key, location.key.rpartition(".")[2]
+    given = format_value(error["input"], name)
     if error["type"] == "extra_forbidden":
-        return Fault(
-            file, key, "unknown key", given=show(error["input"], name), hint=nearest_key(kind, place.table, name)
-        )
-    allowed = words(place.annotation)
+        return Fault(file, key, "unknown key", given=given, hint=suggest_key(file_kind, location.table, name))
+    allowed = describe_type(location.annotation)
     if error["type"] == "missing":
         return Fault(file, key, "is required and missing", allowed=allowed)
-    if error["type"] == "plain_words" and table_of(place.annotation):
-        return Fault(file, key, error["msg"], given=show(error["input"], name))
-    hint = _value_hint(error["input"], place.annotation)
-    return Fault(file, key, _problem(error), given=show(error["input"], name), allowed=allowed, hint=hint)
+    if error["type"] == "message" and table_type(location.annotation):
+        return Fault(file, key, error["msg"], given=given)
+    hint = _value_hint(error["input"], location.annotation)
+    return Fault(file, key, _problem(error), given=given, allowed=allowed, hint=hint)
 
 
 def _problem(error: ErrorDetails) -> str:
     kind = error["type"]
-    if kind == "plain_words":
+    if kind == "message":
         return error["msg"]
     if kind == "literal_error":
-        return "not a known value"
+        return "unknown value"
     if kind.startswith(("greater_than", "less_than", "too_short", "too_long")):
         return "out of range"
     if kind == "finite_number":
@@ -144,42 +160,50 @@ def _problem(error: ErrorDetails) -> str:
 def _value_hint(given: Any, annotation: Any) -> str | None:
     if not isinstance(given, str):
         return None
-    if known := choices(annotation):
-        if given in known:
-            return "write it without quotes"
-        close = get_close_matches(given.lower(), known, 1)
+    unquote = "write it without quotes"
+    if values := known_values(annotation):
+        if given in values:
+            return unquote
+        close = get_close_matches(given.lower(), values, 1)
         return f'did you mean "{close[0]}"?' if close else None
-    allowed = words(annotation)
-    unquoted = given.lower() in ("true", "false") if allowed == "true or false" else _is_number(given)
-    return "write it without quotes" if unquoted and ("number" in allowed or allowed == "true or false") else None
+    allowed = describe_type(annotation)
+    if allowed == "true or false":
+        return unquote if given.lower() in ("true", "false") else None
+    is_numeric = "number" in allowed or "integer" in allowed
+    return unquote if is_numeric and _is_number(given) else None
 
 
 def _is_number(text: str) -> bool:
     return text.strip().lstrip("+-").replace(".", "", 1).replace("e-", "", 1).isdigit()
 
 
-def nearest_key(kind: str, table: str, name: str) -> str | None:
-    """What the writer of an unknown key may have meant: its own table first, then the others, then the other file."""
-    index = [(file, where, key) for file in sorted(KINDS, key=lambda file: file != kind) for where, key in _keys(file)]
-    for file, where, key in index:
+def suggest_key(file_kind: str, table: str, name: str) -> str | None:
+    """Suggest what an unknown key was meant to be: from its own table, other tables, then the other file."""
+    kinds = sorted(SCHEMAS, key=lambda kind: kind != file_kind)
+    index = [(kind, key_table, key) for kind in kinds for key_table, key in _keys(kind)]
+    for kind, key_table, key in index:
         if key == name:
-            return f"`{key}` belongs {_home(kind, file, where)}"
-    for scope in ([row for row in index if row[:2] == (kind, table)], [row for row in index if row[0] == kind]):
-        close = get_close_matches(name, [key for *_, key in scope], 1, cutoff=0.7)
-        if close:
-            file, where, key = next(row for row in scope if row[2] == close[0])
-            return f"did you mean `{key}`{'' if where == table else ' ' + _home(kind, file, where)}?"
+            return f"`{key}` belongs {_describe_location(file_kind, kind, key_table)}"
+    same_table = [row for row in index if row[:2] == (file_kind, table)]
+    same_file = [row for row in index if row[0] == file_kind]
+    for scope in (same_table, same_file):
+        if close := get_close_matches(name, [key for *_, key in scope], 1, cutoff=0.7):
+            kind, key_table, key = next(row for row in scope if row[2] == close[0])
+            location = "" if key_table == table else " " + _describe_location(file_kind, kind, key_table)
+            return f"did you mean `{key}`{location}?"
     return None
 
 
-def _keys(kind: str) -> Iterator[tuple[str, str]]:
-    for where, table in tables(KINDS[kind]):
-        yield from ((where, key) for key in table.model_fields)
-    if kind == "train":
+def _keys(file_kind: str) -> Iterator[tuple[str, str]]:
+    for name, table in walk_tables(SCHEMAS[file_kind]):
+        yield from ((name, key) for key in table.model_fields)
+    if file_kind == "train":
         yield from (("", alias) for alias in ALIASES)
 
 
-def _home(kind: str, file: str, where: str) -> str:
-    brackets = f"[[{where}]]" if where in LIST_TABLES else f"[{where}]"
-    table = f"in {brackets}" if where else "at the top level, above the first [table]"
-    return table if file == kind else f"in the {file} TOML"
+def _describe_location(file_kind: str, key_kind: str, table: str) -> str:
+    if key_kind != file_kind:
+        return f"in the {key_kind} TOML"
+    if not table:
+        return "at the top level, above the first [table]"
+    return f"in [[{table}]]" if table in LIST_TABLES else f"in [{table}]"

@@ -147,7 +147,7 @@ def test_a_missing_config_is_one_line_and_code_2(
         assert said.code == 2
         assert "Traceback" not in said.err
         assert str(path) in said.err
-        assert said.err.startswith("error: 1 fault in the config")
+        assert said.err.startswith("error: 1 problem in the config")
 
 
 def test_all_faults_come_in_one_report(verb: Callable[..., Said], fresh_project: Project) -> None:
@@ -155,7 +155,7 @@ def test_all_faults_come_in_one_report(verb: Callable[..., Said], fresh_project:
     fresh_project.train_toml.write_text(text.replace("seed = 3", 'sead = 3\nlr_scheduler = "cosin"'))
     said = verb("check", fresh_project.train_toml)
     assert said.code == 2
-    assert "2 faults" in said.err
+    assert "2 problems" in said.err
     assert "sead" in said.err
     assert "seed" in said.err, "the nearest key is suggested"
     assert "lr_scheduler" in said.err

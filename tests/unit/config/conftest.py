@@ -1,4 +1,4 @@
-"""A sound pair of TOML files in a folder, and ways to spoil it."""
+"""A valid pair of TOML files in a folder, and helpers to break it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ DATASET = 'resolutions = [256]\n[[directory]]\npath = "images"\n'
 
 
 class Files:
-    """Train and dataset TOML of one test."""
+    """The train and dataset TOML of one test."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -21,7 +21,7 @@ class Files:
         self.dataset_path = folder / "data.toml"
 
     def write(self, top: str = "", model: str = "", tables: str = "", dataset: str = DATASET) -> Path:
-        """Write the files: the sound keys that `top` and `model` do not give, then the tables."""
+        """Write the files: `top` and `model`, valid values for the keys they leave out, then the tables."""
         lines = [top, *(f"{key} = {value}" for key, value in TOP.items() if f"{key} =" not in top), "[model]", model]
         lines += [f"{key} = {value}" for key, value in MODEL.items() if f"{key} =" not in model]
         self.train_path.write_text("\n".join([*lines, tables]), encoding="utf-8")
@@ -32,7 +32,12 @@ class Files:
         return load_config(self.write(top, model, tables, dataset))
 
     def faults(
-        self, top: str = "", model: str = "", tables: str = "", dataset: str = DATASET, overrides: tuple[str, ...] = ()
+        self,
+        top: str = "",
+        model: str = "",
+        tables: str = "",
+        dataset: str = DATASET,
+        overrides: tuple[str, ...] = (),
     ) -> tuple[Fault, ...]:
         with pytest.raises(ConfigFaults) as caught:
             load_config(self.write(top, model, tables, dataset), overrides)
@@ -46,11 +51,11 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def only_fault(files: Files) -> Callable[..., Fault]:
-    """The single fault of a spoiled pair of files."""
+    """Return the single fault of a broken pair of files."""
 
     def single(*args: str, **kwargs: str) -> Fault:
-        found = files.faults(*args, **kwargs)
-        assert len(found) == 1, [str(fault) for fault in found]
-        return found[0]
+        faults = files.faults(*args, **kwargs)
+        assert len(faults) == 1, [str(fault) for fault in faults]
+        return faults[0]
 
     return single

@@ -1,4 +1,4 @@
-"""`cache_dir` is a path or a URL; a URL carries no secrets."""
+"""`cache_dir` is a path or a URL; a URL must not contain secrets."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ EVAL = 'eval_datasets = [{name = "held-out", config = "data.toml"}]\n'
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "expected"),
     [
         ("s3://bucket/folder", "s3://bucket/folder"),
         ("s3://bucket/folder//", "s3://bucket/folder"),
@@ -26,10 +26,10 @@ EVAL = 'eval_datasets = [{name = "held-out", config = "data.toml"}]\n'
         ("memory://cache", "memory://cache"),
     ],
 )
-def test_urls_stay_as_they_are(files: Any, given: str, kept: str) -> None:
+def test_urls_are_unchanged(files: Any, given: str, expected: str) -> None:
     loaded = files.load(f'{EVAL}cache_dir = "{given}"')
-    assert loaded.train.cache_dir == loaded.dataset.cache_dir == kept
-    assert loaded.eval_datasets["held-out"].cache_dir == f"{kept}-eval-held-out"
+    assert loaded.train.cache_dir == loaded.dataset.cache_dir == expected
+    assert loaded.eval_datasets["held-out"].cache_dir == f"{expected}-eval-held-out"
 
 
 @pytest.mark.parametrize("given", ["cache", "a/b://c", "./s3://bucket", "~/cache"])
@@ -39,7 +39,7 @@ def test_paths_are_paths(files: Any, given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/folder", "cache"])
-def test_the_resolved_config_gives_the_same_place(files: Any, given: str) -> None:
+def test_the_resolved_config_has_the_same_location(files: Any, given: str) -> None:
     loaded = files.load(f'cache_dir = "{given}"')
     again = files.folder / "again.toml"
     again.write_text(resolved_toml(loaded), encoding="utf-8")
@@ -56,9 +56,9 @@ def test_the_resolved_config_gives_the_same_place(files: Any, given: str) -> Non
         "https://host/x?token=hunter2",
     ],
 )
-def test_secrets_in_a_url_are_refused_and_not_shown(files: Any, given: str) -> None:
-    for found in (files.faults(f'cache_dir = "{given}"'), files.faults(overrides=(f"cache_dir={given}",))):
-        (fault,) = found
+def test_secrets_in_a_url_are_rejected_and_hidden(files: Any, given: str) -> None:
+    for faults in (files.faults(f'cache_dir = "{given}"'), files.faults(overrides=(f"cache_dir={given}",))):
+        (fault,) = faults
         assert fault.key == "cache_dir"
         assert "must not" in fault.problem
         assert "(hidden)" in str(fault)
@@ -68,22 +68,22 @@ def test_secrets_in_a_url_are_refused_and_not_shown(files: Any, given: str) -> N
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("simplecache::s3://bucket/x", "not a URL of one protocol"),
-        ("://bucket/x", "not a URL of one protocol"),
+        ("simplecache::s3://bucket/x", "not a URL with a single protocol"),
+        ("://bucket/x", "not a URL with a single protocol"),
         ("s3:///", "the URL names no folder"),
         ("s3://bucket/x#part", "must not have a query, a fragment or spaces"),
         ("s3://bucket/my cache", "must not have a query, a fragment or spaces"),
         ("file://folder/cache", "three slashes"),
     ],
 )
-def test_urls_that_cannot_be(only_fault: OnlyFault, given: str, problem: str) -> None:
+def test_invalid_urls(only_fault: OnlyFault, given: str, problem: str) -> None:
     fault = only_fault(f'cache_dir = "{given}"')
     assert fault.key == "cache_dir"
     assert problem in fault.problem
     assert fault.given == f'"{given}"'
 
 
-def test_what_is_hidden_of_a_text() -> None:
+def test_hiding_secrets_in_text() -> None:
     assert without_secrets("s3://bucket/x") == "s3://bucket/x"
     assert without_secrets("mail@host") == "mail@host"
     assert without_secrets('"https://a:b@host/x?sig=1"') == '"https://(hidden)@host/x?(hidden)"'

@@ -1,4 +1,4 @@
-"""Checks over several keys: each finds its fault, and only its fault."""
+"""Checks over several keys: each reports its own fault and nothing else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -96,23 +96,23 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ('eval_datasets = ["data.toml", {name = "b", config = "data.toml"}]', "", ""),
     ],
 )
-def test_sound_neighbours_of_those_faults(files: Any, top: str, model: str, tables: str) -> None:
+def test_valid_neighbours_of_those_faults(files: Any, top: str, model: str, tables: str) -> None:
     assert files.load(top, model, tables).train.output_dir.is_absolute()
 
 
-def test_two_eval_datasets_of_one_name(files: Any) -> None:
-    found = files.faults('eval_datasets = ["data.toml", "./data.toml"]')
-    assert [fault.key for fault in found] == ["eval_datasets[0]", "eval_datasets[1]"]
+def test_two_eval_datasets_with_the_same_name(files: Any) -> None:
+    faults = files.faults('eval_datasets = ["data.toml", "./data.toml"]')
+    assert [fault.key for fault in faults] == ["eval_datasets[0]", "eval_datasets[1]"]
 
 
-def test_layers_of_a_folder_are_not_guessed(files: Any) -> None:
+def test_depth_of_a_model_folder_is_not_guessed(files: Any) -> None:
     path = files.write(model='train_type = ""\n' + RECON + "text_recon_target_layer = 23")
     path.write_text(path.read_text().replace('train_type = ""\n', ""))
     assert load_config(path).train.model.train_type is None
 
 
 @pytest.mark.parametrize("missing", ["max_steps", "save_every_n_steps"])
-def test_a_run_ends_and_saves(files: Any, missing: str) -> None:
+def test_a_run_needs_an_end_and_saves(files: Any, missing: str) -> None:
     path = files.write()
     path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith(missing)))
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_a_run_ends_and_saves(files: Any, missing: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["checkpoint_every_n_minutes = 30", "save_every_n_epochs = 1"])
-def test_one_way_of_saving_is_enough(files: Any, line: str) -> None:
+def test_one_save_interval_is_enough(files: Any, line: str) -> None:
     path = files.write(line)
     assert load_config(path, ["epochs=1"]).train.epochs == 1
     path.write_text(
@@ -171,11 +171,11 @@ def test_a_dataset_needs_a_directory(only_fault: OnlyFault, dataset: str) -> Non
     assert only_fault(dataset=dataset).key == "directory"
 
 
-def test_one_bracket_where_two_are_meant(only_fault: OnlyFault) -> None:
+def test_single_brackets_instead_of_double(only_fault: OnlyFault) -> None:
     assert only_fault(dataset='[directory]\npath = "a"').hint == "write [[directory]], with two brackets"
 
 
-def test_a_fault_of_a_default_is_told_once(only_fault: OnlyFault) -> None:
+def test_a_fault_of_a_default_is_reported_once(only_fault: OnlyFault) -> None:
     fault = only_fault(dataset='resolutions = "big"\n[[directory]]\npath = "a"\n[[directory]]\npath = "b"')
     assert fault.key == "resolutions"
 

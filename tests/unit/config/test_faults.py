@@ -1,4 +1,4 @@
-"""All faults in one report, each in plain words."""
+"""All faults are in one report, each with a readable message."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault, UserError, load_config
-from sd3_light.config.validation import looks_secret
+from sd3_light.config.validation import is_secret_key
 
 OnlyFault = Callable[..., Fault]
-PLACE = "a path, or a URL such as s3://bucket/folder without credentials"
+LOCATION = "a path, or a URL such as s3://bucket/folder without credentials"
 
 
 def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
     (files.folder / "eval.toml").write_text('resolutions = [250]\n[[directory]]\npath = "a"\nflip = "yes"\n')
     dataset = 'num_repeat = 2\nresolutions = [256]\n[[directory]]\npath = "a"\n[[directory]]\nnum_repeats = -1\n'
-    found = files.faults(
+    faults = files.faults(
         top='epochs = "ten"\nmicro_batch_size = 4\neval_datasets = ["eval.toml"]\npipeline_stages = 2\nzero_stage = 0',
         model="text_recon_gamma = 0.1\ntext_recon_target_layer = 15\nuncond_text_dropout_prob = 1.5",
         tables='[optimizer]\ntype = "automagic"',
         dataset=dataset,
     )
-    assert {(Path(fault.file).name, fault.key) for fault in found} == {
+    assert {(Path(fault.file).name, fault.key) for fault in faults} == {
         ("train.toml", "epochs"),
         ("train.toml", "micro_batch_size"),
         ("train.toml", "zero_stage"),
@@ -35,8 +35,8 @@ def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
         ("eval.toml", "resolutions"),
         ("eval.toml", "directory[0].flip"),
     }
-    text = str(ConfigFaults(found))
-    assert text.startswith("11 faults in the config\n")
+    text = str(ConfigFaults(faults))
+    assert text.startswith("11 problems in the config\n")
     assert len(text.splitlines()) == 12
     assert "pydantic" not in text
 
@@ -49,9 +49,9 @@ def test_a_report_is_a_user_error(files: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "problem", "allowed", "hint"),
     [
-        ('warmup_steps = "64"', "wrong type", "a whole number >= 0", "write it without quotes"),
-        ("warmup_steps = 1.5", "wrong type", "a whole number >= 0", None),
-        ("warmup_steps = true", "wrong type", "a whole number >= 0", None),
+        ('warmup_steps = "64"', "wrong type", "an integer >= 0", "write it without quotes"),
+        ("warmup_steps = 1.5", "wrong type", "an integer >= 0", None),
+        ("warmup_steps = true", "wrong type", "an integer >= 0", None),
         ("gradient_clipping = true", "wrong type", "a number >= 0", None),
         ("gradient_clipping = inf", "must be finite", "a number >= 0", None),
         ('gradient_clipping = "1e-4"', "wrong type", "a number >= 0", "write it without quotes"),
@@ -59,37 +59,37 @@ def test_a_report_is_a_user_error(files: Any) -> None:
         ("compile = 1", "wrong type", "true or false", None),
         ("output_dir = 3", "wrong type", "a path", None),
         ('output_dir = ""', "wrong type", "a path", None),
-        ("cache_dir = 3", "wrong type", PLACE, None),
-        ('cache_dir = ""', "wrong type", PLACE, None),
-        ('freeze = "all"', "wrong type", "a list, each a text", None),
-        ("zero_stage = 4", "out of range", "a whole number >= 0 and <= 3", None),
+        ("cache_dir = 3", "wrong type", LOCATION, None),
+        ('cache_dir = ""', "wrong type", LOCATION, None),
+        ('freeze = "all"', "wrong type", "a list, each a string", None),
+        ("zero_stage = 4", "out of range", "an integer >= 0 and <= 3", None),
         ("pseudo_huber_c = 0", "out of range", "a number > 0", None),
-        ('parallel = "fsdp"', "not a known value", '"ddp", "fsdp2"', 'did you mean "fsdp2"?'),
+        ('parallel = "fsdp"', "unknown value", '"ddp", "fsdp2"', 'did you mean "fsdp2"?'),
         (
             'save_dtype = "BFloat16"',
-            "not a known value",
+            "unknown value",
             '"float32", "bfloat16", "float16"',
             'did you mean "bfloat16"?',
         ),
     ],
 )
-def test_plain_words(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:
+def test_readable_messages(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:
     fault = only_fault(line)
     key, _, given = line.partition(" = ")
     assert (fault.key, fault.problem, fault.given, fault.allowed, fault.hint) == (key, problem, given, allowed, hint)
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "problem"),
     [
         ("micro_batch_size_per_gpu = 0", "not a batch size"),
         ("micro_batch_size_per_gpu = [256, 64]", "not a list of [resolution, size] pairs"),
-        ("micro_batch_size_per_gpu = [[256, 64], [256, 32]]", "names the resolution 256 twice"),
+        ("micro_batch_size_per_gpu = [[256, 64], [256, 32]]", "contains the resolution 256 twice"),
     ],
 )
-def test_batch_size_faults(only_fault: OnlyFault, line: str, words: str) -> None:
+def test_batch_size_faults(only_fault: OnlyFault, line: str, problem: str) -> None:
     fault = only_fault(line)
-    assert (fault.key, fault.problem) == ("micro_batch_size_per_gpu", words)
+    assert (fault.key, fault.problem) == ("micro_batch_size_per_gpu", problem)
     assert fault.allowed is not None
 
 
@@ -106,7 +106,7 @@ def test_batch_size_faults(only_fault: OnlyFault, line: str, words: str) -> None
         ("[optimiser]\nlr = 1", "optimiser", "did you mean `optimizer`?"),
     ],
 )
-def test_unknown_keys_are_led_home(only_fault: OnlyFault, tables: str, key: str, hint: str | None) -> None:
+def test_unknown_keys_get_a_suggestion(only_fault: OnlyFault, tables: str, key: str, hint: str | None) -> None:
     fault = only_fault(tables=tables)
     assert (fault.key, fault.problem, fault.hint) == (key, "unknown key", hint)
 
@@ -170,13 +170,13 @@ def test_unreadable_files(files: Any) -> None:
 
 
 def test_missing_dataset_files_are_named(files: Any) -> None:
-    found = files.faults('dataset = "gone.toml"\neval_datasets = [3, "lost.toml"]')
-    assert [(fault.key, fault.problem) for fault in found] == [
+    faults = files.faults('dataset = "gone.toml"\neval_datasets = [3, "lost.toml"]')
+    assert [(fault.key, fault.problem) for fault in faults] == [
         ("eval_datasets[0]", "wrong type"),
         ("dataset", "no such file"),
         ("eval_datasets[1]", "no such file"),
     ]
-    assert found[1].given == str(files.folder / "gone.toml")
+    assert faults[1].given == str(files.folder / "gone.toml")
 
 
 @pytest.mark.parametrize(
@@ -198,17 +198,17 @@ def test_faults_of_overrides_name_the_flag(files: Any, override: str, key: str) 
     assert fault.key.startswith(key)
 
 
-def test_secrets_stay_out_of_reports(files: Any) -> None:
+def test_secrets_are_not_in_reports(files: Any) -> None:
     tables = '[monitoring]\nwandb_api_key = ["sk-1"]\nwandb_token = "sk-2"\n[monitorng]\nwandb_api_key = "sk-3"'
-    found = files.faults(
+    faults = files.faults(
         'api_key = "sk-4"', tables=tables, overrides=("monitoring.wandb_api_key sk-5", "a_token=[sk-6")
     )
-    text = str(ConfigFaults(found))
-    assert len(found) == 6
+    text = str(ConfigFaults(faults))
+    assert len(faults) == 6
     assert "sk-" not in text
     assert "(hidden)" in text
 
 
-def test_which_names_look_secret() -> None:
-    assert all(looks_secret(key) for key in ("wandb_api_key", "HF_TOKEN", "db-password", "secret"))
-    assert not any(looks_secret(key) for key in ("text_tokens", "uncond_text", "keep_last_n_exports"))
+def test_secret_key_names() -> None:
+    assert all(is_secret_key(key) for key in ("wandb_api_key", "HF_TOKEN", "db-password", "secret"))
+    assert not any(is_secret_key(key) for key in ("text_tokens", "uncond_text", "keep_last_n_exports"))

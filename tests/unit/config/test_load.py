@@ -1,4 +1,4 @@
-"""What a sound config becomes."""
+"""Loading a valid config."""
 
 import dataclasses
 from pathlib import Path
@@ -58,7 +58,7 @@ flip = true
 @pytest.fixture
 def everything(files: Any) -> LoadedConfig:
     (files.folder / "sub").mkdir()
-    (files.folder / "sub" / "eval.toml").write_text('resolutions = [256]\n[[directory]]\npath = "pictures"\n')
+    (files.folder / "sub" / "eval.toml").write_text('resolutions = [256]\n[[directory]]\npath = "photos"\n')
     return files.load(EVERYTHING, 'init = "weights"', TABLES, DATASET)
 
 
@@ -70,8 +70,8 @@ def test_paths_are_absolute_and_relative_to_their_toml(everything: LoadedConfig,
     assert train.model.init == tmp_path / "weights"
     assert train.adapter is not None
     assert train.adapter.init_from_existing == tmp_path / "lora.safetensors"
-    assert everything.eval_datasets["held-out"].directories[0].path == tmp_path / "sub" / "pictures"
-    assert [one.path for one in everything.dataset.directories] == [tmp_path / "images", Path("/elsewhere")]
+    assert everything.eval_datasets["held-out"].directories[0].path == tmp_path / "sub" / "photos"
+    assert [directory.path for directory in everything.dataset.directories] == [tmp_path / "images", Path("/elsewhere")]
 
 
 def test_relative_config_path_is_taken_from_the_working_folder(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +136,11 @@ def test_defaults_that_follow_other_keys(files: Any) -> None:
 @pytest.mark.parametrize("key", ["dataloader_prefetch_per_worker", "prefetch_batches_per_worker"])
 def test_both_spellings_of_prefetch(files: Any, key: str) -> None:
     assert files.load(f"{key} = 3").train.dataloader_prefetch_per_worker == 3
-    both = load_config(files.write(f"{key} = 3"), ["prefetch_batches_per_worker=4"])
-    assert both.train.dataloader_prefetch_per_worker == 4
+    overridden = load_config(files.write(f"{key} = 3"), ["prefetch_batches_per_worker=4"])
+    assert overridden.train.dataloader_prefetch_per_worker == 4
 
 
-def test_byte_order_mark_is_no_fault(files: Any) -> None:
+def test_byte_order_mark_is_accepted(files: Any) -> None:
     path = files.write()
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_config(path).train.max_steps == 10
@@ -157,7 +157,7 @@ def test_frozen(everything: LoadedConfig) -> None:
         everything.train = everything.train  # type: ignore[misc]
 
 
-def _without_key(train: TrainConfig) -> TrainConfig:
+def _without_api_key(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"monitoring": train.monitoring.model_copy(update={"wandb_api_key": None})})
 
 
@@ -167,7 +167,7 @@ def test_resolved_copy_gives_an_equal_config(everything: LoadedConfig, tmp_path:
     text = resolved_toml(everything)
     copy.write_text(text, encoding="utf-8")
     again = load_config(copy)
-    assert _without_key(again.train) == _without_key(everything.train)
+    assert _without_api_key(again.train) == _without_api_key(everything.train)
     assert (again.dataset, again.eval_datasets) == (everything.dataset, everything.eval_datasets)
     assert resolved_toml(again) == text
 
@@ -183,20 +183,20 @@ def test_resolved_toml_has_every_default(files: Any) -> None:
         assert line in text.splitlines()
 
 
-def test_secret_is_kept_but_never_shown(everything: LoadedConfig) -> None:
+def test_secret_is_stored_but_never_shown(everything: LoadedConfig) -> None:
     key = everything.train.monitoring.wandb_api_key
     assert key is not None
     assert key.get_secret_value() == "sk-very-secret"
-    shown = [repr(everything), str(everything.train), everything.train.model_dump_json(), resolved_toml(everything)]
-    assert not any("very-secret" in text for text in shown)
+    texts = [repr(everything), str(everything.train), everything.train.model_dump_json(), resolved_toml(everything)]
+    assert not any("very-secret" in text for text in texts)
     assert "wandb_api_key" not in resolved_toml(everything)
 
 
 def test_overrides_are_toml_values_and_bare_words(files: Any) -> None:
     overrides = ["optimizer.lr=3e-4", "optimizer.betas=[0.9, 0.95]", "parallel=fsdp2", "sampling.prompts=['a', 'b']"]
-    overrides += ["sampling.every_n_steps=2", "output_dir=there/it is", "model.text_tokens='real'", "compile=true"]
+    overrides += ["sampling.every_n_steps=2", "output_dir=some/new folder", "model.text_tokens='real'", "compile=true"]
     train = load_config(files.write(), overrides).train
     assert (train.optimizer.lr, train.optimizer.betas) == (3e-4, (0.9, 0.95))
     assert (train.parallel, train.model.text_tokens, train.compile) == ("fsdp2", "real", True)
     assert train.sampling.prompts == ("a", "b")
-    assert train.output_dir == files.folder / "there" / "it is"
+    assert train.output_dir == files.folder / "some" / "new folder"

@@ -1,4 +1,4 @@
-"""Whatever stands in the files, the answer is a config or a report, never another exception."""
+"""Any content of the files gives a config or a report, never another exception."""
 
 import tomllib
 from pathlib import Path
@@ -7,19 +7,21 @@ import pytest
 import tomli_w
 
 from sd3_light.config import ConfigFaults, load_config
-from sd3_light.config.base import tables
-from sd3_light.config.validation import KINDS
+from sd3_light.config.base import walk_tables
+from sd3_light.config.validation import SCHEMAS
 
 ODD = """
 values = [true, -1, 0, 3, 1e400, nan, 0.5, "", "x", [], [1], [[]], [["a", 1]], [[1, 2, 3]], [{}], {}, {a = 1},
     {name = 3}, 1979-05-27, [256, "x", [1]]]
 """
 VALUES = tomllib.loads(ODD)["values"]
-PLACES = [(kind, name, key) for kind in KINDS for name, table in tables(KINDS[kind]) for key in table.model_fields]
+KEYS = [
+    (kind, name, key) for kind in SCHEMAS for name, table in walk_tables(SCHEMAS[kind]) for key in table.model_fields
+]
 TRAIN = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "save_every_n_steps": 1}
 
 
-def _spoiled(kind: str, name: str, key: str, value: object) -> dict[str, dict[str, object]]:
+def _files_with_value(kind: str, name: str, key: str, value: object) -> dict[str, dict[str, object]]:
     files: dict[str, dict[str, object]] = {
         "train": {**TRAIN, "model": {"diffusers_path": "folder"}},
         "dataset": {"resolutions": [256], "directory": [{"path": "a"}]},
@@ -40,11 +42,11 @@ def _report(path: Path) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(("kind", "name", "key"), PLACES, ids=[":".join(place) for place in PLACES])
+@pytest.mark.parametrize(("kind", "name", "key"), KEYS, ids=[":".join(path) for path in KEYS])
 def test_odd_values_give_a_config_or_a_report(tmp_path: Path, kind: str, name: str, key: str) -> None:
     for value in VALUES:
-        files = _spoiled(kind, name, key, value)
+        files = _files_with_value(kind, name, key, value)
         (tmp_path / "train.toml").write_text(tomli_w.dumps(files["train"]))
         (tmp_path / "data.toml").write_text(tomli_w.dumps(files["dataset"]))
         lines = _report(tmp_path / "train.toml")
-        assert lines == [] or lines[0].startswith(f"{len(lines) - 1} fault")
+        assert lines == [] or lines[0].startswith(f"{len(lines) - 1} problem")

@@ -1,14 +1,14 @@
-"""The schema has every key that the reference names, and the page that describes it is up to date."""
+"""The schema has every key of the reference, and its generated page is up to date."""
 
 from pathlib import Path
 
 import pytest
 
-from sd3_light.config.base import annotations, tables, words
-from sd3_light.config.docs import PAGE, render
+from sd3_light.config.base import describe_type, field_types, walk_tables
+from sd3_light.config.docs import PAGE, render_config_page
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import ALIASES, TrainConfig
-from sd3_light.config.validation import KINDS, looks_secret
+from sd3_light.config.validation import SCHEMAS, is_secret_key
 
 ROOT = Path(__file__).parents[3]
 TRAIN_KEYS = {
@@ -40,7 +40,7 @@ SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_bu
 
 @pytest.mark.parametrize("name", TRAIN_KEYS)
 def test_every_reference_key_of_the_train_toml_exists(name: str) -> None:
-    table = dict(tables(TrainConfig))[name]
+    table = dict(walk_tables(TrainConfig))[name]
     known = set(table.model_fields) | (set(ALIASES) if name == "" else set())
     assert not set(TRAIN_KEYS[name].split()) - known
 
@@ -52,32 +52,32 @@ def test_every_reference_key_of_the_dataset_toml_exists() -> None:
 
 
 def test_defaults_that_the_reference_fixes() -> None:
-    found = dict(tables(TrainConfig))
-    fixed = {
+    schemas = dict(walk_tables(TrainConfig))
+    defaults = {
         "": {"gradient_clipping": 1.0, "pipeline_stages": 1, "dataloader_prefetch_per_worker": 1, "zero_stage": 1},
         "model": {"t5_max_length": 256, "sigmoid_scale": 1.0, "enable_uncond_text_dropout": False, "qk_norm": None},
         "ema": {"decay": 0.99, "update_every": 100},
     }
-    for name, values in fixed.items():
-        assert {key: found[name].model_fields[key].default for key in values} == values
-    model = found["model"].model_fields
+    for name, values in defaults.items():
+        assert {key: schemas[name].model_fields[key].default for key in values} == values
+    model = schemas["model"].model_fields
     assert (model["uncond_text_dropout_prob"].default, model["text_recon_gamma"].default) == (0.464, 0.0)
     assert TrainConfig.model_fields["sd3_streaming_dataset"].default is True
 
 
-def test_every_key_says_what_it_means_and_allows() -> None:
-    for schema in KINDS.values():
-        for name, table in tables(schema):
-            for key, annotation in annotations(table).items():
+def test_every_key_has_a_description_and_a_type_text() -> None:
+    for schema in SCHEMAS.values():
+        for name, table in walk_tables(schema):
+            for key, annotation in field_types(table).items():
                 assert table.model_fields[key].description, f"{name}.{key}"
-                assert words(annotation), f"{name}.{key}"
+                assert describe_type(annotation), f"{name}.{key}"
 
 
-def test_only_the_key_of_wandb_looks_secret() -> None:
-    keys = {key for schema in KINDS.values() for _, table in tables(schema) for key in table.model_fields}
-    assert {key for key in keys if looks_secret(key)} == {"wandb_api_key"}
+def test_only_the_wandb_key_counts_as_secret() -> None:
+    keys = {key for schema in SCHEMAS.values() for _, table in walk_tables(schema) for key in table.model_fields}
+    assert {key for key in keys if is_secret_key(key)} == {"wandb_api_key"}
 
 
-def test_the_page_is_what_the_schema_says() -> None:
+def test_the_page_matches_the_schema() -> None:
     written = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert written == render(), "run: python -m sd3_light.config.docs"
+    assert written == render_config_page(), "run: python -m sd3_light.config.docs"

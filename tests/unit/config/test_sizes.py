@@ -1,4 +1,4 @@
-"""Sizes: arguments that diffusers accepts, and counts that are exact."""
+"""Model sizes: arguments that diffusers accepts, and exact parameter counts."""
 
 import inspect
 from pathlib import Path
@@ -29,12 +29,12 @@ def test_parameter_count_at_other_depths(num_layers: int) -> None:
 
 
 def test_transformer_config_names_every_argument() -> None:
-    wanted = set(inspect.signature(SD3Transformer2DModel.__init__).parameters) - {"self"}
+    expected = set(inspect.signature(SD3Transformer2DModel.__init__).parameters) - {"self"}
     for size in SIZES.values():
-        assert set(size.transformer_config()) == wanted
+        assert set(size.transformer_config()) == expected
 
 
-def test_config_of_a_real_model_gives_the_size_back() -> None:
+def test_size_from_the_config_of_a_real_model() -> None:
     size = SIZES["tiny3"]
     with torch.device("meta"):
         config = SD3Transformer2DModel(**size.transformer_config()).config

@@ -1,20 +1,22 @@
-"""Keys of earlier programs are refused with a reason and a replacement."""
+"""Unsupported keys of other trainers are rejected with a reason and a replacement."""
 
 from typing import Any
 
 import pytest
 
-from sd3_light.config.base import choices, tables
-from sd3_light.config.unsupported import RETIRED, Retired
-from sd3_light.config.validation import KINDS, check_table
+from sd3_light.config.base import known_values, walk_tables
+from sd3_light.config.unsupported import UNSUPPORTED_KEYS, UnsupportedKey
+from sd3_light.config.validation import SCHEMAS, check_table
 
-NAMES = [f"{entry.kind}:{entry.where}{'=' + entry.value if entry.value else ''}" for entry in RETIRED]
+NAMES = [
+    f"{entry.file_kind}:{entry.dotted_key}{'=' + entry.value if entry.value else ''}" for entry in UNSUPPORTED_KEYS
+]
 
 
-@pytest.mark.parametrize("entry", RETIRED, ids=NAMES)
-def test_refused_once_with_reason_and_replacement(files: Any, entry: Retired) -> None:
+@pytest.mark.parametrize("entry", UNSUPPORTED_KEYS, ids=NAMES)
+def test_rejected_once_with_reason_and_replacement(files: Any, entry: UnsupportedKey) -> None:
     line = f'{entry.key} = "{entry.value or "x"}"'
-    if entry.kind == "dataset":
+    if entry.file_kind == "dataset":
         dataset = f'{line}\nresolutions = [256]\n[[directory]]\npath = "a"\n{line}'
         first, second = files.faults(dataset=dataset)
         assert (first.key, second.key) == (entry.key, f"directory[0].{entry.key}")
@@ -22,13 +24,13 @@ def test_refused_once_with_reason_and_replacement(files: Any, entry: Retired) ->
         (first,) = files.faults(**{"model" if entry.table else "top": line})
     else:
         (first,) = files.faults(tables=f"[{entry.table}]\n{line}")
-    assert first.key == entry.where
+    assert first.key == entry.dotted_key
     assert entry.reason in first.problem
     assert first.hint == entry.instead
 
 
-def test_required_refusals_are_there() -> None:
-    keys = {entry.where for entry in RETIRED if entry.value is None}
+def test_keys_that_must_be_listed() -> None:
+    keys = {entry.dotted_key for entry in UNSUPPORTED_KEYS if entry.value is None}
     assert keys >= {
         "blocks_to_swap",
         "reentrant_activation_checkpointing",
@@ -42,22 +44,22 @@ def test_required_refusals_are_there() -> None:
         "model.llm_path",
         "model.first_frame_conditioning_p",
     }
-    values = {entry.value for entry in RETIRED if entry.where == "optimizer.type"}
+    values = {entry.value for entry in UNSUPPORTED_KEYS if entry.dotted_key == "optimizer.type"}
     assert values >= {"adamw_optimi", "automagic", "genericoptim"}
 
 
-@pytest.mark.parametrize("entry", RETIRED, ids=NAMES)
-def test_no_key_is_both_refused_and_known(entry: Retired) -> None:
-    table = dict(tables(KINDS[entry.kind]))[entry.table]
+@pytest.mark.parametrize("entry", UNSUPPORTED_KEYS, ids=NAMES)
+def test_no_key_is_both_unsupported_and_known(entry: UnsupportedKey) -> None:
+    table = dict(walk_tables(SCHEMAS[entry.file_kind]))[entry.table]
     if entry.value is None:
         assert entry.key not in table.model_fields
     else:
         annotation = table.model_fields[entry.key].annotation
-        assert entry.value not in choices(annotation)
+        assert entry.value not in known_values(annotation)
 
 
-def test_checking_a_table_leaves_the_given_one_alone(tmp_path: Any) -> None:
+def test_checking_a_table_does_not_change_it(tmp_path: Any) -> None:
     raw = {"seed": "x", "model": {"sizee": 1}}
-    checked = check_table(KINDS["train"], raw, kind="train", file="f", base=tmp_path)
+    checked = check_table(SCHEMAS["train"], raw, file_kind="train", file="f", base=tmp_path)
     assert raw == {"seed": "x", "model": {"sizee": 1}}
     assert checked.raw == {"model": {}}

@@ -222,7 +222,7 @@ def test_a_cache_that_does_not_fit_into_memory_is_a_fault(place: Any, only_fault
 def test_require_raises_all_faults_in_one_report(place: Any) -> None:
     loaded = place.load(dataset='resolutions = [64]\n[[directory]]\npath = "nowhere"\n', model=PRETRAIN)
     (place.sd3 / "model_index.json").unlink()
-    with pytest.raises(ConfigFaults, match="2 faults") as caught:
+    with pytest.raises(ConfigFaults, match="2 problems") as caught:
         check.require(loaded)
     assert {fault.key for fault in caught.value.faults} == {"model.diffusers_path", "directory[0].path"}
 

@@ -210,7 +210,7 @@ def test_every_layout_says_what_it_is(place: Any) -> None:
     ("top", "world", "said"),
     [
         ("pipeline_stages = 2", 3, "3 processes cannot form pipelines of 2 stages"),
-        ('parallel = "fsdp2"', 4, "is for torch's own engine"),
+        ('parallel = "fsdp2"', 4, "needs the torch engine"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(place: Any, top: str, world: int, said: str) -> None:
