@@ -28,7 +28,7 @@ from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest
 from sd3_light.data.order import Order, Segment, make_order, rank_slice
-from sd3_light.engines.processes import sockets
+from sd3_light.engines.processes import num_sockets
 from sd3_light.model.text_shape import TextShape
 
 PER_MACHINE = 8
@@ -281,7 +281,7 @@ def main() -> None:
         saved = checkpoint_cost(SIZES["sd3.5_medium"], world)
         print(
             f"checkpoint of sd3.5_medium by {world} ranks: a part {saved.part / 1e6:,.0f} MB, {saved.ranges:,} ranges, "
-            f"index {saved.index / 1e6:.1f} MB made in {saved.seconds:.1f} s; {sockets(world)} sockets a process"
+            f"index {saved.index / 1e6:.1f} MB made in {saved.seconds:.1f} s; {num_sockets(world)} sockets a process"
         )
     print(f"largest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
 

@@ -57,7 +57,6 @@ def _rows() -> dict[str, Row]:
         "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 pictures of 256 px
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
-        "written-128": replace(ours, step="written"),
         "fast-64-graph": replace(ours, step="graph", batch=64),
         "fast-128-graph": replace(ours, step="graph"),
         "fast-128-in-backward": replace(ours, optimizer="in backward"),

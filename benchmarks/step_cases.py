@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight
-from sd3_light.model.fast.row_plan import Plan, Rows
+from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
+from sd3_light.model.fast.row_plan import RowPlan, Rows
 
 WIDTH, HEADS, UNITS = 1536, 24, 64
 NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15
@@ -32,15 +32,15 @@ def attempt(name: str, function: Callable[[], Any]) -> Any:
 
 
 def operands(
-    name: str, rows: Rows, plan: Plan, dtype: torch.dtype, width: int, heads: int
+    name: str, rows: Rows, plan: RowPlan, dtype: torch.dtype, width: int, heads: int
 ) -> Iterator[tuple[Any, ...]]:
     """Arguments for an operation, in each of its forms."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=rows.owner.device).to(dtype)
+        return torch.randn(*shape, device=rows.sample_index.device).to(dtype)
 
-    def pending() -> reference.Pending:
-        bias = torch.randn(width, device=rows.owner.device)
+    def pending() -> reference.PendingUpdate:
+        bias = torch.randn(width, device=rows.sample_index.device)
         return normal(rows.count, width), bias, normal(rows.samples, 5 * width)[:, :width]
 
     modulation = normal(rows.samples, 5 * width)
@@ -49,7 +49,7 @@ def operands(
     match name:
         case "residual_norm":
             yield normal(rows.count, width), None, scale, shift, rows
-            for form in ("eight", "both", "plain"):
+            for form in ("fp8", "both", "plain"):
                 yield normal(rows.count, width), pending(), scale, shift, rows, form
         case "residual_norm_backward":
             streams, waiting = (None, normal(rows.count, width)), (None, pending())
@@ -59,7 +59,7 @@ def operands(
                 for form in ("both", "plain") if is_whole else ("plain",):
                     yield normal(rows.count, width), stream, normal(rows.count, width), added, scale, rows, again, form
         case "gelu":
-            for form in ("both", "eight", "plain"):
+            for form in ("both", "fp8", "plain"):
                 yield normal(rows.count, 4 * width), form
         case "gelu_backward":
             for again, form in itertools.product((False, True), ("plain", "both")):
@@ -70,23 +70,23 @@ def operands(
                 yield streams, (pair, pair), heads, plan
         case "join_backward":
             for pair, form in itertools.product((None, norms), ("both", "plain")):
-                grads = tuple(normal(plan.room, heads, width // heads) for _ in range(3))
+                grads = tuple(normal(plan.capacity, heads, width // heads) for _ in range(3))
                 yield grads, normal(rows.count, 3 * width), pair, heads, rows, form
-        case "take":
-            for form in ("both", "eight", "plain"):
-                yield normal(plan.room, width), rows, form
+        case "gather_rows":
+            for form in ("both", "fp8", "plain"):
+                yield normal(plan.capacity, width), rows, form
         case "round_rows":
             yield (normal(rows.count, width),)
         case "round_weight":
             yield ([normal(width, width).float() for _ in range(3)],)
-        case "give":
+        case "scatter_rows":
             yield normal(plan.image.count, width), normal(plan.text.count, width), plan
 
 
-def eight_room(outputs: int, inputs: int, device: torch.device) -> EightWeight:
+def eight_room(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
     """Where a rounded weight goes."""
 
-    def eight(count: int, width: int) -> Eight:
-        return Eight(torch.zeros(count, width, device=device).to(E4M3), torch.zeros(count, 1, device=device))
+    def eight(count: int, width: int) -> Fp8Rows:
+        return Fp8Rows(torch.zeros(count, width, device=device).to(E4M3), torch.zeros(count, 1, device=device))
 
-    return EightWeight(eight(outputs, inputs), eight(inputs, outputs))
+    return Fp8Weight(eight(outputs, inputs), eight(inputs, outputs))

@@ -8,8 +8,8 @@ from step_cases import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, eight
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast.fp8 import E4M3, Eight, multiply
-from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, multiply
+from sd3_light.model.fast.row_plan import RowPlan, make_plan
 
 LAYERS = (("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1))
 
@@ -66,10 +66,10 @@ def check(device: torch.device) -> dict[str, float]:
     w, b = torch.randn(WIDTH, 4 * WIDTH, device=device), torch.randn(WIDTH, device=device).bfloat16()
     one, room = kernels.round_rows(x.bfloat16()), eight_room(WIDTH, 4 * WIDTH, device)
     kernels.round_weight([w], room)
-    assert isinstance(one, Eight)
+    assert isinstance(one, Fp8Rows)
     found = {}
     for name, bias, fast in (("fast", None, True), ("exact", None, False), ("fast, bias", b, True)):
-        wanted = one.wide().double() @ room.forward.wide().double().t()
+        wanted = one.dequantized().double() @ room.forward.dequantized().double().t()
         wanted += 0 if bias is None else bias.double()
         made = multiply(one, room.forward, bias, torch.bfloat16, fast).double()
         found[name] = float(((made - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
@@ -78,8 +78,8 @@ def check(device: torch.device) -> dict[str, float]:
 
 # those of an operation's forms (`step_cases.operands`) that a block uses, the last ones
 TIMED = {
-    "residual_norm": 3, "residual_norm_backward": 4, "gelu": 3, "gelu_backward": 4, "join_backward": 2, "take": 3,
-    "round_rows": 1,
+    "residual_norm": 3, "residual_norm_backward": 4, "gelu": 3, "gelu_backward": 4, "join_backward": 2,
+    "gather_rows": 3, "round_rows": 1,
 }  # fmt: skip
 
 
@@ -87,20 +87,20 @@ def rounding(batch: int, device: torch.device) -> dict[str, Any]:
     """Milliseconds in a step of each operation, as it is and with rows in 8 bits; and of the weights' copies."""
     from diffusers import SD3Transformer2DModel
 
-    from sd3_light.model.fast.weights import Weights
+    from sd3_light.model.fast.weights import WeightCopies
 
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
     found = {name: timed(name, last, plan, device) for name, last in TIMED.items()}
     with torch.device(device):
         model = SD3Transformer2DModel(**SIZES["sd3_light"].transformer_config())
     for label, fp8 in (("bf16", False), ("fp8", True)):
-        copies = Weights(model, torch.bfloat16, fp8)
+        copies = WeightCopies(model, torch.bfloat16, fp8)
         found[f"weights {label}"] = took = attempt(label, lambda copies=copies: milliseconds(copies.refresh))
         print(f"rounding weights in {label}: {took} ms a step", flush=True)
     return found
 
 
-def timed(name: str, last: int, plan: Plan, device: torch.device) -> dict[str, Any]:
+def timed(name: str, last: int, plan: RowPlan, device: torch.device) -> dict[str, Any]:
     """Milliseconds of an operation in all blocks and both streams, by its form; once a block and stream."""
     from sd3_light.model.fast import kernels
 

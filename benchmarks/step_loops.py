@@ -173,11 +173,9 @@ def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) 
 
 
 def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """Our blocks; ``written`` lets the compiler write what lies between the products."""
+    """Our blocks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     denoiser = FastDenoiser(model, dtype, row.how)
-    if row.step == "written":
-        denoiser.compile(dynamic=False)
     update = make_optimizer(model, row.optimizer)
 
     def step(batch: Batch) -> Tensor:

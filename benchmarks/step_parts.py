@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import Eight
-from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.fp8 import Fp8Rows
+from sd3_light.model.fast.row_plan import RowPlan, make_plan
 
 
 def captions(count: int) -> list[int]:
@@ -50,8 +50,8 @@ def captions(count: int) -> list[int]:
 
 
 OPERATIONS = (
-    "residual_norm", "residual_norm_backward", "gelu", "gelu_backward", "join", "join_backward", "take", "give",
-    "round_rows", "round_weight",
+    "residual_norm", "residual_norm_backward", "gelu", "gelu_backward", "join", "join_backward", "gather_rows",
+    "scatter_rows", "round_rows", "round_weight",
 )  # fmt: skip
 ROUNDED_LIMIT = 5e-3
 """Of rows in 8 bits: a number that lies between two may go to either, by the last bit of float32."""
@@ -75,8 +75,8 @@ def worst_difference(found: Any, wanted: Any) -> float:
     if wanted is None:
         assert found is None
         return 0.0
-    if isinstance(wanted, Eight):
-        rounded = worst_difference(found.wide(), wanted.wide())
+    if isinstance(wanted, Fp8Rows):
+        rounded = worst_difference(found.dequantized(), wanted.dequantized())
         assert rounded < ROUNDED_LIMIT, f"rows in 8 bits differ by {rounded:.2e}"
         return max(worst_difference(found.scale, wanted.scale), worst_difference(found.plain, wanted.plain))
     return max(worst_difference(one, other) for one, other in zip(found, wanted, strict=True))
@@ -94,7 +94,7 @@ def check_operation(name: str, device: torch.device) -> float:
         for rows in (plan.image, plan.text):
             for given in operands(name, rows, plan, dtype, WIDTH, HEADS):
                 found, wanted = (applied(ops, name, given) for ops in (kernels, reference))
-                if name in ("join", "give"):  # rows behind the last sample mean nothing
+                if name in ("join", "scatter_rows"):  # rows behind the last sample mean nothing
                     count = plan.image.count + plan.text.count
                     found, wanted = ([part[:count] for part in _listed(made)] for made in (found, wanted))
                 difference = worst_difference(found, wanted)
@@ -144,12 +144,12 @@ MOVES: dict[str, tuple[str, int, float]] = {
     "gelu_backward": ("gelu_backward", 0, 12),
     "join": ("join", -1, 6 * (1 + NUM_TEXT / NUM_IMAGE)),
     "join_backward": ("join_backward", -1, 8),
-    "copy": ("take", -1, 2),
+    "copy": ("gather_rows", -1, 2),
     "norm_fp8": ("residual_norm", -2, 4.5),
     "norm_backward_fp8": ("residual_norm_backward", -2, 6.5),
     "gelu_fp8": ("gelu", 0, 10),
     "join_backward_fp8": ("join_backward", -2, 9.5),
-    "copy_fp8": ("take", 0, 2.5),
+    "copy_fp8": ("gather_rows", 0, 2.5),
     "round_rows": ("round_rows", 0, 1.5),
     "weight": ("round_weight", 0, 0),
 }
@@ -243,13 +243,13 @@ def attention(batch: int, device: torch.device) -> dict[str, Any]:
     ]
     for name, lengths, count, backend in cases:
         plan = make_plan(count, NUM_IMAGE, NUM_TEXT, lengths, device)
-        parts = [torch.randn(plan.room, HEADS, UNITS, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        parts = [torch.randn(plan.capacity, HEADS, UNITS, device=device, dtype=torch.bfloat16) for _ in range(3)]
         leaves = [part.requires_grad_() for part in parts]
         grad = torch.randn_like(parts[0])
         each = [len_ + NUM_IMAGE for len_ in lengths] if lengths else [NUM_IMAGE + NUM_TEXT] * count
         flop = 4.0 * sum(n * n for n in each) * WIDTH
 
-        def forward(leaves: Any = leaves, plan: Plan = plan, backend: str | None = backend) -> Tensor:
+        def forward(leaves: Any = leaves, plan: RowPlan = plan, backend: str | None = backend) -> Tensor:
             return attend(*leaves, plan, backend)
 
         def both(leaves: Any = leaves, grad: Tensor = grad, run: Any = forward) -> Any:
@@ -268,7 +268,7 @@ def optimizer(device: torch.device) -> dict[str, Any]:
     """Milliseconds of each pass over the weights of the real model."""
     from diffusers import SD3Transformer2DModel
 
-    from sd3_light.model.fast.weights import Weights
+    from sd3_light.model.fast.weights import WeightCopies
 
     with torch.device(device):
         model = SD3Transformer2DModel(**SIZES["sd3_light"].transformer_config())
@@ -277,7 +277,7 @@ def optimizer(device: torch.device) -> dict[str, Any]:
         weight.grad = 0.01 * torch.randn_like(weight)
     grads = [weight.grad for weight in weights if weight.grad is not None]
     adamw: Any = torch.optim.AdamW(weights, lr=1e-4, fused=True)
-    copies = Weights(model, torch.bfloat16)
+    copies = WeightCopies(model, torch.bfloat16)
     one = torch.ones((), device=device)
 
     def step(grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

@@ -28,7 +28,7 @@ from sd3_light.optim.build import make_optimizer
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-def launch_of(accelerator: Accelerator) -> Launch:
+def launch_from_accelerator(accelerator: Accelerator) -> Launch:
     """Who this process is among those of the accelerator; a fault where it does not run what was asked of it."""
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
@@ -43,7 +43,7 @@ def launch_of(accelerator: Accelerator) -> Launch:
     return Launch(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
 
 
-def bands_of(module: Any) -> Tensor:
+def module_bands(module: Any) -> Tensor:
     """Losses of a module's last batch by bands of time; none where it has a forward pass of its own."""
     bands: Tensor | None = getattr(module, "bands", None)
     device = next(module.transformer.parameters()).device
@@ -118,7 +118,9 @@ class TaskEngine(TorchEngine):
                 loss = self.layout.run(batch)
             with self.layout.accumulating(last=number == len(batches) - 1):
                 (loss / len(batches)).backward()
-            numbers = numbers + StepResult.pack({"loss": loss.detach().float()}, bands_of(self.module)) / len(batches)
+            numbers = numbers + StepResult.pack({"loss": loss.detach().float()}, module_bands(self.module)) / len(
+                batches
+            )
         missing = [name for name, weight in self._parameters.items() if weight.grad is None]
         if missing:
             raise UserError(

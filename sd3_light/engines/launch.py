@@ -29,12 +29,12 @@ class Launch:
         """Whether this process speaks for all."""
         return self.rank == 0
 
-    def of_data(self, stages: int = 1) -> "Launch":
+    def data_launch(self, stages: int = 1) -> "Launch":
         """As the data sees it: the processes of one pipeline, one a stage, count as one and read the same."""
         replicas = self.world // stages
         return replace(self, rank=self.rank % replicas, world=replicas)
 
-    def is_fed(self, stages: int = 1) -> bool:
+    def reads_data(self, stages: int = 1) -> bool:
         """Whether this process takes anything of its micro-batches: in a pipeline the first stage takes features and
         the last one labels; all that the ones between need comes from their neighbours."""
         stage = self.rank // (self.world // stages)

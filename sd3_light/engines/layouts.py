@@ -36,7 +36,7 @@ class Layout(Protocol):
     def add_parts(self, value: Tensor) -> Tensor:
         """The sum over processes of what each computed from its own parts."""
 
-    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
         """A tensor that lies as ``weight`` does, all of it; every process calls it."""
 
 
@@ -72,7 +72,7 @@ class Replicas:
         """See `Layout`."""
         return value
 
-    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
         """See `Layout`."""
         return held
 
@@ -121,7 +121,7 @@ class Shards:
         dist.all_reduce(total)
         return total
 
-    def whole(self, held: Tensor, weight: Tensor) -> Tensor:
+    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
         """See `Layout`."""
         assert isinstance(weight, DTensor)
         joined = DTensor.from_local(

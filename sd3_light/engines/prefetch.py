@@ -181,7 +181,7 @@ def prefetch_steps(
             yield step
 
 
-def pin(address: int, nbytes: int) -> Callable[[], Any] | None:
+def pin_host_memory(address: int, nbytes: int) -> Callable[[], Any] | None:
     """Let the GPU read host memory by itself; gives what undoes it, or None where the driver refuses."""
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:

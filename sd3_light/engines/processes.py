@@ -42,7 +42,7 @@ class ProcessGroups:
     snapshots: dist.ProcessGroup | None = None
     writers: int = 1
 
-    def wait_together(self, is_done: Callable[[float], bool]) -> None:
+    def wait_for_all(self, is_done: Callable[[float], bool]) -> None:
         """Wait until all ranks are done, however long one of them works; ``is_done(seconds)`` waits no longer.
 
         A rank that is not done says so every second, so that one that is gone is missed within `dist_timeout_sec`.
@@ -133,7 +133,7 @@ def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
                 c10d._set_pg_timeout(timedelta(seconds=timeout_sec), group)
 
 
-def sockets(world: int, groups: int = _MOST_GROUPS) -> int:
+def num_sockets(world: int, groups: int = _MOST_GROUPS) -> int:
     """Files that a process holds open for its groups: in each of them a socket to every other process, and a few."""
     return groups * (world + _FILES_A_GROUP)
 
@@ -141,7 +141,7 @@ def sockets(world: int, groups: int = _MOST_GROUPS) -> int:
 def _allow_sockets(world: int) -> None:
     """Raise this process's limit of open files where many processes need more; many systems begin with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = sockets(world) + _OTHER_FILES
+    needed = num_sockets(world) + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -180,7 +180,7 @@ def lost_peer(error: RuntimeError) -> PeerLost | None:
 
 
 @contextmanager
-def peers_in_words() -> Iterator[None]:
+def peer_loss_as_user_error() -> Iterator[None]:
     """Inside the block a lost process is a fault of the user in one line, as `lost_peer` says it."""
     try:
         yield

@@ -120,7 +120,7 @@ class Engine(Protocol):
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Pieces of tensors that lie as the weights do, such as an average of them."""
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Tensors that lie as the weights do, brought together in rank 0's host memory; None elsewhere. All ranks
         call it."""
 

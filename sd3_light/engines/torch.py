@@ -51,7 +51,7 @@ class TorchEngine:
         self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 
     @staticmethod
-    def name_of(config: TrainConfig, launch: Launch) -> str:
+    def engine_name(config: TrainConfig, launch: Launch) -> str:
         """Engine and layout in a few words, for the log."""
         return f"torch {config.parallel}" if launch.world > 1 else "torch"
 
@@ -161,11 +161,11 @@ class TorchEngine:
             name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0
         )
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, in rank 0's host memory; a copy."""
         found = {}
         for name, weight in self._parameters.items():
-            tensor = self.layout.whole(held[name], weight)
+            tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
                 found[name] = tensor.to("cpu", copy=True)
         return found if self.rank == 0 else None

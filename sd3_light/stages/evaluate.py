@@ -12,7 +12,7 @@ from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
-from sd3_light.engines.processes import peers_in_words, start_process_group
+from sd3_light.engines.processes import peer_loss_as_user_error, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.open_pipeline import open_pipeline
@@ -39,7 +39,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     fast = why_stock_blocks(config, denoiser, device.type, launch.world) is None
     engine = TorchEngine(SD3TrainingModule(denoiser, config, fast), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
-    with peers_in_words():
+    with peer_loss_as_user_error():
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.processed import ProcessedSample, ProcessedWriter, fingerprint, write_processed_manifest
 from sd3_light.engines import Launch
-from sd3_light.engines.accelerate import launch_of
+from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
@@ -46,7 +46,7 @@ def launch_data_process_task(
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is {value!r}; give a whole number from {least} on")
-    launch = Launch() if accelerator is None else launch_of(accelerator)
+    launch = Launch() if accelerator is None else launch_from_accelerator(accelerator)
     set_main_process(launch.is_main)
     folder, count = model_logger.output_path, length_of(dataset)
     if accelerator is not None:

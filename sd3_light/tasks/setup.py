@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.accelerate import TaskEngine, launch_of
+from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.optim.schedules import learning_rate as rate_at
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -22,7 +22,7 @@ def place_of(accelerator: Accelerator | None, wishes: TaskSettings) -> tuple[Lau
         return launch, launch.device()
     if not isinstance(accelerator, Accelerator):
         raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
-    return launch_of(accelerator), accelerator.device
+    return launch_from_accelerator(accelerator), accelerator.device
 
 
 def engine_of(

@@ -303,7 +303,7 @@ class _Task:
         """Copy all that the task needs to go on, and write it while it goes on."""
         facts = {"progress": progress.as_dict(), "order": order_facts(self.samples.order)}
         facts["window"] = self.run.meter.window.as_dict()
-        self.groups.wait_together(self.keeper.is_idle)
+        self.groups.wait_for_all(self.keeper.is_idle)
         self._kept_at = progress.step
         self.keeper.save(progress.step, self.pieces(), facts)
 
@@ -335,7 +335,7 @@ class _Task:
         return window
 
     def _finish(self, begun: Progress, done: Progress, total: int) -> None:
-        self.groups.wait_together(self.keeper.is_idle)
+        self.groups.wait_for_all(self.keeper.is_idle)
         self.tell(self.keeper.wait())
         self.keeper.close()
         if self._failed:

@@ -17,7 +17,7 @@ from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.prefetch import pin, prefetch_steps
+from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
 from sd3_light.model.start import WeightsStart
 
@@ -105,7 +105,9 @@ def training_steps(
         items = range(first * micro, 2**62)
         if ahead is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()
-        return prefetch_steps(iter(make_loader(config, dataset, engine, micro, preparer, items, pin)), micro, ahead)
+        return prefetch_steps(
+            iter(make_loader(config, dataset, engine, micro, preparer, items, pin_host_memory)), micro, ahead
+        )
 
     return steps
 

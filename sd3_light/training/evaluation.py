@@ -38,8 +38,8 @@ class Evaluator:
         data, config = self._open[name], self.loaded.train
         once = {shard.directory: 1.0 for shard in data.manifest.shards}
         order = data.order(0, once, self._batch, config.shuffle_window)
-        share = self.launch.of_data(self.stages)
-        if not self.launch.is_fed(self.stages):
+        share = self.launch.data_launch(self.stages)
+        if not self.launch.reads_data(self.stages):
             sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
             return [placeholder_batch(size) for size in sizes for _ in QUANTILES]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
@@ -50,4 +50,4 @@ class Evaluator:
         config = self.loaded.train
         pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
         micro = batch_size_for(config.eval_micro_batch_size_per_gpu, resolution)
-        return micro * pieces * self.launch.of_data(self.stages).world
+        return micro * pieces * self.launch.data_launch(self.stages).world

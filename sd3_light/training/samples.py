@@ -76,7 +76,7 @@ class Sampler:
         requests = tuple(
             ImageRequest(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds
         )
-        share = launch.of_data(stages)
+        share = launch.data_launch(stages)
         mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), share.rank, share.world))
         texts = _texts(config.model, list(mine), cache_dir, data.manifest.recipe, device)
         empty = join_features(data.empty_text())
@@ -122,8 +122,8 @@ class Sampler:
         return drawn
 
     def _share(self, rank: int) -> list[int]:
-        of_data = replace(self.launch, rank=rank).of_data(self.stages)
-        return deal(len(self.requests), of_data.rank, of_data.world)
+        data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
+        return deal(len(self.requests), data_launch.rank, data_launch.world)
 
     def _draw_batch(
         self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines.prefetch import pin, prefetch_steps
+from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, multiply
-from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, multiply
+from sd3_light.model.fast.row_plan import RowPlan, make_plan
 from sd3_light.model.fast.sample_attention import attend
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -39,7 +39,7 @@ def near(found: Any, wanted: Any, limit: float) -> None:
     if isinstance(wanted, Tensor):
         distance = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
         assert distance < limit, distance
-    elif isinstance(wanted, Eight):
+    elif isinstance(wanted, Fp8Rows):
         near(found.plain, wanted.plain, limit)
         torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-2, atol=0.0)
         near(found.values.float(), wanted.values.float(), 6e-3)  # a number between two may go to either
@@ -49,18 +49,18 @@ def near(found: Any, wanted: Any, limit: float) -> None:
 
 
 @pytest.fixture(params=["padded", "real"])
-def plan(request: Any) -> Plan:
+def plan(request: Any) -> RowPlan:
     return make_plan(4, 70, 90, None if request.param == "padded" else [5, 90, 33, 1], CUDA)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
-def test_kernels_compute_what_their_references_do(plan: Plan, dtype: torch.dtype, limit: float) -> None:
+def test_kernels_compute_what_their_references_do(plan: RowPlan, dtype: torch.dtype, limit: float) -> None:
     count = plan.image.count + plan.text.count
     streams = tuple(normal(rows.count, 3 * WIDTH, dtype=dtype) for rows in (plan.image, plan.text))
     norms = (normal(UNITS), normal(UNITS, seed=1))
     joined = [ops.join(streams, (norms, norms), HEADS, plan) for ops in (kernels, reference)]
     near([part[:count] for part in joined[0]], [part[:count] for part in joined[1]], limit)
-    grads = tuple(normal(plan.room, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
     for rows, stream in zip((plan.image, plan.text), streams, strict=True):
         modulation = normal(plan.samples, 5 * WIDTH, dtype=dtype)
         shift, scale, gate = modulation.chunk(5, dim=1)[:3]
@@ -72,7 +72,7 @@ def test_kernels_compute_what_their_references_do(plan: Plan, dtype: torch.dtype
             ("residual_norm_backward", (dh, y, x, pending, scale, rows, shift)),
             ("gelu_backward", (dg, u, True)),
             ("join_backward", (grads, stream, norms, HEADS, rows)),
-            ("take", (joined[1][0], rows)),
+            ("gather_rows", (joined[1][0], rows)),
         ):
             near(getattr(kernels, name)(*given), getattr(reference, name)(*given), limit)
 
@@ -83,9 +83,9 @@ needs_fp8 = pytest.mark.skipif(
 
 
 @needs_fp8
-def test_kernels_round_as_their_references_do(plan: Plan) -> None:
+def test_kernels_round_as_their_references_do(plan: RowPlan) -> None:
     dtype, norms = torch.bfloat16, (normal(UNITS), normal(UNITS, seed=1))
-    grads = tuple(normal(plan.room, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
     for rows in (plan.image, plan.text):
         shift, scale, gate = normal(plan.samples, 5 * WIDTH, dtype=dtype).chunk(5, dim=1)[:3]
         x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
@@ -95,22 +95,22 @@ def test_kernels_round_as_their_references_do(plan: Plan) -> None:
         u, dg = normal(rows.count, 4 * WIDTH, dtype=dtype), normal(rows.count, 4 * WIDTH, dtype=dtype, seed=1)
         for name, given in (
             ("residual_norm", (x, pending, scale, shift, rows, "both")),
-            ("residual_norm", (x, None, scale, shift, rows, "eight")),
+            ("residual_norm", (x, None, scale, shift, rows, "fp8")),
             ("residual_norm_backward", (dh, x, x, (dh, *pending[1:]), scale, rows, shift, "both")),
             ("gelu", (u, "both")),
-            ("gelu", (u, "eight")),
+            ("gelu", (u, "fp8")),
             ("gelu_backward", (dg, u, True, "both")),
             ("join_backward", (grads, normal(rows.count, 3 * WIDTH, dtype=dtype), norms, HEADS, rows, "both")),
-            ("take", (grads[0], rows, "both")),
+            ("gather_rows", (grads[0], rows, "both")),
             ("round_rows", (odd,)),
         ):
             near(getattr(kernels, name)(*given), getattr(reference, name)(*given), 6e-3)
 
 
-def room(outputs: int, inputs: int) -> EightWeight:
+def room(outputs: int, inputs: int) -> Fp8Weight:
     shapes = ((outputs, inputs), (inputs, outputs))
-    made = [Eight(torch.zeros(n, k, device=CUDA).to(E4M3), torch.zeros(n, 1, device=CUDA)) for n, k in shapes]
-    return EightWeight(made[0], made[1])
+    made = [Fp8Rows(torch.zeros(n, k, device=CUDA).to(E4M3), torch.zeros(n, 1, device=CUDA)) for n, k in shapes]
+    return Fp8Weight(made[0], made[1])
 
 
 @needs_fp8
@@ -125,7 +125,7 @@ def test_products_in_8_bits_are_those_of_the_rounded_numbers() -> None:
     for fast_sums, limit in ((False, 4e-3), (True, 1e-2)):
         for added in (None, bias):
             found = multiply(rows, made[0].forward, added, torch.bfloat16, fast_sums).double()
-            wanted = rows.wide().double() @ made[0].forward.wide().double().t() + (
+            wanted = rows.dequantized().double() @ made[0].forward.dequantized().double().t() + (
                 0 if added is None else added.double()
             )
             assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < limit
@@ -153,10 +153,10 @@ def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
     assert curves[1][-2] < 0.9 * curves[1][0], "something was learned"
 
 
-def test_attention_sees_its_own_sample_only(plan: Plan) -> None:
+def test_attention_sees_its_own_sample_only(plan: RowPlan) -> None:
     count = plan.image.count + plan.text.count
-    parts = [normal(plan.room, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
-    grad = normal(plan.room, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
+    parts = [normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
+    grad = normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
     found = attend(parts[0], parts[1], parts[2], plan)
     grads = torch.autograd.grad(found, parts, grad)
     exact = [part.detach().float().requires_grad_() for part in parts]
@@ -210,7 +210,7 @@ def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) ->
 
 def test_pinned_memory_is_known_as_such_and_let_go() -> None:
     memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8))  # as slots are
-    undo = pin(memory.data_ptr(), len(memory))
+    undo = pin_host_memory(memory.data_ptr(), len(memory))
     assert undo is not None
     assert memory.is_pinned()
     undo()

@@ -39,9 +39,9 @@ class DeepSpeedBase(Generic[StateT]):
         """Pieces of tensors that lie as the weights do."""
         return self.state.like_weights(kind, held)
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, of all stages, in rank 0's host memory."""
-        return self.state.whole(held)
+        return self.state.gather(held)
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Numbers of all processes added up."""

@@ -73,7 +73,7 @@ class ShardState:
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """All of what lies as the weights do, in rank 0's host memory; a copy. One tensor at a time travels."""
         found = {}
         for name, part in self._parts.items():

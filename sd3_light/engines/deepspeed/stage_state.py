@@ -109,7 +109,7 @@ class StageState:
             dist.all_reduce(squares, group=pipe)
         return float(squares.sqrt())
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """What lies as the weights do, of all stages, in rank 0's host memory; a copy. One tensor at a time travels."""
         found = {}
         for name, stage in self.stage_of.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.accelerate import bands_of
+from sd3_light.engines.accelerate import module_bands
 from sd3_light.engines.deepspeed.zero import ZeroEngine
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import StepResult
@@ -42,7 +42,7 @@ class TaskZeroEngine(ZeroEngine):
         numbers = torch.zeros(1 + 2 * NUM_BANDS, device=self.device)
         for number, batch in enumerate(batches, start=1):
             loss = self.engine(batch)
-            numbers += StepResult.pack({"loss": loss.detach().float()}, bands_of(self.module)) / len(batches)
+            numbers += StepResult.pack({"loss": loss.detach().float()}, module_bands(self.module)) / len(batches)
             self.engine.backward(loss)
             if number < len(batches):
                 self.engine.step()

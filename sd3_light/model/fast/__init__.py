@@ -1,1 +1,1 @@
-"""The joint blocks written by hand for speed: the stock module's weights and mathematics, fewer passes over memory."""
+"""Hand-written joint blocks: the stock module's weights and mathematics with fewer passes over memory."""

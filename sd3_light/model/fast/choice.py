@@ -1,17 +1,17 @@
-"""Whether the fast blocks may run, from the config alone: what `check` foretells and training does."""
+"""Decide whether a run uses the fast blocks; `check` and training share these rules."""
 
 import importlib.util
 
 from sd3_light.config import ModelSize, TrainConfig
 
-MULTIPLE = 16
-"""What both widths of a product in 8 bits must be a multiple of."""
-FIRST_FP8 = (8, 9)
+FP8_MULTIPLE = 16
+"""Both widths of an fp8 product must be a multiple of this."""
+FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 
 
 def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
-    """Why a run computes with the stock blocks, in words; None where it takes the fast ones."""
+    """Return why this config runs the stock blocks, or None if it allows the fast ones."""
     if config.fast is False:
         return "fast = false"
     if config.compile:
@@ -21,9 +21,9 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
     if config.pipeline_stages > 1:
         return "pipeline stages run the stock layers"
     if by_deepspeed and config.zero_stage == 3:
-        return "ZeRO-3 cuts the weights"
+        return "ZeRO-3 shards the weights"
     if config.parallel == "fsdp2" and world > 1:
-        return 'parallel = "fsdp2" cuts the weights'
+        return 'parallel = "fsdp2" shards the weights'
     if size.dual_attention_layers:
         return "the denoiser has SD3.5's second attention"
     if config.fast == "auto" and config.model.transformer_dtype != "bfloat16":
@@ -42,9 +42,9 @@ def why_stock_on_device(config: TrainConfig, device: str) -> str | None:
 
 
 def why_no_fp8(size: ModelSize, capability: tuple[int, int] | None) -> str | None:
-    """Why the fast blocks cannot multiply in 8 bits; ``capability`` is the GPU's, None without one (for tests)."""
-    if size.width % MULTIPLE:
-        return f"the width {size.width} is no multiple of {MULTIPLE}"
-    if capability is not None and capability < FIRST_FP8:
-        return f"this GPU (sm_{capability[0]}{capability[1]}) is older than sm_89 and knows no fp8"
+    """Return why the fast blocks cannot multiply in fp8, or None; ``capability`` is the GPU's, None without a GPU."""
+    if size.width % FP8_MULTIPLE:
+        return f"the width {size.width} is not a multiple of {FP8_MULTIPLE}"
+    if capability is not None and capability < FP8_CAPABILITY:
+        return f"this GPU (sm_{capability[0]}{capability[1]}) has no fp8 support, which needs sm_89 or newer"
     return None

@@ -1,7 +1,7 @@
-"""Matrix products of 8-bit numbers: rows rounded to e4m3 with a scale each, and the product of two such matrices.
+"""Matrix products in fp8: rows rounded to e4m3 with one scale per row, and the product of two such matrices.
 
-A row times 448 / (its largest value) fills the range of e4m3, so no row is too large or too small, and nothing can
-overflow. What is not finite stays so: NaN is an e4m3 number, and an infinite row makes NaN.
+Each row is scaled by 448 / (its largest absolute value), which uses the whole range of e4m3, so no row underflows or
+overflows. Non-finite values stay visible: NaN is an e4m3 number, and an infinite row becomes NaN.
 """
 
 from dataclasses import dataclass
@@ -14,63 +14,63 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest e4m3 number."""
 FLOOR = 1e-30
-"""A row whose largest value is below this is scaled as if it were this: rows of zeros stay zeros."""
+"""Lower bound of a row's peak when its scale is computed: rows of zeros stay zeros."""
 
-Form = Literal["plain", "both", "eight"]
-"""What an operation makes of rows: them in the type that computes, also rounded, or rounded alone."""
+RowForm = Literal["plain", "both", "fp8"]
+"""What an operation outputs: rows in the compute dtype, rows in both dtypes, or fp8 rows only."""
 
 
 @dataclass(frozen=True)
-class Eight:
-    """Rows in 8 bits: ``values`` [M, K] times ``scale`` [M, 1] (float32); ``plain`` are the rows before, if kept."""
+class Fp8Rows:
+    """Rows in fp8: ``values`` [M, K] times ``scale`` [M, 1] (float32). ``plain``: the rows before rounding, if kept."""
 
     values: Tensor
     scale: Tensor
     plain: Tensor | None = None
 
-    def wide(self) -> Tensor:
-        """The rounded rows in float32."""
+    def dequantized(self) -> Tensor:
+        """Return the rounded rows in float32."""
         return self.values.float() * self.scale
 
 
 @dataclass(frozen=True)
-class EightWeight:
-    """A weight [N, K] in 8 bits: its rows for the ``forward`` product, its columns for that of input gradients."""
+class Fp8Weight:
+    """A weight [N, K] in fp8: its rows for the ``forward`` product, its columns for the input gradients."""
 
-    forward: Eight
-    backward: Eight
-
-
-Operand = Tensor | Eight
+    forward: Fp8Rows
+    backward: Fp8Rows
 
 
-def plain(rows: Operand) -> Tensor:
-    """Rows before rounding."""
-    found = rows.plain if isinstance(rows, Eight) else rows
-    assert found is not None, "only the rounded rows were kept"
-    return found
+Operand = Tensor | Fp8Rows
 
 
-def formed(rows: Tensor, form: Form, dtype: torch.dtype) -> Operand:
-    """Float32 rows in a form; what the kernels do as they write."""
+def plain_rows(rows: Operand) -> Tensor:
+    """Return the rows before rounding."""
+    plain = rows.plain if isinstance(rows, Fp8Rows) else rows
+    assert plain is not None, "only the rounded rows were kept"
+    return plain
+
+
+def to_form(rows: Tensor, form: RowForm, dtype: torch.dtype) -> Operand:
+    """Convert float32 rows to a form, as the kernels do when they write."""
     if form == "plain":
         return rows.to(dtype)
     peak = rows.float().abs().amax(1, keepdim=True).clamp(min=FLOOR)
     values = (rows.float() * (LARGEST / peak)).to(E4M3)
-    return Eight(values, peak / LARGEST, rows.to(dtype) if form == "both" else None)
+    return Fp8Rows(values, peak / LARGEST, rows.to(dtype) if form == "both" else None)
 
 
-def multiply(one: Eight, other: Eight, bias: Tensor | None, dtype: torch.dtype, fast_sums: bool) -> Tensor:
-    """one other^T + bias. ``fast_sums``: the tensor cores add up in their own, less than float32, precision."""
-    if one.values.is_cuda:
+def multiply(left: Fp8Rows, right: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, fast_sums: bool) -> Tensor:
+    """Return left right^T + bias. ``fast_sums``: tensor cores accumulate with less than float32 precision."""
+    if left.values.is_cuda:
         return torch._scaled_mm(
-            one.values,
-            other.values.t(),
-            one.scale,
-            other.scale.t(),
+            left.values,
+            right.values.t(),
+            left.scale,
+            right.scale.t(),
             bias=bias,
             out_dtype=dtype,
             use_fast_accum=fast_sums,
         )
-    found = one.wide() @ other.wide().t()
-    return (found if bias is None else found + bias.float()).to(dtype)
+    product = left.dequantized() @ right.dequantized().t()
+    return (product if bias is None else product + bias.float()).to(dtype)

@@ -1,8 +1,8 @@
-"""The operations of `reference.py` as Triton kernels: each reads what it needs once and writes what it makes once.
+"""The operations of `reference.py` as Triton kernels: each reads its inputs once and writes its outputs once.
 
-Sums over the rows of a sample are made where the rows are read: a program walks some rows of one sample, keeps sums in
-registers and leaves one partial row, and these few are added up afterwards. Nothing depends on who comes first, so
-results repeat bit for bit.
+Sums over the rows of a sample are computed where the rows are read: a program walks some rows of one sample, keeps the
+sums in registers and writes one partial row; torch adds the partial rows afterwards. No result depends on the order in
+which programs run, so results repeat bit for bit.
 """
 
 from typing import Any
@@ -13,22 +13,30 @@ import triton.language as tl
 from torch import Tensor
 
 from sd3_light.model.fast import kernels_fp8, reference
-from sd3_light.model.fast.fp8 import Form, Operand
-from sd3_light.model.fast.kernels_fp8 import Room, by_row, round_rows, round_weight, store_rows
-from sd3_light.model.fast.reference import EPS, HeadNorms, Pending
-from sd3_light.model.fast.row_plan import Plan, Rows
+from sd3_light.model.fast.fp8 import Operand, RowForm
+from sd3_light.model.fast.kernels_fp8 import RowOutput, by_row, round_rows, round_weight, store_rows
+from sd3_light.model.fast.reference import EPS, HeadNorms, PendingUpdate
+from sd3_light.model.fast.row_plan import RowPlan, Rows
 from sd3_light.model.fast.tuning import TUNING
 
 __all__ = [
-    "gelu", "gelu_backward", "give", "join", "join_backward", "residual_norm", "residual_norm_backward", "round_rows",
-    "round_weight", "take",
+    "gather_rows",
+    "gelu",
+    "gelu_backward",
+    "join",
+    "join_backward",
+    "residual_norm",
+    "residual_norm_backward",
+    "round_rows",
+    "round_weight",
+    "scatter_rows",
 ]  # fmt: skip
 
-CHUNK = 32
-"""Rows that one program walks where it sums over them."""
+ROWS_PER_PROGRAM = 32
+"""Rows that one program walks when it sums over rows."""
 
 
-def _key(kernel: str, form: Form) -> str:
+def _tuning_key(kernel: str, form: RowForm) -> str:
     return kernel if form == "plain" else f"{kernel}_fp8"
 
 
@@ -63,21 +71,22 @@ def _norm(x, y, bias, gate, scale, shift, owner, x_out, h, h8, scales, gate_stri
 
 
 def residual_norm(
-    x: Tensor, pending: Pending | None, scale: Tensor, shift: Tensor, rows: Rows, form: Form = "plain"
+    x: Tensor, pending: PendingUpdate | None, scale: Tensor, shift: Tensor, rows: Rows, form: RowForm = "plain"
 ) -> tuple[Tensor, Any]:
     """See `reference.residual_norm`."""
     count, width = x.shape
     assert x.is_contiguous() and scale.stride(0) == shift.stride(0)
     y, bias, gate = pending if pending is not None else (x, x, x)
     assert y.is_contiguous()
-    room = Room(count, width, x, form)
+    output = RowOutput(count, width, x, form)
     x_out = torch.empty_like(x) if pending is not None else x
-    tuning = TUNING[_key("norm", form)]
+    tuning = TUNING[_tuning_key("norm", form)]
     _norm[(triton.cdiv(count, tuning["R"]),)](
-        x, y, bias, gate, scale, shift, rows.owner, x_out, *room.pointers, gate.stride(0), scale.stride(0), count,
-        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), PENDING=pending is not None, **room.flags, **tuning,
+        x, y, bias, gate, scale, shift, rows.sample_index, x_out, *output.pointers, gate.stride(0), scale.stride(0),
+        count, EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), PENDING=pending is not None, **output.flags,
+        **tuning,
     )  # fmt: skip
-    return x_out, room.operand()
+    return x_out, output.operand()
 
 
 @triton.jit
@@ -139,34 +148,34 @@ def residual_norm_backward(
     dh: Tensor,
     gx: Tensor | None,
     x: Tensor,
-    pending: Pending | None,
+    pending: PendingUpdate | None,
     scale: Tensor,
     rows: Rows,
     shift: Tensor | None = None,
-    form: Form = "plain",
+    form: RowForm = "plain",
 ) -> tuple[Tensor, Operand | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See `reference.residual_norm_backward`."""
     assert dh.is_contiguous() and x.is_contiguous() and (gx is None or gx.is_contiguous())
     width, sums = x.shape[1], 2 if pending is None else 4
     y, bias, gate = pending if pending is not None else (x, x, x)
     dx = torch.empty_like(x)
-    room = Room(0 if pending is None else len(x), width, x, form)
+    output = RowOutput(0 if pending is None else len(x), width, x, form)
     h = torch.empty_like(x) if shift is not None else None
     assert shift is None or shift.stride(0) == scale.stride(0)
-    grid = (rows.samples, triton.cdiv(rows.longest, CHUNK))
+    grid = (rows.samples, triton.cdiv(rows.longest, ROWS_PER_PROGRAM))
     partial = x.new_empty(*grid, sums, width, dtype=torch.float32)
     _norm_backward[grid](
         dh, x if gx is None else gx, x, y, bias, gate, scale, scale if shift is None else shift, rows.starts,
-        dx, *room.pointers, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
-        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=CHUNK, SUMS=sums,
-        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **room.flags,
-        **TUNING[_key("norm_backward", form)],
+        dx, *output.pointers, dx if h is None else h, partial, gate.stride(0), scale.stride(0),
+        EPS=EPS, D=width, BLOCK=triton.next_power_of_2(width), CHUNK=ROWS_PER_PROGRAM, SUMS=sums,
+        STREAM=gx is not None, PENDING=pending is not None, AGAIN=shift is not None, **output.flags,
+        **TUNING[_tuning_key("norm_backward", form)],
     )  # fmt: skip
     total = partial.sum(1)
     if pending is None:
         return dx, None, total[:, 1], total[:, 0], None, None, h
     dbias = (gate.float() * total[:, 3]).sum(0)
-    return dx, room.operand(), total[:, 1], total[:, 0], total[:, 2], dbias, h
+    return dx, output.operand(), total[:, 1], total[:, 0], total[:, 2], dbias, h
 
 
 # --- GELU --------------------------------------------------------------------------------------
@@ -197,23 +206,25 @@ def _gelu_backward(dg, u, du, g, partial, count, F: tl.constexpr, BLOCK: tl.cons
     tl.store(partial + tl.program_id(0).to(tl.int64) * F + flat, total, mask=flat < F)
 
 
-def gelu(u: Tensor, form: Form = "plain") -> Any:
+def gelu(u: Tensor, form: RowForm = "plain") -> Any:
     """See `reference.gelu`."""
     return reference.gelu(u) if form == "plain" else kernels_fp8.gelu(u, form)
 
 
-def gelu_backward(dg: Tensor, u: Tensor, again: bool, form: Form = "plain") -> tuple[Operand, Tensor | None, Tensor]:
+def gelu_backward(
+    dg: Tensor, u: Tensor, recompute: bool, form: RowForm = "plain"
+) -> tuple[Operand, Tensor | None, Tensor]:
     """See `reference.gelu_backward`."""
     assert dg.is_contiguous() and u.is_contiguous()
     count, width = u.shape
     tuning = TUNING["gelu_backward"]
-    chunk = 2 * CHUNK
+    chunk = 2 * ROWS_PER_PROGRAM
     grid = (triton.cdiv(count, chunk), triton.cdiv(width, tuning["BLOCK"]))
-    du, g = torch.empty_like(u), torch.empty_like(u) if again else u
+    du, g = torch.empty_like(u), torch.empty_like(u) if recompute else u
     partial = u.new_empty(grid[0], width, dtype=torch.float32)
-    _gelu_backward[grid](dg, u, du, g, partial, count, F=width, CHUNK=chunk, AGAIN=again, **tuning)
-    # rows are too wide to be held and summed over at once: a second pass over them takes half the time
-    return du if form == "plain" else round_rows(du), g if again else None, partial.sum(0)
+    _gelu_backward[grid](dg, u, du, g, partial, count, F=width, CHUNK=chunk, AGAIN=recompute, **tuning)
+    # rows are too wide to hold whole while summing: a second pass that rounds them takes half the time
+    return du if form == "plain" else round_rows(du), g if recompute else None, partial.sum(0)
 
 
 # --- queries, keys and values ------------------------------------------------------------------
@@ -245,19 +256,19 @@ def join(
     qkv: tuple[Tensor, Tensor],
     norms: tuple[HeadNorms, HeadNorms],
     heads: int,
-    plan: Plan,
+    plan: RowPlan,
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.join`."""
     width = qkv[0].shape[1] // 3
     units = width // heads
     assert units == triton.next_power_of_2(units), "the width of a head must be a power of two"
-    query, key, value = out or (qkv[0].new_empty(plan.room, heads, units) for _ in range(3))
+    query, key, value = out or (qkv[0].new_empty(plan.capacity, heads, units) for _ in range(3))
     for stream, pair, rows in zip(qkv, norms, (plan.image, plan.text), strict=True):
         assert stream.is_contiguous()
         wq, wk = pair if pair is not None else (stream, stream)
         _join[(len(stream),)](
-            stream, wq, wk, rows.place, query, key, value, EPS=EPS, H=heads, E=units,
+            stream, wq, wk, rows.joined_index, query, key, value, EPS=EPS, H=heads, E=units,
             HEADS=triton.next_power_of_2(heads), NORMED=pair is not None, **TUNING["join"],
         )  # fmt: skip
     return query, key, value
@@ -265,7 +276,7 @@ def join(
 
 @triton.jit
 def _norm_of_heads_backward(grad, value, weight, EPS: tl.constexpr, E: tl.constexpr):
-    """(gradient before the norm, what adds to the weight's gradient)"""
+    """Return (gradient before the norm, contribution to the weight's gradient)."""
     rstd = tl.rsqrt(tl.sum(value * value, axis=1)[:, None] / E + EPS)
     normed = value * rstd
     dnormed = grad * weight
@@ -331,33 +342,33 @@ def _join_backward(dq, dk, dv, qkv, wq, wk, place, dqkv, dqkv8, scales, partial,
 
 
 def join_backward(
-    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows, form: Form = "plain"
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: HeadNorms, heads: int, rows: Rows, form: RowForm = "plain"
 ) -> tuple[Operand, Tensor, tuple[Tensor, Tensor] | None]:
     """See `reference.join_backward`."""
-    assert form != "eight", "gradients of weights read it too"
+    assert form != "fp8", "weight gradients read the plain rows"
     assert qkv.is_contiguous() and all(grad.is_contiguous() for grad in grads)
     count, units = len(qkv), qkv.shape[1] // (3 * heads)
-    grid = (triton.cdiv(count, CHUNK),)
-    room = Room(count, qkv.shape[1], qkv, form)
+    grid = (triton.cdiv(count, ROWS_PER_PROGRAM),)
+    output = RowOutput(count, qkv.shape[1], qkv, form)
     partial = qkv.new_empty(*grid, qkv.shape[1], dtype=torch.float32)
     partial_norm = qkv.new_empty(*grid, 2, units, dtype=torch.float32)
     wq, wk = norms if norms is not None else (qkv, qkv)
     _join_backward[grid](
-        *grads, qkv, wq, wk, rows.place, *room.pointers, partial, partial_norm, count, EPS=EPS, H=heads, E=units,
-        HEADS=triton.next_power_of_2(heads), CHUNK=CHUNK, NORMED=norms is not None, EIGHT=form != "plain",
-        **TUNING[_key("join_backward", form)],
+        *grads, qkv, wq, wk, rows.joined_index, *output.pointers, partial, partial_norm, count, EPS=EPS, H=heads,
+        E=units, HEADS=triton.next_power_of_2(heads), CHUNK=ROWS_PER_PROGRAM, NORMED=norms is not None,
+        EIGHT=form != "plain", **TUNING[_tuning_key("join_backward", form)],
     )  # fmt: skip
     if norms is None:
-        return room.operand(), partial.sum(0), None
+        return output.operand(), partial.sum(0), None
     weights = partial_norm.sum(0)
-    return room.operand(), partial.sum(0), (weights[0], weights[1])
+    return output.operand(), partial.sum(0), (weights[0], weights[1])
 
 
-# --- rows in and out of the joined ones --------------------------------------------------------
+# --- copying rows to and from the joined rows --------------------------------------------------
 
 
 @triton.jit
-def _take(source, place, plain, eight, scales, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+def _gather(source, place, plain, eight, scales, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
           PLAIN: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)[None, :]
@@ -369,19 +380,19 @@ def _take(source, place, plain, eight, scales, count, D: tl.constexpr, BLOCK: tl
     store_rows(values, plain, eight, scales, rows[:, None], here, is_row, mask, PLAIN, EIGHT)
 
 
-def take(joined: Tensor, rows: Rows, form: Form = "plain") -> Any:
-    """See `reference.take`."""
+def gather_rows(joined: Tensor, rows: Rows, form: RowForm = "plain") -> Any:
+    """See `reference.gather_rows`."""
     assert joined.is_contiguous()
-    width, tuning = joined[0].numel(), TUNING[_key("copy", form)]
-    room, block = Room(rows.count, width, joined, form), triton.next_power_of_2(width)
-    _take[(triton.cdiv(rows.count, tuning["R"]),)](
-        joined, rows.place, *room.pointers, rows.count, D=width, BLOCK=block, **room.flags, **tuning
+    width, tuning = joined[0].numel(), TUNING[_tuning_key("copy", form)]
+    output, block = RowOutput(rows.count, width, joined, form), triton.next_power_of_2(width)
+    _gather[(triton.cdiv(rows.count, tuning["R"]),)](
+        joined, rows.joined_index, *output.pointers, rows.count, D=width, BLOCK=block, **output.flags, **tuning
     )
-    return room.operand()
+    return output.operand()
 
 
 @triton.jit
-def _give(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+def _scatter(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < count)[:, None] & (cols < D)
@@ -390,17 +401,17 @@ def _give(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr, R:
     tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
 
 
-def _give_rows(source: Tensor, rows: Rows, target: Tensor) -> None:
+def _scatter_stream(source: Tensor, rows: Rows, target: Tensor) -> None:
     width, tuning = source[0].numel(), TUNING["copy"]
     grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
     block = triton.next_power_of_2(width)
-    _give[grid](source, rows.place, target, rows.count, D=width, BLOCK=block, **tuning)
+    _scatter[grid](source, rows.joined_index, target, rows.count, D=width, BLOCK=block, **tuning)
 
 
-def give(image: Tensor, text: Tensor, plan: Plan) -> Tensor:
-    """See `reference.give`."""
+def scatter_rows(image: Tensor, text: Tensor, plan: RowPlan) -> Tensor:
+    """See `reference.scatter_rows`."""
     assert image.is_contiguous() and text.is_contiguous()
-    joined = image.new_empty(plan.room, *image.shape[1:])
-    _give_rows(image, plan.image, joined)
-    _give_rows(text, plan.text, joined)
+    joined = image.new_empty(plan.capacity, *image.shape[1:])
+    _scatter_stream(image, plan.image, joined)
+    _scatter_stream(text, plan.text, joined)
     return joined

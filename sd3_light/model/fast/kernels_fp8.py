@@ -1,4 +1,4 @@
-"""Kernels that round whole rows to 8 bits (`fp8.py`), and what other kernels need to do it as they write."""
+"""Kernels that round whole rows to fp8 (`fp8.py`), and the helpers with which other kernels round as they write."""
 
 from typing import Any
 
@@ -7,41 +7,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sd3_light.model.fast.fp8 import E4M3, Eight, EightWeight, Form, Operand
+from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, Operand, RowForm
 from sd3_light.model.fast.tuning import TUNING
 
 TILE = 8192
-"""Numbers that a program holds at once where it needs whole rows."""
+"""Numbers that a program holds at once when it needs whole rows."""
 
 
-class Room:
-    """Where a kernel writes rows in a form, and what its caller gets."""
+class RowOutput:
+    """Output buffers of a kernel that writes rows in a form."""
 
-    def __init__(self, count: int, width: int, like: Tensor, form: Form) -> None:
-        self.flags = {"PLAIN": form != "eight", "EIGHT": form != "plain"}
-        self._plain = like.new_empty(count, width) if form != "eight" else None
-        self._eight: Eight | None = None
+    def __init__(self, count: int, width: int, like: Tensor, form: RowForm) -> None:
+        self.flags = {"PLAIN": form != "fp8", "EIGHT": form != "plain"}
+        self._plain = like.new_empty(count, width) if form != "fp8" else None
+        self._fp8: Fp8Rows | None = None
         self.pointers: tuple[Tensor, ...] = (like if self._plain is None else self._plain, like, like)
         if form != "plain":
             values, scale = like.new_empty(count, width, dtype=E4M3), like.new_empty(count, 1, dtype=torch.float32)
-            self._eight = Eight(values, scale, self._plain)
+            self._fp8 = Fp8Rows(values, scale, self._plain)
             self.pointers = (self.pointers[0], values, scale)
 
     def operand(self) -> Any:
-        """The rows: a tensor, or an `Eight`."""
-        return self._plain if self._eight is None else self._eight
+        """Return the rows: a tensor, or `Fp8Rows`."""
+        return self._plain if self._fp8 is None else self._fp8
 
 
 @triton.jit
 def by_row(values, peak):
-    """Values scaled by their rows' peaks, to be stored, and the scale that undoes it."""
-    peak = tl.maximum(peak, 1e-30)  # FLOOR and LARGEST: kernels see no numbers from outside
+    """Return (values scaled by their rows' peaks, the scale that undoes it)."""
+    peak = tl.maximum(peak, 1e-30)  # FLOOR and LARGEST of fp8.py: kernels cannot read globals
     return values * (448.0 / peak), peak / 448.0
 
 
 @triton.jit
 def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.constexpr, EIGHT: tl.constexpr):
-    """[R, BLOCK] float32 values, zeros where there is no column, into a `Room`; ``rows`` and ``is_row`` are [R, 1]."""
+    """Store float32 values [R, BLOCK], zero outside of the columns, to a `RowOutput`; ``rows``, ``is_row``: [R, 1]."""
     if PLAIN:
         tl.store(plain + at, values.to(plain.dtype.element_ty), mask=mask)
     if EIGHT:
@@ -51,11 +51,11 @@ def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.c
 
 
 def _rows_in_tile(block: int) -> int:
-    """As many as the registers of a program hold beside each other."""
+    """Return how many rows fit in the registers of a program."""
     return max(1, TILE // block)
 
 
-# --- rows that exist already -------------------------------------------------------------------
+# --- existing rows -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -72,18 +72,18 @@ def _round_rows(source, eight, scales, count, D: tl.constexpr, BLOCK: tl.constex
 def round_rows(rows: Tensor) -> Operand:
     """See `reference.round_rows`."""
     count, width = rows.shape
-    eight = Eight(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
-    _into(rows, eight)
-    return eight
+    rounded = Fp8Rows(rows.new_empty(count, width, dtype=E4M3), rows.new_empty(count, 1, dtype=torch.float32), rows)
+    _round_into(rows, rounded)
+    return rounded
 
 
-def _into(rows: Tensor, eight: Eight) -> None:
-    """Rows rounded into ``eight``."""
+def _round_into(rows: Tensor, target: Fp8Rows) -> None:
+    """Round rows into ``target``."""
     assert rows.is_contiguous()
     (count, width), block = rows.shape, triton.next_power_of_2(rows.shape[1])
-    high = _rows_in_tile(block)
-    _round_rows[(triton.cdiv(count, high),)](
-        rows, eight.values, eight.scale, count, D=width, BLOCK=block, R=high, **TUNING["round_rows"]
+    tile = _rows_in_tile(block)
+    _round_rows[(triton.cdiv(count, tile),)](
+        rows, target.values, target.scale, count, D=width, BLOCK=block, R=tile, **TUNING["round_rows"]
     )
 
 
@@ -105,13 +105,13 @@ def _gelu(u, plain, eight, scales, F: tl.constexpr, BLOCK: tl.constexpr, PLAIN: 
         tl.store(scales + row, scale)
 
 
-def gelu(u: Tensor, form: Form) -> Any:
+def gelu(u: Tensor, form: RowForm) -> Any:
     """See `reference.gelu`."""
     assert u.is_contiguous()
     count, width = u.shape
-    room, block = Room(count, width, u, form), triton.next_power_of_2(width)
-    _gelu[(count,)](u, *room.pointers, F=width, BLOCK=block, **room.flags, **TUNING["gelu_fp8"])
-    return room.operand()
+    output, block = RowOutput(count, width, u, form), triton.next_power_of_2(width)
+    _gelu[(count,)](u, *output.pointers, F=width, BLOCK=block, **output.flags, **TUNING["gelu_fp8"])
+    return output.operand()
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def gelu(u: Tensor, form: Form) -> Any:
 
 @triton.jit
 def _weight_peaks(weight, peaks, count, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """The largest number of each column; few programs meet in one, as each has many rows."""
+    """Write the largest absolute value of each column; few programs share one, because each covers many rows."""
     rows = tl.program_id(0) * N + tl.arange(0, N)
     cols = tl.program_id(1) * K + tl.arange(0, K)
     is_col = cols < D
@@ -130,7 +130,7 @@ def _weight_peaks(weight, peaks, count, D: tl.constexpr, N: tl.constexpr, K: tl.
 
 @triton.jit
 def _weight_columns(weight, peaks, eight, scales, count, stride, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """A tile of the weight, turned."""
+    """Write a tile of the weight, transposed and rounded."""
     rows = tl.program_id(0) * N + tl.arange(0, N)
     cols = tl.program_id(1) * K + tl.arange(0, K)
     is_row, is_col = rows < count, cols < D
@@ -144,17 +144,17 @@ def _weight_columns(weight, peaks, eight, scales, count, stride, D: tl.constexpr
         tl.store(scales + cols[None, :], scale, mask=is_col[None, :])
 
 
-def round_weight(weights: list[Tensor], into: EightWeight) -> None:
+def round_weight(weights: list[Tensor], target: Fp8Weight) -> None:
     """See `reference.round_weight`."""
-    forward, backward = into.forward, into.backward
+    forward, backward = target.forward, target.backward
     outputs, width = forward.values.shape
     peaks = torch.zeros(width, device=forward.values.device)
     sizes = [len(weight) for weight in weights]
     rows, scales = forward.values.split(sizes), forward.scale.split(sizes)
-    tuning, places = TUNING["weight"], backward.values.split(sizes, dim=1)
+    tuning, columns = TUNING["weight"], backward.values.split(sizes, dim=1)
     tiles = [(triton.cdiv(size, tuning["N"]), triton.cdiv(width, tuning["K"])) for size in sizes]
     for weight, values, scale, grid in zip(weights, rows, scales, tiles, strict=True):
-        _into(weight, Eight(values, scale))
+        _round_into(weight, Fp8Rows(values, scale))
         _weight_peaks[grid](weight, peaks, len(weight), D=width, **tuning)
-    for weight, values, grid in zip(weights, places, tiles, strict=True):
+    for weight, values, grid in zip(weights, columns, tiles, strict=True):
         _weight_columns[grid](weight, peaks, values, backward.scale, len(weight), outputs, D=width, **tuning)

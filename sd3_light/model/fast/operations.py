@@ -1,4 +1,4 @@
-"""Which code computes what lies between the products."""
+"""Select the code that runs the operations between a block's matrix products."""
 
 from types import ModuleType
 
@@ -8,7 +8,7 @@ from sd3_light.model.fast import reference
 
 
 def operations(device: torch.device) -> ModuleType:
-    """The kernels where Triton can run, else their reference."""
+    """Return the Triton kernels on CUDA, and their torch reference elsewhere."""
     if device.type == "cuda":
         from sd3_light.model.fast import kernels
 

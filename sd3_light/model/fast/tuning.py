@@ -1,4 +1,4 @@
-"""How the kernels cut their work."""
+"""Launch parameters of the kernels."""
 
 TUNING: dict[str, dict[str, int]] = {
     "norm": {"R": 4, "num_warps": 4},
@@ -7,7 +7,7 @@ TUNING: dict[str, dict[str, int]] = {
     "join": {"num_warps": 8},
     "join_backward": {"STAGES": 3, "num_warps": 8},
     "copy": {"R": 4, "num_warps": 8},
-    # those that round to 8 bits
+    # kernels that also round to fp8
     "norm_fp8": {"R": 2, "num_warps": 4},
     "norm_backward_fp8": {"R": 1, "STAGES": 3, "num_warps": 4},
     "gelu_fp8": {"num_warps": 4},
@@ -16,5 +16,5 @@ TUNING: dict[str, dict[str, int]] = {
     "round_rows": {"num_warps": 4},
     "weight": {"N": 128, "K": 64, "num_warps": 4},
 }
-"""Rows in a tile (R), depth of the pipeline of loads, warps; by kernel. `benchmarks/step_parts.py tune` found them
-best on an H200 at width 1536."""
+"""Kernel -> rows per tile (R), pipeline depth of loads (STAGES), warps. `benchmarks/step_parts.py tune` measured these
+as the fastest on an H200 at width 1536."""

@@ -73,7 +73,14 @@ def _plan(context: RunContext, state: TrainState, restored: Restored) -> Run:
     return Run(
         engine=engine,
         steps=training_steps(
-            config, context.data, order, share, engine, state.pipeline.preparer, ahead, launch.is_fed(context.stages)
+            config,
+            context.data,
+            order,
+            share,
+            engine,
+            state.pipeline.preparer,
+            ahead,
+            launch.reads_data(context.stages),
         ),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),

@@ -40,12 +40,12 @@ class RunContext:
     @property
     def share(self) -> Launch:
         """Who this process is among those that are given different data."""
-        return self.launch.of_data(self.stages)
+        return self.launch.data_launch(self.stages)
 
     @property
     def engine_name(self) -> str:
         """Engine and layout in a few words, for the log."""
-        name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.name_of
+        name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
         return name(self.config, self.launch)
 
     def announce(self, start: str, progress: Progress, total: int) -> None:
@@ -81,13 +81,13 @@ def open_context(
 ) -> RunContext:
     """Open the cache, meet the other processes, and settle where the run starts."""
     train, device = loaded.train, launch.device()
-    fed = launch.is_fed(train.pipeline_stages)
+    fed = launch.reads_data(train.pipeline_stages)
     data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     saved = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
     config = settings_in_force(train, saved, resume)
-    share = launch.of_data(config.pipeline_stages)
+    share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     if saved is None and fed:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)

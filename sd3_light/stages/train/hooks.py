@@ -156,7 +156,7 @@ class RunHooks:
     def checkpoint(self, progress: Progress) -> None:
         """Copy all that the run needs to go on, and write it while the run goes on."""
         self.training.requests.tell()
-        self.groups.wait_together(self.keeper.is_idle)
+        self.groups.wait_for_all(self.keeper.is_idle)
         self.keeper.save(progress.step, self.pieces(), self.facts(progress))
         self.training.requests.saved()
 
@@ -169,7 +169,7 @@ class RunHooks:
             for piece in self.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
         )
         facts = {**snapshot_metadata(self.config.ema, progress.step), "progress": progress.as_dict()}
-        self.groups.wait_together(self.snapshots.is_idle)
+        self.groups.wait_for_all(self.snapshots.is_idle)
         self.snapshots.save(progress.step, pieces, facts)
 
     def export(self, progress: Progress) -> None:
@@ -177,8 +177,8 @@ class RunHooks:
         if progress.skipped == progress.step:
             return  # nothing was learned; the run will end by saying so
         weights = self.best
-        self.groups.wait_together(self.exports.is_idle)  # it holds a whole copy of the weights: one at a time
-        trained = self.engine.whole(self.held(weights))
+        self.groups.wait_for_all(self.exports.is_idle)  # it holds a whole copy of the weights: one at a time
+        trained = self.engine.gather(self.held(weights))
         if trained is not None:
             # named by its step: a failure may be told when the next one is under way
             self.exports.submit(
@@ -246,7 +246,7 @@ class RunHooks:
         """Wait until all is written. The last of each kind must have been: a run does not end well without it."""
         # together: a launcher may end all processes when the first one leaves
         writing = (self.keeper, self.snapshots, self.exports)
-        self.groups.wait_together(lambda seconds: all(part.is_idle(seconds) for part in writing))
+        self.groups.wait_for_all(lambda seconds: all(part.is_idle(seconds) for part in writing))
         self._news += [*self.keeper.wait(), *self.snapshots.wait()]
         self._news += self.exports.wait()
         self.tell()

@@ -50,7 +50,7 @@ def make_train_state(context: RunContext) -> TrainState:
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     apply_timeout(context.groups, config.dist_timeout_sec)
-    saver.live = lambda: engine.whole(engine.weights)
+    saver.live = lambda: engine.gather(engine.weights)
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
 

@@ -157,10 +157,10 @@ def held_rows(patches: Tensor) -> int:
             continue
         seen.add(node)
         waiting += [follower for follower, _ in node.next_functions]
-        if type(node).__name__ == "BlockBackward":
-            things: list[Any] = [*node.given[0][:2], *node.given[1][:2]]
-            if node.kept is not None:
-                (image, text), attention = node.kept
+        if type(node).__name__ == "FastBlockBackward":
+            things: list[Any] = [*node.inputs[0][:2], *node.inputs[1][:2]]
+            if node.saved is not None:
+                (image, text), attention = node.saved
                 things += [*vars(image).values(), *vars(text).values(), *attention.leaves, attention.joined]
             storages = [thing.untyped_storage() for thing in things if thing is not None]
             found |= {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

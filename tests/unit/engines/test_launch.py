@@ -105,4 +105,4 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_ends_of_a_pipeline_are_fed(world: int, stages: int, fed: list[bool]) -> None:
-    assert [Launch(rank, rank, world).is_fed(stages) for rank in range(world)] == fed
+    assert [Launch(rank, rank, world).reads_data(stages) for rank in range(world)] == fed

@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, processes
-from sd3_light.engines.processes import ProcessGroups, apply_timeout, lost_peer, peers_in_words, start_process_group
+from sd3_light.engines.processes import (
+    ProcessGroups,
+    apply_timeout,
+    lost_peer,
+    peer_loss_as_user_error,
+    start_process_group,
+)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -38,7 +44,7 @@ def test_a_lost_process_is_one_line_with_its_remedy(error: RuntimeError, told: s
     assert text.startswith(f"{socket.gethostname()} lost another process of the run")
     assert text.endswith("--resume_from_checkpoint")
     assert not [part for part in ("\n", "pair.cc", "typically") if part in text]
-    with pytest.raises(UserError, match="lost another process") as fault, peers_in_words():
+    with pytest.raises(UserError, match="lost another process") as fault, peer_loss_as_user_error():
         raise error
     assert fault.value.__cause__ is error
 
@@ -46,7 +52,7 @@ def test_a_lost_process_is_one_line_with_its_remedy(error: RuntimeError, told: s
 @pytest.mark.parametrize("text", ["shape mismatch in gloo", "DataLoader worker is killed"])
 def test_other_errors_stay_what_they_are(text: str) -> None:
     assert lost_peer(RuntimeError(text)) is None
-    with pytest.raises(RuntimeError, match=text), peers_in_words():
+    with pytest.raises(RuntimeError, match=text), peer_loss_as_user_error():
         raise RuntimeError(text)
 
 
@@ -141,7 +147,7 @@ def test_waiting_asks_until_the_work_is_done() -> None:
         asked.append(seconds)
         return next(answers)
 
-    ProcessGroups().wait_together(is_done)
+    ProcessGroups().wait_for_all(is_done)
     assert asked == [1.0] * 3
 
 

@@ -306,7 +306,7 @@ def test_what_lies_as_the_weights_do_is_shown_and_brought_together_alike(make: C
     engine = make()
     average = {name: weight + 1 for name, weight in engine.weights.items()}
     assert [piece.name for piece in engine.like_weights("ema", average)] == ["ema/weight", "ema/bias"]
-    whole = engine.whole(average)
+    whole = engine.gather(average)
     assert whole is not None
     assert equal(whole, average)
     whole["bias"].zero_()

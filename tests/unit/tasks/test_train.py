@@ -155,13 +155,13 @@ def test_what_accelerate_does_not_give_is_a_fault(tmp_path: Path, monkeypatch: p
 
     fake: Any = Fake()
     with pytest.raises(UserError, match='engine="deepspeed"'):
-        engine_file.launch_of(fake)
+        engine_file.launch_from_accelerator(fake)
     fake.distributed_type, fake.mixed_precision = DistributedType.NO, "fp16"
     with pytest.raises(UserError, match="needs loss scaling"):
-        engine_file.launch_of(fake)
+        engine_file.launch_from_accelerator(fake)
     fake.mixed_precision, fake.num_processes = "no", 2
     with pytest.raises(UserError, match="says 2 processes and torch 1"):
-        engine_file.launch_of(fake)
+        engine_file.launch_from_accelerator(fake)
     with pytest.raises(UserError, match="gradient_accumulation_steps is 3 here and 2 in the Accelerator"):
         launch_training_task(
             Accelerator(cpu=True, gradient_accumulation_steps=2),

@@ -87,7 +87,7 @@ def test_steps_of_the_engine_are_the_stock_ones(config: Config, real: bool, free
         steps = [engine.train_step([prepared(real, seed=s), prepared(real, seed=s + 9)], 1e-3).read() for s in range(3)]
         evaluated = engine.evaluate(prepared(real, masked=True))
         drawn = engine.denoise(prepared(real)[0])
-        runs.append((steps, evaluated, drawn, engine.whole(engine.weights)))
+        runs.append((steps, evaluated, drawn, engine.gather(engine.weights)))
     (steps, evaluated, drawn, weights), (others, evaluated_too, drawn_too, weights_too) = runs
     for one, other in zip(steps, others, strict=True):
         assert other.losses == pytest.approx(one.losses, rel=1e-4)

@@ -71,7 +71,7 @@ class Counting:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         raise NotImplementedError
 
-    def whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         raise NotImplementedError
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:

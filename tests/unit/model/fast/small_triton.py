@@ -1,7 +1,7 @@
-"""As much of Triton as our kernels use, run by torch on the CPU, program after program.
+"""A CPU emulation, in torch, of the parts of Triton that our kernels use; programs run one after another.
 
-It shows that a kernel reads, sums and writes the right places: what no store has touched stays as it was, and a load or
-store outside of its tensor is an error. It knows nothing of types, speed or what the real compiler accepts.
+It checks that a kernel reads, sums and writes the right elements: a load or store out of bounds is an error, and
+elements that no store writes keep their value. It does not check types, speed or what the real compiler accepts.
 """
 
 import itertools
@@ -17,7 +17,7 @@ _grid: list[int] = []
 
 
 class Pointer:
-    """A tensor's memory and offsets into it."""
+    """A tensor and offsets into its memory."""
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
@@ -27,33 +27,33 @@ class Pointer:
         return Pointer(self.memory, self.offset + more)
 
     def flat(self) -> Tensor:
-        """All that lies behind the tensor's first element, as far as its own last one."""
+        """Return the memory from the tensor's first to its last element."""
         size = 1 + sum((n - 1) * stride for n, stride in zip(self.memory.shape, self.memory.stride(), strict=True))
         return self.memory.as_strided((size,), (1,))
 
 
-def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
+def _offsets(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
     offset = torch.as_tensor(pointer.offset)
-    wanted = torch.ones(offset.shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-    offset, wanted = torch.broadcast_tensors(offset, wanted)
-    reached = offset[wanted]
-    if reached.numel():
-        assert int(reached.min()) >= 0, "before the tensor"
-        assert int(reached.max()) < len(pointer.flat()), "behind the tensor"
-    return offset, wanted
+    selected = torch.ones(offset.shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    offset, selected = torch.broadcast_tensors(offset, selected)
+    used = offset[selected]
+    if used.numel():
+        assert int(used.min()) >= 0, "out of bounds: before the tensor"
+        assert int(used.max()) < len(pointer.flat()), "out of bounds: after the tensor"
+    return offset, selected
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
-    offset, wanted = _places(pointer, mask)
-    found = torch.full(offset.shape, other, dtype=pointer.memory.dtype)
-    found[wanted] = pointer.flat()[offset[wanted]]
-    return found
+    offset, selected = _offsets(pointer, mask)
+    values = torch.full(offset.shape, other, dtype=pointer.memory.dtype)
+    values[selected] = pointer.flat()[offset[selected]]
+    return values
 
 
 def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
-    offset, wanted = _places(pointer, mask)
-    assert value.dtype == pointer.memory.dtype, "a store casts by name"
-    pointer.flat()[offset[wanted]] = torch.broadcast_to(value, offset.shape)[wanted]
+    offset, selected = _offsets(pointer, mask)
+    assert value.dtype == pointer.memory.dtype, "a store needs an explicit cast"
+    pointer.flat()[offset[selected]] = torch.broadcast_to(value, offset.shape)[selected]
 
 
 def _range(*bounds: Any, num_stages: int = 1) -> Iterator[Tensor]:
@@ -74,7 +74,7 @@ def _atomic_max(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
 
 
 class Kernel:
-    """What `triton.jit` makes of a function: called from a kernel as it is, launched by ``kernel[grid]``."""
+    """The result of `triton.jit`: other kernels call it directly, ``kernel[grid]`` launches it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -84,17 +84,17 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
-            given = [Pointer(arg.detach()) if isinstance(arg, Tensor) else arg for arg in args]
+            pointers = [Pointer(arg.detach()) if isinstance(arg, Tensor) else arg for arg in args]
             _grid[:] = [*grid]
             for program in itertools.product(*map(range, grid)):
                 _program[:] = program
-                self.function(*given, **constants)
+                self.function(*pointers, **constants)
 
         return launch
 
 
 def modules() -> dict[str, Any]:
-    """``triton`` and ``triton.language``, to stand among the modules of the process."""
+    """Return replacements of ``triton`` and ``triton.language`` for `sys.modules`."""
     language = types.ModuleType("triton.language")
     names = {
         "constexpr": object,
@@ -112,17 +112,17 @@ def modules() -> dict[str, Any]:
         "abs": torch.abs,
         "trans": torch.t,
         "atomic_max": _atomic_max,
-        "maximum": lambda one, other: torch.maximum(torch.as_tensor(one), torch.as_tensor(other)),
+        "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         "where": torch.where,
         "rsqrt": torch.rsqrt,
         "sigmoid": torch.sigmoid,
-        "minimum": lambda one, other: torch.minimum(torch.as_tensor(one), torch.as_tensor(other)),
+        "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
     }
     for name, value in names.items():
         setattr(language, name, value)
     triton = types.ModuleType("triton")
     triton.jit = Kernel  # type: ignore[attr-defined]
-    triton.cdiv = lambda one, other: -(-one // other)  # type: ignore[attr-defined]
+    triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
     triton.language = language  # type: ignore[attr-defined]
     return {"triton": triton, "triton.language": language}

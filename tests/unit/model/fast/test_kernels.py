@@ -1,4 +1,4 @@
-"""The kernels compute what their reference does: each sum, each place, nothing outside."""
+"""The kernels match their torch reference: every sum, every element, and no write out of bounds."""
 
 import importlib.util
 import sys
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Eight, EightWeight, Form
-from sd3_light.model.fast.row_plan import Plan, make_plan
+from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
+from sd3_light.model.fast.row_plan import RowPlan, make_plan
 
 HEADS, UNITS = 3, 8
 WIDTH = HEADS * UNITS  # not a power of two: masks matter
 PLANS = {"one-length": None, "real": [5, 1, 40, 33]}
 
 
-def by_path(name: str, path: Path) -> ModuleType:
+def load_module(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -32,12 +32,12 @@ def by_path(name: str, path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """The kernels over a small Triton of our own, whether or not the real one is here."""
-    small = by_path("small_triton", Path(__file__).with_name("small_triton.py"))
-    borrowed = {**small.modules(), "sd3_light.model.fast.kernels_fp8": None}
-    before = {name: sys.modules.pop(name, None) for name in borrowed}
-    sys.modules.update(small.modules())
-    yield by_path("kernels_under_test", Path(reference.__file__).with_name("kernels.py"))
+    """Load the kernels on a emulation CPU emulation of Triton, whether or not Triton is installed."""
+    emulation = load_module("small_triton", Path(__file__).with_name("small_triton.py"))
+    replaced = {**emulation.modules(), "sd3_light.model.fast.kernels_fp8": None}
+    before = {name: sys.modules.pop(name, None) for name in replaced}
+    sys.modules.update(emulation.modules())
+    yield load_module("kernels_under_test", Path(reference.__file__).with_name("kernels.py"))
     for name, module in before.items():
         sys.modules.pop(name, None)
         if module is not None:
@@ -45,7 +45,7 @@ def kernels() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(params=PLANS)
-def plan(request: Any) -> Plan:
+def plan(request: Any) -> RowPlan:
     return make_plan(4, 35, 40, PLANS[request.param], torch.device("cpu"))
 
 
@@ -53,103 +53,107 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, Tensor):
-        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
-    elif wanted is None:
-        assert found is None
-    elif isinstance(wanted, Eight):
-        same((found.scale, found.plain), (wanted.scale, wanted.plain))
-        assert found.values.dtype == wanted.values.dtype == E4M3
-        # a value between two e4m3 numbers may go to either
-        step = (found.values.float() - wanted.values.float()).abs() / wanted.values.float().abs().clamp(min=2**-6)
+def assert_close(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    elif expected is None:
+        assert actual is None
+    elif isinstance(expected, Fp8Rows):
+        assert_close((actual.scale, actual.plain), (expected.scale, expected.plain))
+        assert actual.values.dtype == expected.values.dtype == E4M3
+        # a value halfway between two e4m3 numbers may round to either
+        step = (actual.values.float() - expected.values.float()).abs() / expected.values.float().abs().clamp(min=2**-6)
         assert float(step.max()) <= 0.126
         assert float((step > 0).float().mean()) < 1e-3
     else:
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            same(one, other)
+        assert len(actual) == len(expected)
+        for actual_part, expected_part in zip(actual, expected, strict=True):
+            assert_close(actual_part, expected_part)
 
 
-def pending(count: int, samples: int) -> reference.Pending:
+def pending(count: int, samples: int) -> reference.PendingUpdate:
     modulation = normal(samples, 6 * WIDTH)
     return normal(count, WIDTH) + 1, normal(WIDTH), modulation[:, 2 * WIDTH : 3 * WIDTH]
 
 
-@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("form", get_args(RowForm))
 @pytest.mark.parametrize("is_pending", [False, True])
-def test_norm(kernels: ModuleType, plan: Plan, is_pending: bool, form: Form) -> None:
+def test_norm(kernels: ModuleType, plan: RowPlan, is_pending: bool, form: RowForm) -> None:
     for rows in (plan.image, plan.text):
         x, modulation = 2 * normal(rows.count, WIDTH), normal(plan.samples, 5 * WIDTH)
         added = pending(rows.count, plan.samples) if is_pending else None
         shift, scale = modulation.chunk(5, dim=1)[:2]
-        found, wanted = (ops.residual_norm(x, added, scale, shift, rows, form) for ops in (kernels, reference))
-        same(found, wanted)
+        actual, expected = (ops.residual_norm(x, added, scale, shift, rows, form) for ops in (kernels, reference))
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("is_pending", [False, True])
-def test_norm_backward(kernels: ModuleType, plan: Plan, is_pending: bool, is_stream: bool) -> None:
-    kernels.TUNING["norm_backward"]["R"] = kernels.TUNING["norm_backward_fp8"]["R"] = 2  # over the end of a sample
+def test_norm_backward(kernels: ModuleType, plan: RowPlan, is_pending: bool, is_stream: bool) -> None:
+    kernels.TUNING["norm_backward"]["R"] = kernels.TUNING["norm_backward_fp8"]["R"] = 2  # tiles cross sample ends
     for rows in (plan.image, plan.text):
         x, scale = 2 * normal(rows.count, WIDTH), normal(plan.samples, 5 * WIDTH)[:, :WIDTH]
         dh, gx = normal(WIDTH, rows.count).t().contiguous(), normal(rows.count, WIDTH).flip(0) if is_stream else None
-        given = (dh, gx, x, pending(rows.count, plan.samples) if is_pending else None, scale, rows)
+        args = (dh, gx, x, pending(rows.count, plan.samples) if is_pending else None, scale, rows)
         shift = normal(plan.samples, 5 * WIDTH)[:, WIDTH : 2 * WIDTH]
-        for wanted, form in product((None, shift), ("plain", "both")):
-            found, expected = (ops.residual_norm_backward(*given, wanted, form) for ops in (kernels, reference))
-            same(found, expected)
-        same(expected[-1], reference.residual_norm(x, None, scale, shift, rows)[1])
+        for recompute_shift, form in product((None, shift), ("plain", "both")):
+            actual, expected = (
+                ops.residual_norm_backward(*args, recompute_shift, form) for ops in (kernels, reference)
+            )
+            assert_close(actual, expected)
+        assert_close(expected[-1], reference.residual_norm(x, None, scale, shift, rows)[1])
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_gelu_backward(kernels: ModuleType, again: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gelu_backward(kernels: ModuleType, recompute: bool) -> None:
     u, dg = 2 * normal(70, 96), normal(96, 70).t().contiguous()
-    kernels.TUNING["gelu_backward"]["BLOCK"] = 64  # two blocks of columns, one of them cut
+    kernels.TUNING["gelu_backward"]["BLOCK"] = 64  # two blocks of columns, one of them partial
     for form in ("plain", "both"):
-        same(kernels.gelu_backward(dg, u, again, form), reference.gelu_backward(dg, u, again, form))
+        assert_close(kernels.gelu_backward(dg, u, recompute, form), reference.gelu_backward(dg, u, recompute, form))
     leaf = u.clone().requires_grad_()
     reference.gelu(leaf).backward(dg)
-    same(reference.gelu_backward(dg, u, again)[0], leaf.grad)
+    assert_close(reference.gelu_backward(dg, u, recompute)[0], leaf.grad)
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_join_and_back(kernels: ModuleType, plan: Plan, is_normed: bool) -> None:
+def test_join_and_join_backward(kernels: ModuleType, plan: RowPlan, is_normed: bool) -> None:
     qkv = (normal(plan.image.count, 3 * WIDTH), normal(plan.text.count, 3 * WIDTH))
     pairs: Any = [(normal(UNITS), normal(UNITS).flip(0) + 1) if is_normed else None] * 2
-    found, wanted = (ops.join(qkv, tuple(pairs), HEADS, plan) for ops in (kernels, reference))
-    same(found, wanted)
-    places = tuple(torch.zeros_like(part) for part in wanted)
-    assert kernels.join(qkv, tuple(pairs), HEADS, plan, places)[0] is places[0]
-    same(places, wanted)
-    grads = tuple(normal(len(part), HEADS, UNITS) * (at + 1) for at, part in enumerate(wanted))
+    actual, expected = (ops.join(qkv, tuple(pairs), HEADS, plan) for ops in (kernels, reference))
+    assert_close(actual, expected)
+    buffers = tuple(torch.zeros_like(part) for part in expected)
+    assert kernels.join(qkv, tuple(pairs), HEADS, plan, buffers)[0] is buffers[0]
+    assert_close(buffers, expected)
+    grads = tuple(normal(len(part), HEADS, UNITS) * (at + 1) for at, part in enumerate(expected))
     for stream, pair, rows in zip(qkv, pairs, (plan.image, plan.text), strict=True):
         for form in ("plain", "both"):
-            found, wanted = (ops.join_backward(grads, stream, pair, HEADS, rows, form) for ops in (kernels, reference))
-            same(found, wanted)
+            actual, expected = (
+                ops.join_backward(grads, stream, pair, HEADS, rows, form) for ops in (kernels, reference)
+            )
+            assert_close(actual, expected)
 
 
-def test_take_and_give(kernels: ModuleType, plan: Plan) -> None:
+def test_gather_and_scatter_rows(kernels: ModuleType, plan: RowPlan) -> None:
     image, text = normal(plan.image.count, WIDTH), normal(plan.text.count, WIDTH)
-    joined = kernels.give(image, text, plan)
-    assert torch.equal(joined, reference.give(image, text, plan))
-    assert torch.equal(kernels.take(joined, plan.image), image)
-    assert torch.equal(reference.take(joined, plan.text), text)
-    for form in ("both", "eight"):
-        same(kernels.take(joined, plan.text, form), reference.take(joined, plan.text, form))
+    joined = kernels.scatter_rows(image, text, plan)
+    assert torch.equal(joined, reference.scatter_rows(image, text, plan))
+    assert torch.equal(kernels.gather_rows(joined, plan.image), image)
+    assert torch.equal(reference.gather_rows(joined, plan.text), text)
+    for form in ("both", "fp8"):
+        assert_close(kernels.gather_rows(joined, plan.text, form), reference.gather_rows(joined, plan.text, form))
     first = plan.starts[1]
-    assert torch.equal(joined[:first], torch.cat([image[:35], text[: first - 35]])), "a sample's image, then its text"
+    assert torch.equal(joined[:first], torch.cat([image[:35], text[: first - 35]])), "image rows come first"
 
 
-def test_gelu_in_eight_bits(kernels: ModuleType) -> None:
+def test_gelu_in_fp8(kernels: ModuleType) -> None:
     u = 2 * normal(33, 96)
-    for form in ("both", "eight"):
-        found, wanted = (ops.gelu(u, form) for ops in (kernels, reference))
-        same(found, wanted)
+    for form in ("both", "fp8"):
+        actual, expected = (ops.gelu(u, form) for ops in (kernels, reference))
+        assert_close(actual, expected)
 
 
 def odd_rows() -> Tensor:
-    """Zeros, the smallest and the largest numbers, one among zeros, and what is no number."""
+    """Return rows of zeros, tiny and huge numbers, a single value, NaN and infinity."""
     rows = normal(9, 40)
     rows[0] = 0.0
     rows[1] *= 1e-37
@@ -161,21 +165,23 @@ def odd_rows() -> Tensor:
     return rows
 
 
-def test_any_row_can_be_rounded(kernels: ModuleType) -> None:
+def test_extreme_rows_are_rounded(kernels: ModuleType) -> None:
     rows = odd_rows()
-    found, wanted = kernels.round_rows(rows), reference.round_rows(rows)
-    assert found.plain is rows
+    actual, expected = kernels.round_rows(rows), reference.round_rows(rows)
+    assert actual.plain is rows
     finite = [0, 1, 2, 3, 6, 7, 8]
-    for eight in (found, wanted):
-        wide = eight.wide()
-        assert torch.isfinite(wide[finite]).all(), "nothing overflows"
+    for rounded in (actual, expected):
+        values = rounded.dequantized()
+        assert torch.isfinite(values[finite]).all(), "no row overflows"
         peak = rows[finite].abs().amax(1, keepdim=True)
-        assert bool(((wide[finite] - rows[finite]).abs() <= torch.maximum(peak / 28, torch.tensor(FLOOR))).all())
-        assert float(wide[3, 5]) == pytest.approx(-3e38)
-        assert float(eight.values[6].float().abs().max()) == LARGEST, "the range is used"
-        assert not torch.isfinite(wide[4, 7])
-        assert not torch.isfinite(wide[5, 2]), "a gradient that is not finite must be seen to be so"
-    same(Eight(found.values[finite], found.scale[finite]), Eight(wanted.values[finite], wanted.scale[finite]))
+        assert bool(((values[finite] - rows[finite]).abs() <= torch.maximum(peak / 28, torch.tensor(FLOOR))).all())
+        assert float(values[3, 5]) == pytest.approx(-3e38)
+        assert float(rounded.values[6].float().abs().max()) == LARGEST, "a row uses the whole range"
+        assert not torch.isfinite(values[4, 7])
+        assert not torch.isfinite(values[5, 2]), "a non-finite gradient must stay visible"
+    assert_close(
+        Fp8Rows(actual.values[finite], actual.scale[finite]), Fp8Rows(expected.values[finite], expected.scale[finite])
+    )
 
 
 @pytest.mark.parametrize("sizes", [[30], [20, 20, 20]], ids=["one", "three"])
@@ -183,18 +189,18 @@ def test_weights_are_rounded_by_row_and_by_column(
     kernels: ModuleType, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.TUNING["weight"] |= {"N": 16, "K": 8}
-    monkeypatch.setattr(kernels.kernels_fp8, "TILE", 8 * 32)  # several tiles of rows, one of them cut
+    monkeypatch.setattr(kernels.kernels_fp8, "TILE", 8 * 32)  # several tiles of rows, one of them partial
     weights = [(1 + at) * normal(size, 20) for at, size in enumerate(sizes)]
     weights[0][:, 3] = 0.0
-    made = []
+    results = []
     for ops in (kernels, reference):
-        room = [
-            Eight(torch.empty(n, k, dtype=E4M3), torch.full((n, 1), -1.0))
+        target = [
+            Fp8Rows(torch.empty(n, k, dtype=E4M3), torch.full((n, 1), -1.0))
             for n, k in ((sum(sizes), 20), (20, sum(sizes)))
         ]
-        ops.round_weight(weights, EightWeight(room[0], room[1]))
-        made.append(room)
-    same(made[0], made[1])
-    whole, (rows, columns) = torch.cat(weights), made[0]
-    torch.testing.assert_close(rows.wide(), whole, rtol=0.0626, atol=1e-2)
-    torch.testing.assert_close(columns.wide(), whole.t(), rtol=0.0626, atol=1e-2)
+        ops.round_weight(weights, Fp8Weight(target[0], target[1]))
+        results.append(target)
+    assert_close(results[0], results[1])
+    stacked, (rows, columns) = torch.cat(weights), results[0]
+    torch.testing.assert_close(rows.dequantized(), stacked, rtol=0.0626, atol=1e-2)
+    torch.testing.assert_close(columns.dequantized(), stacked.t(), rtol=0.0626, atol=1e-2)
