@@ -85,7 +85,7 @@ def test_nobody_imports_it_before_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "stages", "of_data"), [(0, 1, (0, 4)), (3, 1, (3, 4)), (3, 2, (1, 2)), (2, 4, (0, 1))]
+    ("rank", "stages", "data_launch"), [(0, 1, (0, 4)), (3, 1, (3, 4)), (3, 2, (1, 2)), (2, 4, (0, 1))]
 )
 def test_the_processes_of_a_pipeline_read_the_same(rank: int, stages: int, data_launch: tuple[int, int]) -> None:
     share = Launch(rank, rank, 4).data_launch(stages)
