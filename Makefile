@@ -1,21 +1,21 @@
-# Every target makes the environment it needs, once: `make demo` and `make test` work on a fresh machine.
+# Every target creates the environment it needs, once: `make demo` and `make test` work on a fresh machine.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# TORCH names another build or release: make install TORCH=./torch-2.13.0+cpu-cp311-....whl
+# TORCH selects another build or release: make install TORCH=./torch-2.13.0+cpu-cp311-....whl
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-# what tests and lint install besides the package; without DeepSpeed its tests skip: make test EXTRAS=dev
+# extras for tests and lint; without DeepSpeed its tests are skipped: make test EXTRAS=dev
 EXTRAS ?= dev,deepspeed
-# processes that run tests, one torch thread each; 0 runs them in the calling process
+# test processes, one torch thread each; 0 runs the tests in the calling process
 WORKERS ?= 2
-# more arguments for pytest: make test ARGS="tests/unit/data -k order"
+# extra arguments for pytest: make test ARGS="tests/unit/data -k order"
 ARGS ?=
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
-# in the order of collection, heavy folders come first and light ones fill the end
+# keep the collection order: heavy folders first, light ones last
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -24,13 +24,13 @@ PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.run-installed ## train a tiny model on made-up pictures and sample it, on one CPU
+demo: $(VENV)/.run-installed ## train a tiny model on generated images and sample it, on one CPU
 	$(BIN)/sd3-light demo
 
 test: $(VENV)/.dev-installed ## the tests that every change must pass (under 15 minutes on 2 cores)
 	$(PYTEST) $(PARALLEL) -m "not slow and not timed and not gpu" $(ARGS)
 
-test-full: $(VENV)/.dev-installed ## every test but the GPU ones; a missing tool skips by name
+test-full: $(VENV)/.dev-installed ## all tests except the GPU tests; tests of missing tools are skipped
 	$(PYTEST) $(PARALLEL) -m "not gpu and not timed" $(ARGS)
 	$(BIN)/python -m pytest -m timed tests/e2e
 
@@ -43,29 +43,29 @@ lint: $(VENV)/.dev-installed ## style, types and import order
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.dev-installed ## rewrite the code in the project's style
+format: $(VENV)/.dev-installed ## format the code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.run-installed ## write docs/config.md anew from the config schema
+docs: $(VENV)/.run-installed ## regenerate docs/config.md from the config schema
 	$(BIN)/python -m sd3_light.config.docs
 
-install: ## make the environment anew: make install [PYTHON=...] [TORCH=...] [EXTRAS=...]
+install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [EXTRAS=...]
 	rm -rf $(VENV)
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
-clean: ## remove caches, build output and the demo's run
+clean: ## remove caches, build output and the demo run
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## clean, and remove the environment too
+distclean: clean ## clean, and also remove the environment
 	rm -rf $(VENV)
 
-# The stamps: a second call finds them and installs nothing, until one of the two files changes.
-# torch comes first and leaves the constraints, so TORCH may differ from the pin and nothing replaces it.
+# Stamp files: nothing is installed again until pyproject.toml or constraints.txt changes.
+# torch is installed first and removed from the constraints, so TORCH may differ from the pin and is not replaced.
 $(VENV)/.run-installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "error: SD3-Light needs Python 3.11 or newer and '$(PYTHON)' is not; name one: make PYTHON=python3.12" >&2; exit 1; }
+		echo "error: SD3-Light needs Python 3.11 or newer, and '$(PYTHON)' is older; choose another: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install --constraint $(VENV)/constraints.txt "$(TORCH)"

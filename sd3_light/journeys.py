@@ -1,4 +1,4 @@
-"""The only place that strings stages together: cache then train, and the demo."""
+"""The only module that chains stages: cache then train, and the demo."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"
-_GUIDANCE = 2.0  # a young model's colours suffer from more, the base's do not care
+_GUIDANCE = 2.0  # more distorts the colours of a model early in training; the base is not affected
 
 
 def cache_then_train(
@@ -31,7 +31,7 @@ def cache_then_train(
     resume: train.Resume | None = None,
     by_deepspeed: bool = False,
 ) -> Progress:
-    """Encode what is missing, then train, by torch's engine or DeepSpeed's."""
+    """Encode what is missing, then train with the torch or the DeepSpeed engine."""
     check.require(loaded)
     deepspeed.require(loaded.train, launch, by_deepspeed)
     train.require_start(loaded, resume)
@@ -40,56 +40,58 @@ def cache_then_train(
 
 
 def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
-    """Encode what is missing; returns the cache folders of this machine."""
+    """Encode what is missing and return the local cache folders."""
     check.require(loaded, caching=True)
     cache.run(loaded, launch, options)
-    places = [data.cache_dir for data in (loaded.dataset, *loaded.eval_datasets.values())]
-    return [place for place in places if isinstance(place, Path)]
+    locations = [dataset.cache_dir for dataset in (loaded.dataset, *loaded.eval_datasets.values())]
+    return [location for location in locations if isinstance(location, Path)]
 
 
 def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: Path | None = None) -> Table:
-    """The validation loss of a finished model on a config's evaluation sets, encoded first where they are not."""
+    """Compute the validation loss of a model on a config's evaluation sets, which are encoded first if needed."""
     check.require(loaded)
     cache.run(loaded, launch)
-    found = evaluate.validation_losses(loaded, model, launch)
+    losses_by_set = evaluate.validation_losses(loaded, model, launch)
     if out is not None and launch.is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(losses_by_set, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     table = Table("loss", title="validation", caption=model.name)
-    for name in found:
+    for name in losses_by_set:
         table.add_column(name, justify="right")
-    for key in next(iter(found.values())):
-        table.add_row(key, *(f"{losses[key]:.5f}" for losses in found.values()))
+    for key in next(iter(losses_by_set.values())):
+        table.add_row(key, *(f"{losses[key]:.5f}" for losses in losses_by_set.values()))
     return table
 
 
 def checked_init(loaded: LoadedConfig, out: Path) -> Path:
-    """Check, then write the folder where a run starts."""
+    """Check the config, then write the initial folder of a run."""
     check.require(loaded)
     return init.run(loaded, out)
 
 
-def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int, prompts: int) -> Path:
-    """The whole journey on the demo world; returns the picture grid's path and prints the table of scores."""
+def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, prompts: int) -> Path:
+    """Run the whole demo, print the table of scores and return the path of the image grid."""
     started = time.monotonic()
-    _lay_out_demo(out, pictures)
+    _prepare_demo(out, images)
     scratch = load_config(out / "pretrain.toml", _steps(steps))
     base = load_config(out / "continue.toml", _steps(more_steps))
     rows: dict[str, CompositionScore] = {}
 
     check.require(scratch)
     cache.run(scratch)
-    info("untrained: random weights, exported and scored")
+    info("scoring random weights")
     rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
 
-    done = train.run(scratch)
-    rows[f"pretrained here from random weights: {done.samples:,} samples"] = _score_last_export(scratch, prompts)
+    progress_scratch = train.run(scratch)
+    rows[f"pretrained here from random weights: {progress_scratch.samples:,} samples"] = _score_last_export(
+        scratch, prompts
+    )
 
-    info("going on from the base that the package ships (made on a GPU; see sd3_light/assets/demo/NOTE.md)")
+    info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")
     check.require(base)
-    done = train.run(base)
+    progress_base = train.run(base)
     final = _score_last_export(base, prompts)
-    rows[f"shipped base, then trained here: {done.samples:,} samples"] = final
+    rows[f"shipped base, then trained here: {progress_base.samples:,} samples"] = final
 
     grid = out / "grid.png"
     final.as_grid(title="held-out prompts, drawn by the shipped base after further training here").save(grid)
@@ -100,14 +102,14 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, pictures: int
 
 
 def score_table(rows: Mapping[str, CompositionScore], of: str = "of held-out combinations") -> Table:
-    """Scores side by side, in percent; every column says where its weights come from."""
-    asked = next(iter(rows.values())).num_prompts
-    table = Table("right", title=f"{asked} prompts {of}: % of pictures that show what was asked")
+    """Return a table of scores in percent, one column per model."""
+    num_prompts = next(iter(rows.values())).num_prompts
+    table = Table("correct", title=f"{num_prompts} prompts {of}: % of images that match the prompt")
     for name in rows:
         table.add_column(name, justify="right")
     for demand in DEMANDS:
         table.add_row("everything" if demand == "all" else demand, *(_percent(r.rates[demand]) for r in rows.values()))
-    # the first thing a young model learns, so that its column says something
+    # the first thing a model learns, so this row shows progress early in training
     singles = (result.by_kind.get("single", {}).get("colour") for result in rows.values())
     table.add_row("colour, one object", *map(_percent, singles))
     return table
@@ -126,16 +128,16 @@ def _steps(count: int | None) -> list[str]:
     return [] if count is None else [f"max_steps={count}"]
 
 
-def _lay_out_demo(out: Path, pictures: int) -> None:
-    """Draw the pictures and put the shipped parts and the recipe beside them. Only an earlier demo is removed."""
+def _prepare_demo(out: Path, images: int) -> None:
+    """Draw the images and copy the shipped model and recipes next to them. Replaces an earlier demo only."""
     if out.exists():
         if not (out / _DEMO_MARKER).is_file():
-            raise UserError(f"{out} exists and is no earlier demo; choose another folder with --out")
+            raise UserError(f"{out} exists and is not an earlier demo; choose another folder with --out")
         shutil.rmtree(out)
     out.mkdir(parents=True)
     (out / _DEMO_MARKER).touch()
-    for name, count, seed, held_out in (("train", pictures, 1, False), ("held_out", 96, 2, True)):
-        with progress(f"draw {name}", count, "pictures") as bar:
+    for name, count, seed, held_out in (("train", images, 1, False), ("held_out", 96, 2, True)):
+        with progress(f"draw {name}", count, "images") as bar:
             write_dataset(out / "data" / name, count, seed, held_out=held_out, on_progress=bar.reach)
     shutil.copytree(DEMO, out / "model")
     for recipe in (RECIPES / "demo").glob("*.toml"):

@@ -1,4 +1,4 @@
-"""Weights that the package ships for the demo; `demo/NOTE.md` says how they were made."""
+"""Weights for the demo; `demo/NOTE.md` documents how they were made."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The `sd3-light` command itself, and what several verbs take."""
+"""The `sd3-light` command and the options that several verbs share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from sd3_light.cli.process import enable_tracebacks
 from sd3_light.runlog import set_main_process
 
 app = typer.Typer(
-    help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` shows the whole way in minutes.",
+    help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` runs the whole workflow in minutes.",
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,
@@ -25,18 +25,18 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2."),
 ]
 TrustCache = Annotated[
-    bool, typer.Option("--trust_cache", help="Do not look at the sources; shards are still verified.")
+    bool, typer.Option("--trust_cache", help="Do not compare the cache with its sources; shards are still verified.")
 ]
-Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode everything anew.")]
-WithVae = Annotated[bool, typer.Option("--vae/--no-vae", help="Single file: with the VAE.")]
+Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode everything again.")]
+WithVae = Annotated[bool, typer.Option("--vae/--no-vae", help="Single file: include the VAE.")]
 WithEncoders = Annotated[
-    bool, typer.Option("--text-encoders/--no-text-encoders", help="Single file: with the text encoders.")
+    bool, typer.Option("--text-encoders/--no-text-encoders", help="Single file: include the text encoders.")
 ]
 PadBlocks = Annotated[
     bool,
     typer.Option(
         "--pad-blocks/--no-pad-blocks",
-        help="Single file: add identity blocks where there are fewer blocks than heads; ComfyUI loads no other.",
+        help="Single file: add identity blocks if there are fewer blocks than heads, as ComfyUI requires.",
     ),
 ]
 
@@ -44,8 +44,8 @@ PadBlocks = Annotated[
 @app.callback()
 def _main(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and quit.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(__version__)
@@ -55,4 +55,4 @@ def _main(
         raise typer.Exit
     if debug:
         enable_tracebacks()
-    set_main_process(True)  # a RANK left over in the shell must not silence a plain command
+    set_main_process(True)  # a stale RANK in the shell must not silence a plain command

@@ -1,4 +1,4 @@
-"""The verbs of a finished model: export, sample, evaluate."""
+"""Verbs for trained models: export, sample, evaluate."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,34 +7,36 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, load, prepare
+from sd3_light.cli.process import echo, init_process, load_checked
 from sd3_light.config.faults import UserError
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder (its output_dir).")],
-    out: Annotated[Path, typer.Argument(help="New folder, or a new single file where it ends in .safetensors.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="Another checkpoint than the newest.")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (output_dir).")],
+    out: Annotated[Path, typer.Argument(help="New folder, or a new single file if the name ends in .safetensors.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="`raw`, `ema` or a track's name; default: `ema` where there is one.")
+        str | None, typer.Option(help="`raw`, `ema` or the name of a track; default: `ema` if there is one.")
     ] = None,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload to this Hugging Face repository, USER/NAME.")] = None,
     ema_length: Annotated[
         float | None,
-        typer.Option(help="Rebuild an average of this length (a share of the training) from the power tracks."),
+        typer.Option(
+            help="Rebuild an average of this length (a fraction of the training) from the power-function tracks."
+        ),
     ] = None,
     vae: WithVae = True,
     text_encoders: WithEncoders = False,
     pad_blocks: PadBlocks = True,
 ) -> None:
-    """A diffusers folder from a checkpoint, reloaded and compared before it is announced; or a single file of it."""
-    prepare()
+    """Export a checkpoint as a diffusers folder or a single file, verified by reloading it."""
+    init_process()
     from sd3_light.export.single_file import Contents
     from sd3_light.stages import export as stage
 
     contents = Contents(vae, text_encoders, pad_blocks)
-    echo(f"wrote and proved {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
+    echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
 
 
 @app.command()
@@ -44,81 +46,85 @@ def sample(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A text file with a prompt a line, or a .csv with the columns prompt, seed, negative_prompt, width, "
-            "height, steps, guidance (all but prompt may be left out)."
+            help="Text file with one prompt per line, or a .csv with the columns prompt, seed, negative_prompt, width, "
+            "height, steps, guidance (all but prompt are optional)."
         ),
     ] = None,
     seed: Annotated[
-        list[int] | None, typer.Option(min=0, max=2**63 - 1, help="Seeds; each prompt is drawn with each.")
+        list[int] | None, typer.Option(min=0, max=2**63 - 1, help="Seeds; every prompt is drawn with every seed.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for 00000.png, ... and grid.png; none of them may be there yet.")
-    ] = Path("samples"),
+    out: Annotated[Path, typer.Option(help="Folder for 00000.png, ... and grid.png, which must not exist yet.")] = Path(
+        "samples"
+    ),
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
-    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less turns it off.")] = 4.0,
-    width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the model's own.")] = 0,
-    height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the model's own.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time; on a CPU, side by side on its cores.")] = 8,
+    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = 4.0,
+    width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
+    height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch; on a CPU, drawn in parallel on its cores.")] = 8,
     negative_prompt: Annotated[str, typer.Option(help="What to steer away from.")] = "",
-    sampler: Annotated[str, typer.Option(help="`euler`, `heun` (two model calls a step) or `dpm++`.")] = "euler",
+    sampler: Annotated[str, typer.Option(help="`euler`, `heun` (two model calls per step) or `dpm++`.")] = "euler",
     dtype: Annotated[
-        str, typer.Option(help="`float32`, or `bfloat16` for denoiser and text encoders on GPUs; the VAE is float32.")
+        str,
+        typer.Option(help="`float32`, or `bfloat16` for the denoiser and text encoders on GPUs; the VAE uses float32."),
     ] = "float32",
     lora: Annotated[
-        list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA; several act together.")
+        list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to apply; may be repeated.")
     ] = None,
-    grid: Annotated[bool, typer.Option("--grid/--no-grid", help="All pictures on one sheet, too.")] = True,
+    grid: Annotated[bool, typer.Option("--grid/--no-grid", help="Also write all images as one grid.")] = True,
     threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads for one picture. Other numbers than 1 change its last bits.")
+        int, typer.Option(min=1, help="CPU threads per image. Values other than 1 change the last bits of an image.")
     ] = 1,
 ) -> None:
-    """Draw pictures; the same prompt and seed give the picture that stock diffusers gives. Under torchrun the
-    processes share the work."""
-    launched = prepare()
+    """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
+    the work."""
+    launch = init_process()
     from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
     from sd3_light.sampling.lora_stack import Lora
     from sd3_light.stages import sample as stage
 
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
-    wishes = stage.SampleOptions(
+    options = stage.SampleOptions(
         steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads
     )
-    look = stage.run(model, rows, seed or [0], out, wishes, launched)
-    if launched.is_main:
-        echo(f"look at {look}")
+    path = stage.run(model, rows, seed or [0], out, options, launch)
+    if launch.is_main:
+        echo(f"wrote {path}")
 
 
 @app.command()
 def evaluate(
     model: ModelFolder,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to draw and judge.")] = 96,
-    seen: Annotated[bool, typer.Option("--seen", help="Combinations that training saw, not held-out ones.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to draw and judge.")] = 96,
+    seen: Annotated[
+        bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
+    ] = False,
     language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and noise.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A train TOML: the validation loss of its eval_datasets, and no pictures.")
+        Path | None,
+        typer.Option(help="Train TOML: compute the validation loss of its eval_datasets, without drawing images."),
     ] = None,
     lora: Annotated[
         list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to score with; may be repeated.")
     ] = None,
     set_: Overrides = None,
 ) -> None:
-    """The validation loss of a config's evaluation sets (--config), or a judgement of a model of the demo world: does
-    the picture show the objects, colours, counts and relations asked for?"""
-    launched = prepare()
+    """Compute the validation loss of a config's evaluation sets (--config), or score a model of the demo world: do its
+    images show the requested objects, colours, counts and relations?"""
+    launch = init_process()
     from sd3_light.stages import evaluate as stage
 
     if config is not None:
         if lora:
-            raise UserError("--lora is for pictures; with --config merge it first: sd3-light lora merge")
+            raise UserError("--lora does not work with --config; merge it first: sd3-light lora merge")
         from sd3_light.journeys import cache_then_validate
 
-        table = cache_then_validate(load(config, set_), model, launched, out)
-        if launched.is_main:
+        table = cache_then_validate(load_checked(config, set_), model, launch, out)
+        if launch.is_main:
             Console().print(table)
         return
     from sd3_light.journeys import score_table

@@ -1,4 +1,4 @@
-"""Shipped configs. Each says its command, hardware, time and expected numbers."""
+"""Shipped configs. Each states its command, hardware, time and expected results."""
 
 from pathlib import Path
 

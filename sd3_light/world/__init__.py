@@ -1,4 +1,4 @@
-"""The demo's world: procedural pictures of simple shapes, their captions, and a judge that reads pictures back."""
+"""The demo world: procedural images of simple shapes, their captions, and a judge that detects what images show."""
 
 from sd3_light.world.captions import LANGUAGES, parse_caption, scene_captions
 from sd3_light.world.dataset import IMAGE_SIZES, Prompt, draw_image, draw_prompts, write_dataset
@@ -18,7 +18,6 @@ from sd3_light.world.scene import (
     canonical_scene,
     draw_scene,
     is_held_out,
-    num_compositions,
 )
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "draw_scene",
     "is_held_out",
     "judge",
-    "num_compositions",
     "parse_caption",
     "place_objects",
     "render_scene",

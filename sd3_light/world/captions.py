@@ -1,4 +1,4 @@
-"""Scene <-> caption: one short sentence a scene in English and in Chinese, and the way back."""
+"""Scene <-> caption: one short English and Chinese sentence per scene, and a parser for both."""
 
 import difflib
 import re
@@ -37,12 +37,12 @@ _ZH_RELATIONS = {"left of": "左边", "right of": "右边", "above": "上方", "
 
 
 def scene_captions(scene: Scene) -> dict[str, str]:
-    """The scene's sentence in each language, by `LANGUAGES`' keys."""
+    """Return the caption of a scene in each language of `LANGUAGES`."""
     return {"en": _english(scene), "zh": _chinese(scene)}
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene that a caption of ours describes; a `UserError` names the words that are not ours otherwise."""
+    """Return the scene that a caption describes. Raises a `UserError` that names unknown words."""
     text = caption.strip().rstrip(".。").lower()
     chinese = any("\u4e00" <= letter <= "\u9fff" for letter in text)
     text = re.sub(r"\s+", "", text).replace(",", "，") if chinese else " ".join(text.split())
@@ -50,7 +50,7 @@ def parse_caption(caption: str) -> Scene:
         if match := pattern.fullmatch(text):
             return _scene(kind, match.groupdict(), caption)
     unknown = _unknown_chinese(text) if chinese else _unknown_english(text)
-    raise UserError(f"caption {caption!r} is not one of the demo world's: {unknown}")
+    raise UserError(f"caption {caption!r} is not a caption of the demo world: {unknown}")
 
 
 def _english(scene: Scene) -> str:
@@ -60,8 +60,10 @@ def _english(scene: Scene) -> str:
         return f"a {first.size} {first.colour} {first.shape}{ground}"
     if scene.kind == "count":
         return f"{_EN_COUNTS[scene.count]} {first.colour} {_EN_PLURALS[first.shape]}{ground}"
-    one, other = (f"{'an' if item.colour[0] in 'aeiou' else 'a'} {item.colour} {item.shape}" for item in scene.items)
-    return f"{one} {scene.relation} {other}{ground}"
+    first_text, second_text = (
+        f"{'an' if item.colour[0] in 'aeiou' else 'a'} {item.colour} {item.shape}" for item in scene.items
+    )
+    return f"{first_text} {scene.relation} {second_text}{ground}"
 
 
 def _chinese(scene: Scene) -> str:
@@ -73,7 +75,7 @@ def _chinese(scene: Scene) -> str:
     return f"{ground}有{'一个' + _ZH_SIZES[size] if size else _ZH_COUNTS[scene.count]}{first}"
 
 
-# Every word of either language -> what it means; the two languages share no word.
+# Word -> meaning for both languages, which share no word.
 _MEANINGS: dict[str, str | int] = {
     **{word: word for words in (SHAPES, COLOURS, BACKGROUNDS, OBJECT_SIZES, RELATIONS) for word in words},
     **{plural: shape for shape, plural in _EN_PLURALS.items()},
@@ -87,7 +89,7 @@ _MEANINGS: dict[str, str | int] = {
 
 
 def _scene(kind: str, words: dict[str, str], caption: str) -> Scene:
-    """The scene of a matched caption; `words` are the pattern's named groups."""
+    """Build the scene of a matched caption; `words` are the named groups of the pattern."""
     meaning = {name: _MEANINGS[word] for name, word in words.items()}
     first = Item(str(meaning["shape"]), str(meaning["colour"]), str(meaning["size"]) if "size" in meaning else None)
     items: tuple[Item, ...] = (first,)
@@ -96,7 +98,7 @@ def _scene(kind: str, words: dict[str, str], caption: str) -> Scene:
         items += (Item(str(meaning["other_shape"]), str(meaning["other_colour"])),)
         relation = str(meaning["relation"])
         if items[0] == items[1]:
-            raise UserError(f"caption {caption!r} relates two equal objects; give them another colour or shape")
+            raise UserError(f"caption {caption!r} relates two equal objects; change the colour or shape of one")
     count = int(meaning.get("count", len(items)))
     return Scene(kind, items, relation, count, str(meaning["background"]))
 
@@ -140,14 +142,14 @@ _ZH_WORDS = sorted({"背景上", "，", "有", "一个", "在", "的"} | {word f
 
 
 def _unknown_english(text: str) -> str:
-    """What to tell about an English sentence that matches no pattern."""
+    """Explain why an English sentence matches no pattern."""
     known = set(_EN_WORDS)
     hints = [_hint(word, _EN_WORDS) for word in text.split() if word not in known]
     return "; ".join(hints) or f"write it as {_EN_EXAMPLE!r}"
 
 
 def _unknown_chinese(text: str) -> str:
-    """What to tell about a Chinese sentence that matches no pattern: the stretches that no word of ours covers."""
+    """Explain why a Chinese sentence matches no pattern: the parts that no known word covers."""
     longest_first = sorted(_ZH_WORDS, key=len, reverse=True)
     rest = re.split("|".join(map(re.escape, longest_first)), text)
     hints = [_hint(part, _ZH_WORDS) for part in rest if part]

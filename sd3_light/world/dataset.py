@@ -1,4 +1,4 @@
-"""Folders of captioned pictures to train on, and prompts to score with; both functions of a seed."""
+"""Captioned training images and prompts for scoring, both functions of a seed."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,22 +13,22 @@ from sd3_light.world.captions import LANGUAGES, scene_captions
 from sd3_light.world.rendering import render_scene
 from sd3_light.world.scene import SCENE_KINDS, Scene, canonical_scene, draw_scene
 
-# (width, height) of every fourth picture in turn: half are square, a quarter each wide and tall.
+# (width, height) of the images in turn: half are square, a quarter each wide and tall.
 IMAGE_SIZES: tuple[tuple[int, int], ...] = ((64, 64), (80, 48), (64, 64), (48, 80))
 
-_TRIES_FOR_A_NEW_SCENE = 50
+_MAX_TRIES = 50
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption to sample from, and the scene that the picture is judged by."""
+    """A caption to sample from, and the scene that the image is compared with."""
 
     text: str
     scene: Scene
 
 
 def draw_image(index: int, seed: int, held_out: bool = False) -> tuple[Image.Image, Scene]:
-    """Picture `index` of the dataset of a seed, and what it shows."""
+    """Return image `index` of the dataset of a seed, and its scene."""
     rng = stream(seed, _purpose("picture", held_out), 0, 0, index)
     scene = draw_scene(rng, held_out)
     width, height = IMAGE_SIZES[index % len(IMAGE_SIZES)]
@@ -42,13 +42,13 @@ def write_dataset(
     held_out: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write `count` pictures `000123.png` and `captions.json` ({file: [english, chinese]}); the folder is returned.
+    """Write `count` images `000123.png` and `captions.json` ({file: [english, chinese]}); returns the folder.
 
-    Picture i depends on (seed, held_out, i) alone, so a longer set begins with the shorter one. Without `held_out` no
-    picture shows a held-out composition; with it all do. `on_progress(done, total)` is called after each picture.
+    Image i depends only on (seed, held_out, i), so a longer dataset begins with the shorter one. Without `held_out` no
+    image shows a held-out composition; with it all do. `on_progress(done, total)` is called after each image.
     """
     if count < 1 or count > 1_000_000:
-        raise UserError(f"a dataset of {count} pictures: count must be 1 to 1000000")
+        raise UserError(f"a dataset cannot have {count} images; give 1 to 1000000")
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[str]] = {}
     for index in range(count):
@@ -66,9 +66,9 @@ def write_dataset(
 def draw_prompts(
     count: int, seed: int, held_out: bool, kinds: Sequence[str] | None = None, language: str = "en"
 ) -> list[Prompt]:
-    """`count` prompts with their scenes, the kinds in turn; `mixed` gives the languages in turn within each kind.
+    """Return `count` prompts with their scenes, alternating kinds; `mixed` also alternates languages within a kind.
 
-    Scenes do not repeat as long as there are enough of a kind.
+    Scenes do not repeat as long as a kind has enough of them.
     """
     chosen = tuple(kinds or SCENE_KINDS)
     if unknown := [kind for kind in chosen if kind not in SCENE_KINDS]:
@@ -79,16 +79,16 @@ def draw_prompts(
     drawn = []
     for index in range(count):
         scene = _new_scene(index, seed, held_out, chosen[index % len(chosen)], seen)
-        spoken = LANGUAGES[index // len(chosen) % len(LANGUAGES)] if language == "mixed" else language
-        drawn.append(Prompt(scene_captions(scene)[spoken], scene))
+        caption_language = LANGUAGES[index // len(chosen) % len(LANGUAGES)] if language == "mixed" else language
+        drawn.append(Prompt(scene_captions(scene)[caption_language], scene))
     return drawn
 
 
 def _new_scene(index: int, seed: int, held_out: bool, kind: str, seen: set[Scene]) -> Scene:
-    """A scene that is not among those seen, or the last one tried; it is added to them."""
+    """Draw a scene that is not in `seen`, or the last one tried, and add it to `seen`."""
     rng = stream(seed, _purpose("prompt", held_out), 0, 0, index)
     scene = draw_scene(rng, held_out, kind)
-    for _ in range(_TRIES_FOR_A_NEW_SCENE):
+    for _ in range(_MAX_TRIES):
         if canonical_scene(scene) not in seen:
             break
         scene = draw_scene(rng, held_out, kind)
@@ -96,5 +96,6 @@ def _new_scene(index: int, seed: int, held_out: bool, kind: str, seen: set[Scene
     return scene
 
 
-def _purpose(what: str, held_out: bool) -> str:
-    return f"world-{what}-{'held-out' if held_out else 'train'}"
+def _purpose(name: str, held_out: bool) -> str:
+    # part of the random streams: changing it changes every image
+    return f"world-{name}-{'held-out' if held_out else 'train'}"

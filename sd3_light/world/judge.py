@@ -1,4 +1,4 @@
-"""Picture -> what it shows, read without knowing the caption, and whether that is what a scene asks for."""
+"""Detects the scene of an image without knowing the caption, and compares it with a requested scene."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from sd3_light.world.rendering import REFERENCE_SIDE, scale_of, shape_mask
 from sd3_light.world.scene import SHAPES, Item, Scene
 from sd3_light.world.segment import UNKNOWN, Floats, Region, find_background, find_regions, sharpen
 
-Picture = Image.Image | NDArray[np.uint8]
+ImageLike = Image.Image | NDArray[np.uint8]
 
-_MIN_AREA = 9.0  # inner pixels of an object in a 64x64 picture
-_SIZE_BORDER = 24.5  # the diameter between small and large, in the same pixels
-_MIN_OVERLAP = 0.70  # the least soft IoU with a template; true renderings have 0.87 and more
-_MIN_LEAD = 0.01  # by how much the best template must beat the second
-MIN_EACH = 0.1  # the least share of what is not background that an asked colour must have
-# The lines of the grid on which masks are compared, in radii of the disc of equal area.
+_MIN_AREA = 9.0  # minimum inner pixels of an object in a 64x64 image
+_SIZE_THRESHOLD = 24.5  # diameter between small and large, in the same pixels
+_MIN_OVERLAP = 0.70  # minimum soft IoU with a template; true renderings reach at least 0.87
+_MIN_LEAD = 0.01  # minimum lead of the best template over the second
+MIN_COLOUR_SHARE = 0.1  # minimum share of the foreground for each requested colour
+# Grid coordinates on which masks are compared, in radii of the disc of equal area.
 _STEPS = np.linspace(-1.45, 1.45, 32)
 
 
 @dataclass(frozen=True)
 class DetectedObject:
-    """An object found in a picture; colour and shape may be `unknown`, lengths are pixels."""
+    """An object detected in an image; colour and shape may be `unknown`, lengths are in pixels."""
 
     colour: str
     shape: str
@@ -40,7 +40,7 @@ class DetectedObject:
 
 @dataclass(frozen=True)
 class DetectedScene:
-    """What a picture shows (the background may be `unknown`), and each colour's share of what is not background."""
+    """What an image shows (the background may be `unknown`), and each colour's share of the foreground."""
 
     background: str
     objects: tuple[DetectedObject, ...]
@@ -49,11 +49,11 @@ class DetectedScene:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which of a scene's demands a picture meets; None where the scene does not demand it.
+    """Which requirements of a scene an image meets; None if the scene does not have the requirement.
 
-    `colour`: the asked colours are the picture's main ones, whatever the form (the largest by area besides the
-    background, each at least `MIN_EACH` of it); `shape`: the objects' (colour, shape) pairs; `count`: how many there
-    are; `relation`: how the centres of the objects lie that have the named colours (and shapes, if the colours agree).
+    `colour`: the requested colours are the largest by area besides the background, each at least `MIN_COLOUR_SHARE` of
+    the foreground, whatever the shapes; `shape`: the (colour, shape) pairs of the objects; `count`: their number;
+    `relation`: the positions of the objects with the named colours (and shapes, if the colours are equal).
     """
 
     background: bool
@@ -65,13 +65,13 @@ class Verdict:
 
     @property
     def all(self) -> bool:
-        """Whether everything that is demanded holds."""
+        """Whether all requirements are met."""
         fields = (self.background, self.colour, self.shape, self.size, self.count, self.relation)
         return all(field for field in fields if field is not None)
 
 
-def detect_scene(image: Picture) -> DetectedScene:
-    """What the picture shows."""
+def detect_scene(image: ImageLike) -> DetectedScene:
+    """Detect the scene that an image shows."""
     array = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
     assert array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8, (array.shape, array.dtype)
     pixels = array.astype(np.float32)
@@ -90,67 +90,67 @@ def _areas(regions: Sequence[Region]) -> dict[str, float]:
     return shares
 
 
-def judge(image: Picture, scene: Scene) -> Verdict:
-    """Whether the picture shows what the scene asks for, field by field."""
+def judge(image: ImageLike, scene: Scene) -> Verdict:
+    """Return which requirements of the scene an image meets."""
     return compare(detect_scene(image), scene)
 
 
-def compare(seen: DetectedScene, scene: Scene) -> Verdict:
-    """Whether what was seen is what the scene asks for, field by field."""
-    asked, found = scene.objects, seen.objects
+def compare(detected: DetectedScene, scene: Scene) -> Verdict:
+    """Return which requirements of the scene a detected scene meets."""
+    expected, objects = scene.objects, detected.objects
     size = scene.items[0].size
     return Verdict(
-        background=seen.background == scene.background,
-        colour=_coloured_as({item.colour for item in asked}, seen.areas),
-        # a set: how often each is there is the count's business, and together they leave no gap
-        shape={(i.colour, i.shape) for i in asked} == {(o.colour, o.shape) for o in found},
-        size=None if size is None else len(found) == 1 and found[0].size == size,
-        count=len(found) == len(asked),
-        relation=None if scene.relation is None else _related(found, scene),
+        background=detected.background == scene.background,
+        colour=_has_colours({item.colour for item in expected}, detected.areas),
+        # sets: the number of each is checked by `count`
+        shape={(item.colour, item.shape) for item in expected} == {(item.colour, item.shape) for item in objects},
+        size=None if size is None else len(objects) == 1 and objects[0].size == size,
+        count=len(objects) == len(expected),
+        relation=None if scene.relation is None else _has_relation(objects, scene),
     )
 
 
-def _coloured_as(asked: set[str], areas: Mapping[str, float]) -> bool:
-    largest = sorted(areas, key=lambda colour: -areas[colour])[: len(asked)]
-    return set(largest) == asked and min(areas[colour] for colour in asked) >= MIN_EACH
+def _has_colours(colours: set[str], areas: Mapping[str, float]) -> bool:
+    largest = sorted(areas, key=lambda colour: -areas[colour])[: len(colours)]
+    return set(largest) == colours and min(areas[colour] for colour in colours) >= MIN_COLOUR_SHARE
 
 
-def _related(found: tuple[DetectedObject, ...], scene: Scene) -> bool:
-    """Whether two of the objects are the scene's items and lie as it says; shapes matter only for equal colours."""
+def _has_relation(objects: tuple[DetectedObject, ...], scene: Scene) -> bool:
+    """Return whether two objects match the scene's items and relation. Shapes matter only if the colours are equal."""
     first, second = scene.items
-    twins = first.colour == second.colour
+    same_colour = first.colour == second.colour
 
-    def fits(seen: DetectedObject, item: Item) -> bool:
-        return seen.colour == item.colour and (not twins or seen.shape == item.shape)
+    def matches(detected: DetectedObject, item: Item) -> bool:
+        return detected.colour == item.colour and (not same_colour or detected.shape == item.shape)
 
     assert scene.relation is not None
     return any(
-        fits(a, first) and fits(b, second) and _lies(b.x - a.x, b.y - a.y, scene.relation)
-        for a, b in permutations(found, 2)
+        matches(a, first) and matches(b, second) and _satisfies(b.x - a.x, b.y - a.y, scene.relation)
+        for a, b in permutations(objects, 2)
     )
 
 
-def _lies(dx: float, dy: float, relation: str) -> bool:
-    """Whether a thing is in the relation to another that is (dx, dy) away from it: along that axis above all."""
-    ahead = {"left of": dx, "right of": -dx, "above": dy, "below": -dy}[relation]
+def _satisfies(dx: float, dy: float, relation: str) -> bool:
+    """Return whether an offset of (dx, dy) to the other object fits the relation: mainly along its axis."""
+    along = {"left of": dx, "right of": -dx, "above": dy, "below": -dy}[relation]
     across = dy if relation in ("left of", "right of") else dx
-    return ahead > abs(across)
+    return along > abs(across)
 
 
 def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) -> DetectedObject:
-    """The object of a region, its shape that of the template it overlaps best, at its own place and scale."""
+    """Return the object of a region; its shape is that of the template with the largest overlap."""
     area, cx, cy = _moments(cover)
     templates, areas = _templates(_reference_diameter(area, scale))
-    mine = _normalise(cover)
-    overlaps = np.minimum(templates, mine).sum(axis=(1, 2)) / np.maximum(templates, mine).sum(axis=(1, 2))
+    mask = _normalise(cover)
+    overlaps = np.minimum(templates, mask).sum(axis=(1, 2)) / np.maximum(templates, mask).sum(axis=(1, 2))
     order = np.argsort(overlaps)
     best = int(order[-1])
     diameter = math.sqrt(area / float(areas[best]))
-    sure = overlaps[best] >= _MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= _MIN_LEAD
+    is_certain = overlaps[best] >= _MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= _MIN_LEAD
     return DetectedObject(
         colour=colour,
-        shape=SHAPES[best] if sure else UNKNOWN,
-        size="small" if diameter < _SIZE_BORDER * scale else "large",
+        shape=SHAPES[best] if is_certain else UNKNOWN,
+        size="small" if diameter < _SIZE_THRESHOLD * scale else "large",
         x=left + cx + 0.5,
         y=top + cy + 0.5,
         diameter=diameter,
@@ -159,7 +159,7 @@ def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) ->
 
 
 def _moments(cover: Floats) -> tuple[float, float, float]:
-    """The area of a soft mask and its centre, in the coordinates of pixel middles."""
+    """Return the area and the centre of a soft mask, in pixel-centre coordinates."""
     area = float(cover.sum())
     cx = float(cover.sum(axis=0) @ np.arange(cover.shape[1])) / area
     cy = float(cover.sum(axis=1) @ np.arange(cover.shape[0])) / area
@@ -167,27 +167,27 @@ def _moments(cover: Floats) -> tuple[float, float, float]:
 
 
 def _normalise(cover: Floats) -> Floats:
-    """The mask on a grid centred on its centre of mass and scaled by its area, bilinearly interpolated."""
+    """Resample a mask bilinearly on a grid centred on its centre of mass and scaled by its area."""
     area, cx, cy = _moments(cover)
     steps = _STEPS * math.sqrt(area / math.pi)
     rows, columns = _hats(cy + steps, cover.shape[0]), _hats(cx + steps, cover.shape[1])
     return np.asarray(rows @ cover @ columns.T, dtype=np.float32)
 
 
-def _hats(places: NDArray[np.float64], length: int) -> Floats:
-    """The matrix that interpolates a line of pixels, zero outside, at the given places."""
-    hats: Floats = np.maximum(1 - np.abs(places[:, None] - np.arange(length)), 0).astype(np.float32)
+def _hats(positions: NDArray[np.float64], length: int) -> Floats:
+    """Return the matrix that interpolates a line of pixels, zero outside, at these positions."""
+    hats: Floats = np.maximum(1 - np.abs(positions[:, None] - np.arange(length)), 0).astype(np.float32)
     return hats
 
 
 def _reference_diameter(area: float, scale: float) -> int:
-    """The drawn diameter, roughly, whose templates have rims as soft as this region's."""
+    """Return the diameter of the templates whose edges are about as soft as those of this region."""
     return 18 if area < 350 * scale**2 else 32
 
 
 @cache
 def _templates(diameter: int) -> tuple[Floats, Floats]:
-    """For every shape its normalised mask, and its area as a share of the square of its diameter."""
+    """Return the normalised mask of every shape, and its area as a fraction of its squared diameter."""
     masks = [sharpen(shape_mask(shape, diameter, REFERENCE_SIDE)) for shape in SHAPES]
     areas = np.array([mask.sum() / diameter**2 for mask in masks], dtype=np.float32)
     return np.stack([_normalise(mask) for mask in masks]), areas

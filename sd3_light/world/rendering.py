@@ -1,4 +1,4 @@
-"""Scene -> picture: flat, antialiased shapes in slots that keep them apart and inside, whatever the jitter."""
+"""Scene -> image: flat, antialiased shapes in slots that keep them apart and inside despite the jitter."""
 
 import math
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from sd3_light.world.scene import BACKGROUNDS, COLOURS, Item, Scene
 Mask = NDArray[np.float32]
 
 SUPERSAMPLE = 4
-REFERENCE_SIDE = 64  # the lengths below are pixels of a picture of this side; others scale by the root of their area
+REFERENCE_SIDE = 64  # the lengths below are pixels in an image with this side; others scale with the root of the area
 
 _DIAMETERS = {"small": 18.0, "large": 32.0, "pair": 20.0, "count": 18.5}
 _DIAMETER_JITTER = 0.06
 _CENTRE_JITTER = 3.0
-_PAD = 2.0  # kept free at each edge of a slot, so neighbours are at least twice this apart
-_SLOT_SHARE = 0.78  # the most of a slot's side that an object may take
+_PAD = 2.0  # margin at each edge of a slot, so neighbours are at least twice this apart
+_SLOT_SHARE = 0.78  # maximum share of a slot's side that an object may take
 
 
 @dataclass(frozen=True)
 class PlacedObject:
-    """An object with its place: centre and diameter in pixels."""
+    """An object with its centre and diameter in pixels."""
 
     item: Item
     x: float
@@ -32,12 +32,12 @@ class PlacedObject:
 
 
 def scale_of(width: int, height: int) -> float:
-    """How much longer the lengths of a picture of this size are than those of a 64x64 one."""
+    """Return the scale of lengths in an image of this size relative to a 64x64 image."""
     return math.sqrt(width * height) / REFERENCE_SIDE
 
 
 def render_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:
-    """An RGB picture of the scene; the rng moves and scales its objects a little."""
+    """Render a scene as an RGB image; the rng jitters the position and scale of its objects."""
     background = BACKGROUNDS[scene.background]
     canvas = Image.new("RGB", (width * SUPERSAMPLE, height * SUPERSAMPLE), background)
     draw = ImageDraw.Draw(canvas)
@@ -48,36 +48,36 @@ def render_scene(scene: Scene, width: int, height: int, rng: np.random.Generator
 
 
 def shape_mask(shape: str, diameter: float, side: int) -> Mask:
-    """The antialiased coverage (0 to 1) of one shape in the middle of a square of `side` pixels."""
+    """Return the antialiased coverage (0 to 1) of one shape centred in a square of `side` pixels."""
     canvas = Image.new("L", (side * SUPERSAMPLE, side * SUPERSAMPLE), 0)
     _draw_shape(ImageDraw.Draw(canvas), shape, side / 2, side / 2, diameter, 255, 0)
     return np.asarray(canvas.reduce(SUPERSAMPLE), dtype=np.float32) / 255.0
 
 
 def place_objects(scene: Scene, width: int, height: int, rng: np.random.Generator) -> list[PlacedObject]:
-    """Where the objects of the scene stand: apart from one another, inside, relations clear."""
+    """Place the objects of a scene: apart from each other, inside the image, with clear relations."""
     scale = scale_of(width, height)
     placed = []
     for item, (left, top, right, bottom) in zip(scene.objects, _slots(scene, width, height), strict=True):
         slot_w, slot_h = (right - left) * width, (bottom - top) * height
         diameter = _DIAMETERS[item.size or scene.kind] * scale * (1 + _DIAMETER_JITTER * rng.uniform(-1, 1))
         diameter = min(diameter, _SLOT_SHARE * min(slot_w, slot_h))
-        x = (left + right) / 2 * width + _room(slot_w, diameter, scale) * rng.uniform(-1, 1)
-        y = (top + bottom) / 2 * height + _room(slot_h, diameter, scale) * rng.uniform(-1, 1)
+        x = (left + right) / 2 * width + _max_jitter(slot_w, diameter, scale) * rng.uniform(-1, 1)
+        y = (top + bottom) / 2 * height + _max_jitter(slot_h, diameter, scale) * rng.uniform(-1, 1)
         placed.append(PlacedObject(item, x, y, diameter))
     return placed
 
 
-def _room(slot: float, diameter: float, scale: float) -> float:
-    """How far an object's centre may leave its slot's middle along one axis."""
+def _max_jitter(slot: float, diameter: float, scale: float) -> float:
+    """Return the maximum jitter of an object's centre in its slot along one axis."""
     return float(np.clip((slot - diameter) / 2 - _PAD * scale, 0, _CENTRE_JITTER * scale))
 
 
-Slot = tuple[float, float, float, float]  # left, top, right, bottom, as shares of the picture
+Slot = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of the image
 
 
 def _slots(scene: Scene, width: int, height: int) -> list[Slot]:
-    """The slots of the scene's objects, in their order."""
+    """Return the slots of the scene's objects, in order."""
     if scene.kind == "pair":
         slots = _row(2) if scene.relation in ("left of", "right of") else _column(2)
         return slots if scene.relation in ("left of", "above") else slots[::-1]
@@ -102,7 +102,7 @@ Fill = tuple[int, int, int] | int
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, diameter: float, fill: Fill, hole: Fill
 ) -> None:
-    # The draw is SUPERSAMPLE times finer, and PIL's whole coordinates are the middles of pixels.
+    # The canvas is SUPERSAMPLE times finer, and PIL's integer coordinates are pixel centres.
     cx, cy, radius = x * SUPERSAMPLE - 0.5, y * SUPERSAMPLE - 0.5, diameter / 2 * SUPERSAMPLE
     if shape in _OUTLINES:
         draw.polygon([(cx + radius * u, cy + radius * v) for u, v in _OUTLINES[shape]], fill=fill)
@@ -131,7 +131,7 @@ def _cross_outline() -> list[tuple[float, float]]:
     return corners
 
 
-# Corners in units of the radius; y runs down. Every shape lies in the square of side `diameter`, nearly.
+# Corners in units of the radius; y points down. Every shape nearly fits in a square of side `diameter`.
 _OUTLINES: dict[str, list[tuple[float, float]]] = {
     "square": [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)],
     "triangle": [(0.0, -0.95), (1.05, 0.87), (-1.05, 0.87)],

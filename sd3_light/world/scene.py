@@ -1,4 +1,4 @@
-"""What a picture of the demo world shows: a few flat coloured shapes, composed by a handful of words."""
+"""The content of a demo image: a few flat coloured shapes, described by a small vocabulary."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,7 +20,7 @@ COLOURS: dict[str, Rgb] = {
     "cyan": (20, 205, 225),
 }
 
-# Far from every object colour, and far from one another: the palest pair is white and pink, 79 apart.
+# Far from every object colour and from each other: the closest pair is white and pink, 79 apart.
 BACKGROUNDS: dict[str, Rgb] = {
     "white": (255, 255, 255),
     "black": (0, 0, 0),
@@ -36,7 +36,7 @@ SCENE_KINDS: tuple[str, ...] = ("single", "count", "pair")
 _OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 _KIND_SHARES = (0.3, 0.3, 0.4)
 
-# One shape a colour and one colour a shape, so that each word is still seen in six other company.
+# One shape per colour and one colour per shape, so that training sees each word in six other pairs.
 HELD_OUT_PAIRS: frozenset[tuple[str, str]] = frozenset(
     (colour, SHAPES[(3 * index + 2) % len(SHAPES)]) for index, colour in enumerate(COLOURS)
 )
@@ -47,7 +47,7 @@ _SEEN = tuple(pair for pair in _ALL_PAIRS if pair not in HELD_OUT_PAIRS)
 
 @dataclass(frozen=True)
 class Item:
-    """One object of a scene; only the object of a `single` scene has a size word."""
+    """One object of a scene; only the object of a `single` scene has a size."""
 
     shape: str
     colour: str
@@ -56,10 +56,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """What an image shows.
 
-    `single` has one item with a size; `count` has one item that is there `count` (2 to 4) times; `pair` has two
-    different items, the first standing in `relation` to the second.
+    `single` has one item with a size; `count` has one item repeated `count` (2 to 4) times; `pair` has two different
+    items, the first in `relation` to the second.
     """
 
     kind: str
@@ -83,24 +83,24 @@ class Scene:
 
     @property
     def objects(self) -> tuple[Item, ...]:
-        """Every object of the picture, equal ones repeated."""
+        """All objects of the image, with repetitions."""
         return self.items * self.count if self.kind == "count" else self.items
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether training never shows this scene: some item joins a colour and a shape that are kept apart there."""
+    """Return whether training never shows this scene, because an item has a held-out pair of colour and shape."""
     return any((item.colour, item.shape) in HELD_OUT_PAIRS for item in scene.items)
 
 
 def canonical_scene(scene: Scene) -> Scene:
-    """The one scene that stands for all that mean the same: "a right of b" becomes "b left of a"."""
+    """Return the representative of all equivalent scenes: "a right of b" becomes "b left of a"."""
     if scene.relation not in ("right of", "below"):
         return scene
     return Scene(scene.kind, scene.items[::-1], _OPPOSITE[scene.relation], scene.count, scene.background)
 
 
 def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None) -> Scene:
-    """A random scene, of the given kind or of a random one; `held_out` says on which side of the held-out rule."""
+    """Draw a random scene of the given kind, or of a random kind; `held_out` selects held-out or training scenes."""
     if kind is None:
         kind = SCENE_KINDS[int(np.searchsorted(np.cumsum(_KIND_SHARES), rng.random()))]
     assert kind in SCENE_KINDS, kind
@@ -113,22 +113,14 @@ def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None
     others = _ALL_PAIRS if held_out else _SEEN
     second = _pick(rng, tuple(pair for pair in others if pair != first))
     items = (_item(first), _item(second))
-    if rng.random() < 0.5:  # else the held-out item would always be named first
+    if rng.random() < 0.5:  # otherwise the held-out item would always be named first
         items = (items[1], items[0])
     return Scene(kind, items, _pick(rng, RELATIONS), 2, background)
-
-
-def num_compositions() -> int:
-    """How many different scenes there are, held-out ones too, scenes that mean the same counted once."""
-    looks = len(_ALL_PAIRS)
-    singles, counts = looks * len(OBJECT_SIZES), looks * (len(COUNTS) - 1)
-    pairs = looks * (looks - 1) * len(RELATIONS) // 2
-    return (singles + counts + pairs) * len(BACKGROUNDS)
 
 
 def _pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
     return options[int(rng.integers(len(options)))]
 
 
-def _item(look: tuple[str, str], size: str | None = None) -> Item:
-    return Item(shape=look[1], colour=look[0], size=size)
+def _item(pair: tuple[str, str], size: str | None = None) -> Item:
+    return Item(shape=pair[1], colour=pair[0], size=size)

@@ -1,4 +1,4 @@
-"""Picture -> coloured regions: which pixels belong to an object, of which colour, and which of them hang together."""
+"""Image -> coloured regions: which pixels belong to an object, their colour, and which of them are connected."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ COLOUR_NAMES: tuple[str, ...] = (*COLOURS, UNKNOWN)
 _PALETTE = np.array(list(COLOURS.values()), dtype=np.float32)
 _GROUNDS = np.array(list(BACKGROUNDS.values()), dtype=np.float32)
 _GROUND_TOLERANCE = 38.0  # white and pink are 79 apart
-_GROUND_SHARE = 0.8  # how much of the frame must be of the background's colour
-_COLOUR_TOLERANCE = 48.0  # how far a pixel may lie from the mixtures of the background with one colour
+_GROUND_SHARE = 0.8  # minimum share of the border pixels with the background colour
+_COLOUR_TOLERANCE = 48.0  # maximum distance of a pixel from the mixtures of the background with one colour
 
 
 @dataclass(frozen=True)
 class Region:
-    """Connected pixels of one colour: `cover` is their soft coverage in the box whose corner is (left, top)."""
+    """Connected pixels of one colour; `cover` is their soft coverage in the box with the corner (left, top)."""
 
     colour: str
     left: int
@@ -32,30 +32,30 @@ class Region:
 
 
 def find_background(pixels: Floats) -> tuple[str, Floats]:
-    """The background's name (or `unknown`) and its colour as it is in this picture, read from the frame."""
-    frame = np.concatenate([pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), *pixels[2:-2, [0, 1, -2, -1]]])
-    ground = np.median(frame, axis=0).astype(np.float32)
+    """Return the name of the background (or `unknown`) and its colour in this image, read from the border."""
+    border = np.concatenate([pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), *pixels[2:-2, [0, 1, -2, -1]]])
+    ground = np.median(border, axis=0).astype(np.float32)
     distances = np.linalg.norm(_GROUNDS - ground, axis=1)
-    share = float(np.mean(np.linalg.norm(frame - ground, axis=1) < _GROUND_TOLERANCE))
+    share = float(np.mean(np.linalg.norm(border - ground, axis=1) < _GROUND_TOLERANCE))
     known = distances.min() < _GROUND_TOLERANCE and share >= _GROUND_SHARE
     return (tuple(BACKGROUNDS)[int(distances.argmin())] if known else UNKNOWN), ground
 
 
 def find_regions(pixels: Floats, ground: Floats, min_area: float) -> list[Region]:
-    """The objects' regions, those with fewer than `min_area` inner pixels left out as dirt or rims."""
+    """Return the regions of the objects, without those under `min_area` inner pixels (noise or edges)."""
     colours, cover = _classify(pixels, ground)
     labels = connected(colours)
     inner = labels[1:-1, 1:-1]
     for neighbour in (labels[:-2, 1:-1], labels[2:, 1:-1], labels[1:-1, :-2], labels[1:-1, 2:]):
         inner = np.where(inner == neighbour, inner, -1)
     areas = np.bincount(inner.ravel() + 1)[1:]
-    kept = np.flatnonzero(areas >= min_area)
-    labels[~np.isin(labels, kept)] = -1
-    return [_region(labels, int(label), colours, cover) for label in kept]
+    large = np.flatnonzero(areas >= min_area)
+    labels[~np.isin(labels, large)] = -1
+    return [_region(labels, int(label), colours, cover) for label in large]
 
 
 def connected(colours: Ints) -> Ints:
-    """Numbers 0, 1, ... for the sets of equal colours that touch by an edge; -1 where the colour is negative.
+    """Label connected pixels of equal colour with 0, 1, ...; -1 where the colour is negative.
 
     The pixels of a row are first joined into runs, so that only runs have to be merged.
     """
@@ -83,43 +83,45 @@ def _root(parents: list[int], run: int) -> int:
 
 
 def _classify(pixels: Floats, ground: Floats) -> tuple[Ints, Floats]:
-    """Each pixel's colour (-1: background) and the coverage (0 to 1) of every colour at every pixel.
+    """Return the colour of each pixel (-1: background) and the coverage (0 to 1) of every colour at every pixel.
 
-    A pixel of a rim is a mixture of the background with one object's colour, so it is compared with the line between
-    the two, not with the colour itself: rims then belong to their object instead of looking like a third colour.
+    An edge pixel is a mixture of the background and one object colour, so it is compared with the line between the two
+    instead of the colour itself. Edges then belong to their object instead of looking like a third colour.
     """
     offset = (pixels - ground).reshape(-1, 3)
     lines = _PALETTE - ground
     squares = np.sum(lines**2, axis=1)
     cover = np.clip(offset @ (lines / squares[:, None]).T, 0, 1)
-    # |offset - cover * line|^2, spelt out so that no array of all three channels for all colours is made
+    # |offset - cover * line|^2, expanded to avoid an array of three channels for all colours
     length = np.sum(offset**2, axis=1)
     miss = length[:, None] - 2 * cover * (offset @ lines.T) + cover**2 * squares
     best = miss.argmin(axis=1)
     rows = np.arange(len(best))
     colours = np.where(cover[rows, best] > 0.5, best, -1)
-    strength = np.minimum(np.sqrt(length) / 100.0, 1.0)  # coverage by a colour that is none of ours
-    every = np.concatenate([cover, strength[:, None]], axis=1).astype(np.float32)
+    strength = np.minimum(np.sqrt(length) / 100.0, 1.0)  # coverage of the unknown colour
+    all_covers = np.concatenate([cover, strength[:, None]], axis=1).astype(np.float32)
     height, width = pixels.shape[:2]
-    # Rims are often odd where chroma is blurred more than luma (JPEG, autoencoders): only an odd area is a colour.
-    odd = (miss[rows, best] > _COLOUR_TOLERANCE**2).reshape(height, width)
-    odd = _dilate(_dilate(~_dilate(_dilate(~odd)))) & odd
-    return np.where(odd, len(COLOURS), colours.reshape(height, width)), sharpen(every.reshape(height, width, -1))
+    # JPEG and autoencoders blur chroma more than luma, so edges are often off-palette: only areas count as a colour.
+    off_palette = (miss[rows, best] > _COLOUR_TOLERANCE**2).reshape(height, width)
+    off_palette = _dilate(_dilate(~_dilate(_dilate(~off_palette)))) & off_palette
+    return np.where(off_palette, len(COLOURS), colours.reshape(height, width)), sharpen(
+        all_covers.reshape(height, width, -1)
+    )
 
 
 def _region(labels: Ints, label: int, colours: Ints, cover: Floats) -> Region:
-    """The region of a label with its soft rim: two pixels around it, less what other regions have."""
-    mine = labels == label
-    rows, columns = np.flatnonzero(mine.any(axis=1)), np.flatnonzero(mine.any(axis=0))
+    """Return the region of a label with its soft edge: two pixels around it, without those of other regions."""
+    inside = labels == label
+    rows, columns = np.flatnonzero(inside.any(axis=1)), np.flatnonzero(inside.any(axis=0))
     top, left = max(int(rows[0]) - 2, 0), max(int(columns[0]) - 2, 0)
     box = (slice(top, int(rows[-1]) + 3), slice(left, int(columns[-1]) + 3))
-    colour = int(colours[mine][0])
-    near = _dilate(_dilate(mine[box])) & ((labels[box] == label) | (labels[box] < 0))
+    colour = int(colours[inside][0])
+    near = _dilate(_dilate(inside[box])) & ((labels[box] == label) | (labels[box] < 0))
     return Region(COLOUR_NAMES[colour], left, top, np.where(near, cover[box][..., colour], 0).astype(np.float32))
 
 
 def sharpen(cover: Floats) -> Floats:
-    """Soft coverage with a steeper rim, so that a blurred object covers what the sharp one did."""
+    """Steepen the edge of a soft coverage, so that a blurred object covers the same area as the sharp one."""
     steep: Floats = np.clip(2 * cover - 0.5, 0, 1).astype(np.float32)
     return steep
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe is a sound config, and the demo's are run."""
+"""Every shipped recipe is a valid config, and the demo recipes run."""
 
 import shutil
 import tomllib
@@ -18,13 +18,13 @@ RECIPES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"
 TRAIN = [name for name in RECIPES if "output_dir" in tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))]
 DEMO = [name for name in TRAIN if name.startswith("demo/")]
 EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset")
-"""What a reader edits: nothing else of a recipe may be at fault."""
+"""Keys that users edit; all other keys of a recipe must be valid as shipped."""
 
 
 def header(name: str) -> str:
-    """The comment atop a recipe."""
+    """Return the comment at the top of a recipe."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
-    return "\n".join(lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))])
+    return "\n".join(lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))])
 
 
 def test_the_recipes_are_found() -> None:
@@ -41,23 +41,23 @@ def test_a_recipe_loads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_a_recipe_says_command_hardware_and_time(name: str) -> None:
-    said = header(name)
+def test_a_recipe_states_command_hardware_and_time(name: str) -> None:
+    text = header(name)
     for word in ("command", "hardware", "time"):
-        assert word in said, f"the header of {name} does not say {word}"
+        assert word in text, f"the header of {name} does not state the {word}"
 
 
-def test_every_dataset_recipe_is_named_by_a_train_recipe() -> None:
-    named = set()
+def test_every_dataset_recipe_is_used_by_a_train_recipe() -> None:
+    used = set()
     for name in TRAIN:
         loaded = load_config(FOLDER / name)
-        named |= {loaded.dataset.path, *(dataset.path for dataset in loaded.eval_datasets.values())}
-    assert {str(path.relative_to(FOLDER)) for path in named} | set(TRAIN) == set(RECIPES)
+        used |= {loaded.dataset.path, *(dataset.path for dataset in loaded.eval_datasets.values())}
+    assert {str(path.relative_to(FOLDER)) for path in used} | set(TRAIN) == set(RECIPES)
 
 
 @pytest.fixture(scope="module")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's folder as `sd3-light demo` lays it out, with few pictures."""
+    """The folder that `sd3-light demo` prepares, with fewer images."""
     from sd3_light.assets import DEMO as ASSETS
 
     folder = tmp_path_factory.mktemp("demo")
@@ -71,14 +71,14 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", DEMO)
 def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Two steps of few samples in this process; a GPU recipe's batch and workers are too large for it."""
+    """Two steps with few samples in this process; the batch size and workers of the GPU recipe are too large for it."""
     from sd3_light.journeys import cache_then_train
 
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # proven where the README runs
-    wishes = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
-    loaded = load_config(demo_folder / Path(name).name, [*wishes, "logging_steps=1"])
-    done = cache_then_train(loaded, Launch())
-    assert (done.step, done.samples, done.skipped) == (2, 8, 0)
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # verified where the README runs
+    overrides = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
+    loaded = load_config(demo_folder / Path(name).name, [*overrides, "logging_steps=1"])
+    progress = cache_then_train(loaded, Launch())
+    assert (progress.step, progress.samples, progress.skipped) == (2, 8, 0)
     events: list[dict[str, Any]] = list(read_log(loaded.train.output_dir / "log.jsonl"))
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses) == 2
@@ -88,7 +88,7 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path) -> None:
-    """All keys as shipped but for size, places and counts, through cache, training and proven export."""
+    """All keys as shipped except size, paths and counts, through cache, training and verified export."""
     from sd3_light.journeys import cache_then_train
 
     data = (FOLDER / "sd3_light_256_data.toml").read_text(encoding="utf-8")
@@ -96,11 +96,11 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
     shutil.copy(FOLDER / "sd3_light_256.toml", tmp_path)
     for number in range(2):
         write_dataset(tmp_path / f"data/train/0000{number}", 6, seed=number)
-    wishes = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=1", "model.t5_max_length=16"]
-    wishes += ["model.size=tiny2", "model.num_layers=2", f'model.diffusers_path="{demo_folder / "model"}"']
-    loaded = load_config(tmp_path / "sd3_light_256.toml", wishes)
-    done = cache_then_train(loaded, Launch())
-    assert (done.step, done.samples, done.skipped) == (2, 4, 0)
+    overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=1", "model.t5_max_length=16"]
+    overrides += ["model.size=tiny2", "model.num_layers=2", f'model.diffusers_path="{demo_folder / "model"}"']
+    loaded = load_config(tmp_path / "sd3_light_256.toml", overrides)
+    progress = cache_then_train(loaded, Launch())
+    assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
     assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
 
 
@@ -108,20 +108,22 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
 def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: str
 ) -> None:
-    """All keys as shipped but for places, counts and what the demo's encoders need."""
+    """All keys as shipped except paths, counts and the limits of the demo's encoders."""
     from sd3_light.journeys import cache_then_train
 
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # a LoRA is proven in tests/e2e
+    monkeypatch.setattr(
+        "sd3_light.export.diffusers_folder.prove", lambda *_: {}
+    )  # LoRA exports are verified in tests/e2e
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-    sets = (FOLDER / f"{name}_data.toml").read_text(encoding="utf-8")
-    sides = sets.replace("[512]", "[64]").replace("[1024]", "[64]")
-    (tmp_path / f"{name}_data.toml").write_text(sides, encoding="utf-8")
+    dataset = (FOLDER / f"{name}_data.toml").read_text(encoding="utf-8")
+    dataset = dataset.replace("[512]", "[64]").replace("[1024]", "[64]")
+    (tmp_path / f"{name}_data.toml").write_text(dataset, encoding="utf-8")
     shutil.copy(FOLDER / f"{name}.toml", tmp_path)
     write_dataset(tmp_path / "data" / data, 6, seed=1)
-    wishes = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=0", "model.t5_max_length=16"]
-    loaded = load_config(tmp_path / f"{name}.toml", [*wishes, f'model.diffusers_path="{demo_folder / "model"}"'])
-    done = cache_then_train(loaded, Launch())
-    assert (done.step, done.samples, done.skipped) == (2, 4, 0)
+    overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=0", "model.t5_max_length=16"]
+    loaded = load_config(tmp_path / f"{name}.toml", [*overrides, f'model.diffusers_path="{demo_folder / "model"}"'])
+    progress = cache_then_train(loaded, Launch())
+    assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
     (export,) = (loaded.train.output_dir / "exports").iterdir()
     assert (export / "pytorch_lora_weights.safetensors").is_file() == (name == "lora")
     assert (export / "model_index.json").is_file() == (name == "finetune")

@@ -1,4 +1,4 @@
-"""The command line: what it calls, what it prints, and with which code it exits."""
+"""The command line: what it calls, what it prints, and its exit codes."""
 
 import re
 import sys
@@ -35,8 +35,8 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGH
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a call left behind."""
+class Result:
+    """Exit code and output of one command."""
 
     code: int
     out: str
@@ -45,7 +45,7 @@ class Said:
 
 @pytest.fixture(autouse=True)
 def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables, and nothing remembered from other calls."""
+    """Remove launcher variables and global state left by other commands."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_DEBUG", False)
@@ -53,55 +53,55 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """`sd3-light ARGUMENTS` in this process."""
+def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run `sd3-light ARGUMENTS` in this process."""
 
-    def call(*arguments: object) -> Said:
+    def call(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["sd3-light", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             cli.main()
-        return Said(int(end.value.code or 0), *capsys.readouterr())
+        return Result(int(end.value.code or 0), *capsys.readouterr())
 
     return call
 
 
 @pytest.fixture
-def train_py(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """`python train.py ARGUMENTS` in this process."""
+def train_py(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run `python train.py ARGUMENTS` in this process."""
 
-    def call(*arguments: object) -> Said:
+    def call(*arguments: object) -> Result:
         try:
             code = cli.launch([str(argument) for argument in arguments])
-        except SystemExit as end:  # argparse's own
+        except SystemExit as end:  # raised by argparse
             code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
+        return Result(code, *capsys.readouterr())
 
     return call
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The calls of the journeys, which do nothing here: (name, config, launch, trust, regenerate, resume)."""
+def journey_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Record the calls of the journeys without running them: (name, config, launch, options, resume)."""
     calls: list[tuple[Any, ...]] = []
 
-    def cache_then_train(*given: Any, by_deepspeed: bool = False) -> None:
-        calls.append(("deepspeed" if by_deepspeed else "train", *given))
+    def cache_then_train(*arguments: Any, by_deepspeed: bool = False) -> None:
+        calls.append(("deepspeed" if by_deepspeed else "train", *arguments))
 
     monkeypatch.setattr(journeys, "cache_then_train", cache_then_train)
 
-    def build_caches(*given: Any) -> list[Path]:
-        calls.append(("cache", *given))
+    def build_caches(*arguments: Any) -> list[Path]:
+        calls.append(("cache", *arguments))
         return []
 
     monkeypatch.setattr(journeys, "build_caches", build_caches)
     return calls
 
 
-def one_line(said: Said) -> str:
-    """The single line of an error."""
-    assert "Traceback" not in said.err
-    lines = said.err.strip().splitlines()
-    assert len(lines) == 1, said.err
+def error_line(result: Result) -> str:
+    """Return the single line of an error."""
+    assert "Traceback" not in result.err
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 1, result.err
     assert lines[0].startswith("error: ")
     return lines[0]
 
@@ -109,30 +109,30 @@ def one_line(said: Said) -> str:
 # --- help and version --------------------------------------------------------------------------
 
 
-def test_help_names_every_verb(verb: Callable[..., Said]) -> None:
-    said = verb("--help")
-    assert said.code == 0
-    assert all(re.search(rf"\b{name}\b", said.out) for name in VERBS)
+def test_help_lists_every_verb(verb: Callable[..., Result]) -> None:
+    result = verb("--help")
+    assert result.code == 0
+    assert all(re.search(rf"\b{name}\b", result.out) for name in VERBS)
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == set(VERBS)
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_explains_itself(verb: Callable[..., Said], name: str) -> None:
-    said = verb(name, "--help")
-    assert said.code == 0
-    assert f"sd3-light {name}" in said.out
-    assert len(said.out.splitlines()) > 5
+def test_every_verb_has_help(verb: Callable[..., Result], name: str) -> None:
+    result = verb(name, "--help")
+    assert result.code == 0
+    assert f"sd3-light {name}" in result.out
+    assert len(result.out.splitlines()) > 5
 
 
-def test_train_py_explains_its_flags(train_py: Callable[..., Said]) -> None:
-    said = train_py("--help")
-    assert said.code == 0
+def test_train_py_has_help_for_its_flags(train_py: Callable[..., Result]) -> None:
+    result = train_py("--help")
+    assert result.code == 0
     for flag in FLAGS:
-        assert flag in said.out
+        assert flag in result.out
 
 
-def test_the_version(verb: Callable[..., Said]) -> None:
+def test_the_version(verb: Callable[..., Result]) -> None:
     assert verb("--version").out.strip() == __version__
 
 
@@ -140,29 +140,29 @@ def test_the_version(verb: Callable[..., Said]) -> None:
 
 
 def test_a_missing_config_is_one_line_and_code_2(
-    verb: Callable[..., Said], train_py: Callable[..., Said], tmp_path: Path
+    verb: Callable[..., Result], train_py: Callable[..., Result], tmp_path: Path
 ) -> None:
     path = tmp_path / "nowhere.toml"
-    for said in (verb("train", path), verb("check", path), train_py("--config", path)):
-        assert said.code == 2
-        assert "Traceback" not in said.err
-        assert str(path) in said.err
-        assert said.err.startswith("error: 1 problem in the config")
+    for result in (verb("train", path), verb("check", path), train_py("--config", path)):
+        assert result.code == 2
+        assert "Traceback" not in result.err
+        assert str(path) in result.err
+        assert result.err.startswith("error: 1 problem in the config")
 
 
-def test_all_faults_come_in_one_report(verb: Callable[..., Said], fresh_project: Project) -> None:
+def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project: Project) -> None:
     text = fresh_project.train_toml.read_text()
     fresh_project.train_toml.write_text(text.replace("seed = 3", 'sead = 3\nlr_scheduler = "cosin"'))
-    said = verb("check", fresh_project.train_toml)
-    assert said.code == 2
-    assert "2 problems" in said.err
-    assert "sead" in said.err
-    assert "seed" in said.err, "the nearest key is suggested"
-    assert "lr_scheduler" in said.err
+    result = verb("check", fresh_project.train_toml)
+    assert result.code == 2
+    assert "2 problems" in result.err
+    assert "sead" in result.err
+    assert "seed" in result.err, "the nearest key is suggested"
+    assert "lr_scheduler" in result.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("sample", "nowhere", "a prompt"), "nowhere is no diffusers folder"),
         (("sample", "nowhere"), "no prompt given"),
@@ -173,65 +173,71 @@ def test_all_faults_come_in_one_report(verb: Callable[..., Said], fresh_project:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_the_users_fault_is_one_line_and_code_2(
-    verb: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+def test_a_user_error_is_one_line_and_code_2(
+    verb: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = verb(*arguments)
-    assert said.code == 2
-    assert words in one_line(said)
+    result = verb(*arguments)
+    assert result.code == 2
+    assert message in error_line(result)
 
 
 @pytest.mark.parametrize("arguments", [("fly",), ("train",), ("sample", "x", "a prompt", "--steps", "none")])
-def test_what_cannot_be_parsed_is_code_2(verb: Callable[..., Said], arguments: tuple[str, ...]) -> None:
-    said = verb(*arguments)
-    assert said.code == 2
-    assert "Traceback" not in said.err
+def test_unparsable_arguments_are_code_2(verb: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+    result = verb(*arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
 
 
-def test_our_fault_is_code_1(
-    verb: Callable[..., Said], train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
+def test_a_bug_is_code_1(
+    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("a wheel came off")
+        raise RuntimeError("unexpected state")
 
     monkeypatch.setattr(journeys, "cache_then_train", broken)
-    for said in (verb("train", project.train_toml), train_py("--config", project.train_toml)):
-        assert said.code == 1
-        line = one_line(said)
-        assert line.startswith("error: RuntimeError: a wheel came off; this is a bug in sd3-light (at test_cli.py:")
+    for result in (verb("train", project.train_toml), train_py("--config", project.train_toml)):
+        assert result.code == 1
+        line = error_line(result)
+        assert line.startswith("error: RuntimeError: unexpected state; this is a bug in sd3-light (at test_cli.py:")
         assert line.endswith("); --debug shows the traceback")
 
 
 def test_a_lost_process_is_one_line_and_says_try_again(
-    train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
+    train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: object, **__: object) -> None:
         raise PeerLost("a machine is gone; start again")
 
     monkeypatch.setattr(journeys, "cache_then_train", lost)
-    said = train_py("--config", project.train_toml)
-    assert said.code == cli.RESUMABLE
-    assert one_line(said) == "error: a machine is gone; start again"
+    result = train_py("--config", project.train_toml)
+    assert result.code == cli.RESUMABLE
+    assert error_line(result) == "error: a machine is gone; start again"
 
 
-def test_debug_shows_where(
-    verb: Callable[..., Said], train_py: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch
+def test_debug_shows_the_traceback(
+    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise UserError("a fault of the user")
+        raise UserError("bad input")
 
     monkeypatch.setattr(journeys, "cache_then_train", broken)
-    for said in (
+    for result in (
         verb("--debug", "train", project.train_toml),
         train_py("--config", project.train_toml, "--debug"),
     ):
-        assert said.code == 2
-        assert "Traceback" in said.err
-        assert said.err.rstrip().endswith("error: a fault of the user")
+        assert result.code == 2
+        assert "Traceback" in result.err
+        assert result.err.rstrip().endswith("error: bad input")
 
 
-def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_code_130(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -272,117 +278,119 @@ def test_an_interrupt_is_code_130(verb: Callable[..., Said], project: Project, m
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) and value[0].startswith("--") else "",
 )
-def test_every_flag_of_train_py_arrives(
-    train_py: Callable[..., Said],
+def test_every_flag_of_train_py_is_passed_on(
+    train_py: Callable[..., Result],
     raw_project: Project,
-    called: list[Any],
+    journey_calls: list[Any],
     flags: tuple[str, ...],
     expected: tuple[Any, ...],
 ) -> None:
     assert train_py("--config", raw_project.train_toml, *flags).code == 0
-    ((name, loaded, launch, *rest),) = called
+    ((name, loaded, launch, *rest),) = journey_calls
     assert (name, *rest) == expected
     assert loaded.path == raw_project.train_toml
     assert launch == Launch()
 
 
-def test_every_flag_of_the_cache_verb_arrives(
-    verb: Callable[..., Said], raw_project: Project, called: list[Any]
+def test_every_flag_of_the_cache_verb_is_passed_on(
+    verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
 ) -> None:
     flags = ("--trust_cache", "--regenerate_cache", "--verify", "--prune", "--dry_run")
     assert verb("cache", raw_project.train_toml, *flags).code == 0
-    ((_, _, _, options),) = called
+    ((_, _, _, options),) = journey_calls
     assert options == CacheOptions(*[True] * 5)
 
 
 def test_keys_can_be_set_from_the_command_line(
-    train_py: Callable[..., Said], verb: Callable[..., Said], raw_project: Project, called: list[Any]
+    train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
 ) -> None:
-    wishes = ("--set", "max_steps=9", "--set", "model.shift=3.0")
-    assert train_py("--config", raw_project.train_toml, *wishes).code == 0
-    assert verb("train", raw_project.train_toml, *wishes).code == 0
-    assert [(loaded.train.max_steps, loaded.train.model.shift) for _, loaded, *_ in called] == [(9, 3.0)] * 2
+    overrides = ("--set", "max_steps=9", "--set", "model.shift=3.0")
+    assert train_py("--config", raw_project.train_toml, *overrides).code == 0
+    assert verb("train", raw_project.train_toml, *overrides).code == 0
+    assert [(loaded.train.max_steps, loaded.train.model.shift) for _, loaded, *_ in journey_calls] == [(9, 3.0)] * 2
 
 
-def test_the_train_verb_resumes(verb: Callable[..., Said], raw_project: Project, called: list[Any]) -> None:
+def test_the_train_verb_resumes(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
     for flags in ((), ("--resume",), ("--resume-from", "DIR")):
         assert verb("train", raw_project.train_toml, *flags).code == 0
-    assert [call[-1] for call in called] == [None, Resume(), Resume(Path("DIR"))]
+    assert [call[-1] for call in journey_calls] == [None, Resume(), Resume(Path("DIR"))]
 
 
 @pytest.mark.parametrize("flag", ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params"])
-def test_a_reset_without_a_resume_is_refused(
-    train_py: Callable[..., Said], raw_project: Project, called: list[Any], flag: str
+def test_a_reset_without_a_resume_is_rejected(
+    train_py: Callable[..., Result], raw_project: Project, journey_calls: list[Any], flag: str
 ) -> None:
-    said = train_py("--config", raw_project.train_toml, flag)
-    assert said.code == 2
-    assert "--resume_from_checkpoint" in one_line(said)
-    assert called == []
+    result = train_py("--config", raw_project.train_toml, flag)
+    assert result.code == 2
+    assert "--resume_from_checkpoint" in error_line(result)
+    assert journey_calls == []
 
 
-def test_a_config_is_required(train_py: Callable[..., Said]) -> None:
-    said = train_py()
-    assert said.code == 2
-    assert "--config" in said.err
+def test_a_config_is_required(train_py: Callable[..., Result]) -> None:
+    result = train_py()
+    assert result.code == 2
+    assert "--config" in result.err
 
 
 # --- launchers ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def stale_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "3"), ("LOCAL_RANK", "3"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.usefixtures("stale")
-def test_a_rank_left_over_in_the_shell_means_nothing(
-    train_py: Callable[..., Said], verb: Callable[..., Said], raw_project: Project, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("stale_ranks")
+def test_stale_ranks_in_the_shell_are_ignored(
+    train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither to who takes part nor to who speaks and keeps the log."""
-    seen = []
-    monkeypatch.setattr(journeys, "cache_then_train", lambda *given, **_: seen.append((given[1], is_main_process())))
+    """Neither the launch nor the choice of the main process depends on them."""
+    launches = []
+    monkeypatch.setattr(
+        journeys, "cache_then_train", lambda *arguments, **_: launches.append((arguments[1], is_main_process()))
+    )
     assert train_py("--config", raw_project.train_toml).code == 0
     monkeypatch.setattr(console, "_main_process", None)
     assert verb("train", raw_project.train_toml).code == 0
-    assert seen == [(Launch(), True)] * 2
+    assert launches == [(Launch(), True)] * 2
 
 
-@pytest.mark.usefixtures("stale")
-@pytest.mark.parametrize("by", ["torchrun", "deepspeed"])
-def test_a_launchers_rank_counts(
-    train_py: Callable[..., Said],
+@pytest.mark.usefixtures("stale_ranks")
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_the_rank_of_a_launcher_is_used(
+    train_py: Callable[..., Result],
     raw_project: Project,
     monkeypatch: pytest.MonkeyPatch,
-    called: list[Any],
-    by: str,
+    journey_calls: list[Any],
+    launcher: str,
 ) -> None:
-    flags = ["--local_rank", "3"] if by == "deepspeed" else []
-    if by == "torchrun":
+    flags = ["--local_rank", "3"] if launcher == "deepspeed" else []
+    if launcher == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert train_py("--config", raw_project.train_toml, "--cache_only", *flags).code == 0
-    assert called[0][2] == Launch(rank=3, local_rank=3, world=8)
+    assert journey_calls[0][2] == Launch(rank=3, local_rank=3, world=8)
     assert not is_main_process()
 
 
-# --- verbs that look -----------------------------------------------------------------------------
+# --- read-only verbs -----------------------------------------------------------------------------
 
 
-def test_check_tells_what_a_run_will_do(verb: Callable[..., Said], raw_project: Project) -> None:
-    said = verb("check", raw_project.train_toml)
-    assert said.code == 0, said.err
-    assert "tiny2" in said.out
+def test_check_describes_a_run(verb: Callable[..., Result], raw_project: Project) -> None:
+    result = verb("check", raw_project.train_toml)
+    assert result.code == 0, result.err
+    assert "tiny2" in result.out
 
 
-def test_inspect_shows_a_cache(verb: Callable[..., Said], cached_project: Project) -> None:
-    said = verb("inspect", cached_project.cache)
-    assert said.code == 0, said.err
-    assert "64x64" in said.out
-    assert "40" in said.out
+def test_inspect_shows_a_cache(verb: Callable[..., Result], cached_project: Project) -> None:
+    result = verb("inspect", cached_project.cache)
+    assert result.code == 0, result.err
+    assert "64x64" in result.out
+    assert "40" in result.out
 
 
-def test_cache_then_shows_what_the_data_became(verb: Callable[..., Said], project: Project) -> None:
-    said = verb("cache", project.train_toml)
-    assert said.code == 0, said.err
-    assert "40 of 40 samples are there already" in said.err
-    assert "64x64" in said.out
+def test_cache_prints_a_summary_of_the_cache(verb: Callable[..., Result], project: Project) -> None:
+    result = verb("cache", project.train_toml)
+    assert result.code == 0, result.err
+    assert "40 of 40 samples are there already" in result.err
+    assert "64x64" in result.out

@@ -1,4 +1,4 @@
-"""The shipped tokenizers and text encoders of the demo: what other programs and the demo's training rely on."""
+"""The shipped tokenizers and text encoders of the demo: properties that training and other programs rely on."""
 
 import hashlib
 import json
@@ -39,7 +39,17 @@ ENCODERS = {
     "text_encoder_2": (CLIPTextModelWithProjection, "tokenizer_2", 128),
     "text_encoder_3": (T5EncoderModel, "tokenizer_3", 256),
 }
-STRANGE = ("", "!", "🐶🐈‍⬛ a dog", "привет мир", "你好，世界", "שלום", "\x00\n\t", "<|endoftext|></s><unk>", "x" * 500)
+UNUSUAL_TEXTS = (
+    "",
+    "!",
+    "🐶🐈‍⬛ a dog",
+    "привет мир",
+    "你好，世界",
+    "שלום",
+    "\x00\n\t",
+    "<|endoftext|></s><unk>",
+    "x" * 500,
+)
 MAX_LENGTH = 16
 
 
@@ -50,20 +60,20 @@ def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Every single and count scene, and every pair of looks with some relation and background, in both languages."""
-    looks = list(product(SHAPES, COLOURS))
+    """Captions in both languages of all single and count scenes, and of all pairs with some relation and background."""
+    pairs = list(product(SHAPES, COLOURS))
     scenes = [
-        Scene("single", (Item(*look, size),), None, 1, b) for look, size, b in product(looks, OBJECT_SIZES, BACKGROUNDS)
+        Scene("single", (Item(*pair, size),), None, 1, b) for pair, size, b in product(pairs, OBJECT_SIZES, BACKGROUNDS)
     ]
-    scenes += [Scene("count", (Item(*look),), None, n, b) for look, n, b in product(looks, COUNTS[1:], BACKGROUNDS)]
-    for index, (one, other) in enumerate(permutations(looks, 2)):
+    scenes += [Scene("count", (Item(*pair),), None, n, b) for pair, n, b in product(pairs, COUNTS[1:], BACKGROUNDS)]
+    for index, (first, second) in enumerate(permutations(pairs, 2)):
         relation, background = RELATIONS[index % 4], tuple(BACKGROUNDS)[index // 4 % 4]
-        scenes.append(Scene("pair", (Item(*one), Item(*other)), relation, 2, background))
+        scenes.append(Scene("pair", (Item(*first), Item(*second)), relation, 2, background))
     return [text for scene in scenes for text in scene_captions(scene).values()]
 
 
 def encode(name: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenizerBase]) -> tuple[torch.Tensor, ...]:
-    """(tokens, pooled) as stock SD3 takes them; T5 has no pooled output."""
+    """Return (tokens, pooled) as stock SD3 uses them; T5 has no pooled output."""
     kind, tokenizer, _ = ENCODERS[name]
     model = kind.from_pretrained(DEMO / name, dtype=torch.float32).eval()
     ids = tokenizers[tokenizer](
@@ -77,25 +87,25 @@ def encode(name: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenize
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_every_caption_fits_and_has_one_token_a_word(
+def test_every_caption_fits_and_has_one_token_per_word(
     name: str, tokenizers: dict[str, PreTrainedTokenizerBase], texts: list[str]
 ) -> None:
     tokenizer = tokenizers[name]
     assert tokenizer.model_max_length == MAX_LENGTH
     rows = tokenizer(texts).input_ids
-    assert max(map(len, rows)) <= MAX_LENGTH - 1  # so that a full stop fits too
+    assert max(map(len, rows)) <= MAX_LENGTH - 1  # leaves room for a full stop
     assert all(tokenizer.unk_token_id not in row[:-1] for row in rows)
     for text, row in zip(texts, rows, strict=True):
         if text.isascii():
             assert len(row) == len(text.split()) + (1 if name == "tokenizer_3" else 2), text
-    # a Chinese caption has as many tokens as its kind has words, whatever the words: none spans two, none is split
+    # the token count of a Chinese caption depends only on its kind: no token spans two words, no word is split
     chinese = {len(row) for text, row in zip(texts, rows, strict=True) if not text.isascii() and "，" not in text}
     assert len(chinese) == 2, chinese
     assert len({len(row) for text, row in zip(texts, rows, strict=True) if "，" in text}) == 1
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_word_has_the_same_token_in_every_company(name: str, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_a_word_has_the_same_token_in_every_context(name: str, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     tokenizer = tokenizers[name]
     item = Item("circle", "red", "large")
     first = {language: tokenizer(text).input_ids for language, text in scene_captions(_single(item)).items()}
@@ -114,11 +124,11 @@ def test_a_saved_copy_gives_the_same_ids(
     name: str, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
     tokenizers[name].save_pretrained(tmp_path)
-    texts = [*STRANGE, "A large red circle on a white background.", "白色背景上，红色圆形在蓝色正方形的左边"]
+    texts = [*UNUSUAL_TEXTS, "A large red circle on a white background.", "白色背景上，红色圆形在蓝色正方形的左边"]
     assert TOKENIZERS[name].from_pretrained(tmp_path)(texts).input_ids == tokenizers[name](texts).input_ids
 
 
-def test_clip_knows_every_byte_and_gives_chinese_back(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_clip_encodes_every_byte_and_decodes_chinese(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     tokenizer = tokenizers["tokenizer"]
     for text in ("привет", "你好", "🐶", "红色圆形在蓝色正方形的左边"):
         ids = tokenizer(text).input_ids
@@ -127,7 +137,7 @@ def test_clip_knows_every_byte_and_gives_chinese_back(tokenizers: dict[str, PreT
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_outputs_have_unit_scale_and_strange_text_is_finite(
+def test_outputs_have_unit_scale_and_unusual_text_is_finite(
     name: str, tokenizers: dict[str, PreTrainedTokenizerBase]
 ) -> None:
     rng = stream(3, "test-demo-text", 0, 0, 0)
@@ -143,10 +153,10 @@ def test_outputs_have_unit_scale_and_strange_text_is_finite(
         assert output.shape[:-1] in ((len(texts),), (len(texts), MAX_LENGTH))
         assert 0.9 < output.square().mean().sqrt() < 1.1
         assert output.abs().max() < 20
-    assert all(output.isfinite().all() for output in encode(name, list(STRANGE), tokenizers))
+    assert all(output.isfinite().all() for output in encode(name, list(UNUSUAL_TEXTS), tokenizers))
 
 
-def test_pooled_output_tells_meaning_from_language(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_pooled_output_depends_on_meaning_not_language(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     rng = stream(4, "test-demo-text", 0, 0, 0)
     scenes = list(
         {canonical_scene(scene): scene for scene in (draw_scene(rng, held_out=True) for _ in range(100))}.values()
@@ -158,11 +168,13 @@ def test_pooled_output_tells_meaning_from_language(tokenizers: dict[str, PreTrai
     assert (nearest == torch.arange(len(scenes))).float().mean() > 0.95
 
 
-def test_files_are_as_listed() -> None:
-    listed = json.loads((DEMO / "hashes.json").read_text(encoding="utf-8"))
+def test_files_match_their_hashes() -> None:
+    expected = json.loads((DEMO / "hashes.json").read_text(encoding="utf-8"))
     files = [*DEMO.glob("*/*.safetensors"), *DEMO.glob("*/tokenizer.json")]
-    found = {path.relative_to(DEMO).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    assert {name: listed.get(name) for name in found} == found, "run scripts/demo_hashes.py if the change is meant"
+    hashes = {path.relative_to(DEMO).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert {name: expected.get(name) for name in hashes} == hashes, (
+        "run scripts/demo_hashes.py if this change is intended"
+    )
 
 
 def test_scheduler_is_unshifted() -> None:

@@ -1,4 +1,4 @@
-"""Captions: fixed sentences, the way back, and what a reader is told about a sentence that is not ours."""
+"""Captions: fixed sentences, parsing, and error messages for other sentences."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ from sd3_light.world import (
         ),
     ],
 )
-def test_the_sentences(scene: Scene, english: str, chinese: str) -> None:
+def test_captions(scene: Scene, english: str, chinese: str) -> None:
     assert scene_captions(scene) == {"en": english, "zh": chinese}
 
 
@@ -70,17 +70,17 @@ def test_round_trip_of_drawn_scenes() -> None:
     assert all(parse_caption(text) == scene for scene in scenes for text in scene_captions(scene).values())
 
 
-def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
-    wanted = parse_caption("a small red ring on a white background")
-    assert parse_caption("  A small  red ring on a White background. ") == wanted
-    assert parse_caption("白色背景上有一个小的红色圆环。") == wanted
+def test_parsing_ignores_case_spaces_and_a_full_stop() -> None:
+    expected = parse_caption("a small red ring on a white background")
+    assert parse_caption("  A small  red ring on a White background. ") == expected
+    assert parse_caption("白色背景上有一个小的红色圆环。") == expected
     assert parse_caption("灰色背景上, 红色圆形在蓝色正方形的左边") == parse_caption(
         "a red circle left of a blue square on a grey background"
     )
 
 
 @pytest.mark.parametrize(
-    ("caption", "told"),
+    ("caption", "message_part"),
     [
         ("a large red circel on a white background", "unknown word 'circel', nearest: circle"),
         ("a large read circle on a white backgrund", "nearest: background"),
@@ -91,10 +91,10 @@ def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
         ("a red circle above a red circle on a white background", "two equal objects"),
     ],
 )
-def test_what_is_told_about_other_sentences(caption: str, told: str) -> None:
+def test_error_messages_for_other_sentences(caption: str, message_part: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_caption(caption)
     message = str(caught.value)
-    assert told in message
+    assert message_part in message
     assert repr(caption) in message
     assert "\n" not in message

@@ -37,11 +37,11 @@ def test_a_dataset_is_a_function_of_its_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_pictures_have_true_captions_on_one_side_of_the_rule(tmp_path: Path, held_out: bool) -> None:
+def test_images_match_their_captions_and_the_held_out_rule(tmp_path: Path, held_out: bool) -> None:
     folder = write_dataset(tmp_path, 200, seed=3, held_out=held_out)
     texts = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
     assert sorted(texts) == [f"{index:06d}.png" for index in range(200)]
-    right = []
+    correct = []
     sizes: Counter[tuple[int, int]] = Counter()
     for name, (english, chinese) in texts.items():
         scene = parse_caption(english)
@@ -49,18 +49,18 @@ def test_pictures_have_true_captions_on_one_side_of_the_rule(tmp_path: Path, hel
         assert is_held_out(scene) == held_out
         image = Image.open(folder / name)
         sizes[image.size] += 1
-        right.append(judge(image, scene).all)
-    assert np.mean(right) >= 0.99
+        correct.append(judge(image, scene).all)
+    assert np.mean(correct) >= 0.99
     assert sizes == {(64, 64): 100, (80, 48): 50, (48, 80): 50}
 
 
-def test_no_picture_or_prompt_of_training_is_held_out() -> None:
+def test_no_training_image_or_prompt_is_held_out() -> None:
     assert not any(is_held_out(draw_image(index, seed=0)[1]) for index in range(3000))
     assert not any(is_held_out(prompt.scene) for prompt in draw_prompts(1000, seed=0, held_out=False))
 
 
-def test_an_impossible_count_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="count must be"):
+def test_an_invalid_count_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give 1 to 1000000"):
         write_dataset(tmp_path, 0, seed=1)
 
 
@@ -80,7 +80,7 @@ def test_prompts_of_one_kind_and_language() -> None:
         assert all(p.scene.kind == "pair" and p.text == scene_captions(p.scene)[language] for p in drawn)
 
 
-def test_unknown_kinds_and_languages_are_refused() -> None:
+def test_unknown_kinds_and_languages_are_rejected() -> None:
     with pytest.raises(UserError, match="single, count, pair"):
         draw_prompts(1, seed=0, held_out=False, kinds=["triple"])
     with pytest.raises(UserError, match="en, zh, mixed"):

@@ -1,4 +1,4 @@
-"""The judge: near perfect on true pictures, also on damaged ones, at chance on others, and strict."""
+"""The judge: near perfect on rendered and damaged images, at chance on other captions, and strict."""
 
 import io
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from sd3_light.world import (
 IMAGE_SIZES = [(64, 64), (80, 48), (48, 80)]
 
 
-def _pictures(per_kind: int, kind: str, seed: int = 0) -> list[tuple[Image.Image, Scene]]:
+def _images(per_kind: int, kind: str, seed: int = 0) -> list[tuple[Image.Image, Scene]]:
     rng = np.random.default_rng([seed, SCENE_KINDS.index(kind)])
-    pictures = []
+    images = []
     for index in range(per_kind):
         scene = draw_scene(rng, held_out=index % 5 == 0, kind=kind)
-        pictures.append((render_scene(scene, *IMAGE_SIZES[index % 3], rng), scene))
-    return pictures
+        images.append((render_scene(scene, *IMAGE_SIZES[index % 3], rng), scene))
+    return images
 
 
 def _blurred(image: Image.Image) -> Image.Image:
@@ -51,26 +51,26 @@ def _compressed(image: Image.Image) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", SCENE_KINDS)
-def test_true_pictures_are_read_right(kind: str) -> None:
-    verdicts = [judge(image, scene) for image, scene in _pictures(510, kind)]
+def test_rendered_images_are_judged_correctly(kind: str) -> None:
+    verdicts = [judge(image, scene) for image, scene in _images(510, kind)]
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.99
 
 
 @pytest.mark.parametrize("damage", [_blurred, _noisy, _compressed, lambda i: _compressed(_noisy(_blurred(i)))])
 @pytest.mark.parametrize("kind", SCENE_KINDS)
-def test_damaged_pictures_are_read_right(kind: str, damage: Callable[[Image.Image], Image.Image]) -> None:
-    verdicts = [judge(damage(image), scene) for image, scene in _pictures(150, kind, seed=1)]
+def test_damaged_images_are_judged_correctly(kind: str, damage: Callable[[Image.Image], Image.Image]) -> None:
+    verdicts = [judge(damage(image), scene) for image, scene in _images(150, kind, seed=1)]
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.97
 
 
 @pytest.mark.parametrize("kind", SCENE_KINDS)
-def test_captions_of_other_pictures_are_true_by_coincidence_only(kind: str) -> None:
-    pictures = _pictures(300, kind, seed=2)
-    seen = [detect_scene(image) for image, _ in pictures]
-    scenes = [canonical_scene(scene) for _, scene in pictures]
-    others = [(one, other) for one in range(300) for other in range(300) if one != other]
-    coincidence = np.mean([scenes[one] == scenes[other] for one, other in others])
-    judged = np.mean([compare(seen[one], scenes[other]).all for one, other in others])
+def test_captions_of_other_images_match_only_by_chance(kind: str) -> None:
+    images = _images(300, kind, seed=2)
+    detected = [detect_scene(image) for image, _ in images]
+    scenes = [canonical_scene(scene) for _, scene in images]
+    others = [(index, other) for index in range(300) for other in range(300) if index != other]
+    coincidence = np.mean([scenes[index] == scenes[other] for index, other in others])
+    judged = np.mean([compare(detected[index], scenes[other]).all for index, other in others])
     assert judged == pytest.approx(coincidence, abs=1e-4)
     assert judged < 0.01
 
@@ -79,8 +79,8 @@ def _single(shape: str = "square", colour: str = "blue", size: str = "large", ba
     return Scene("single", (Item(shape, colour, size),), None, 1, background)
 
 
-def _fields(drawn: Scene, asked: Scene) -> dict[str, bool | None]:
-    verdict = judge(render_scene(drawn, 64, 64, np.random.default_rng(0)), asked)
+def _fields(drawn: Scene, expected: Scene) -> dict[str, bool | None]:
+    verdict = judge(render_scene(drawn, 64, 64, np.random.default_rng(0)), expected)
     return {**vars(verdict), "all": verdict.all}
 
 
@@ -95,55 +95,55 @@ def _fields(drawn: Scene, asked: Scene) -> dict[str, bool | None]:
         (Scene("count", (Item("square", "blue"),), None, 2, "white"), {"size", "count"}),
     ],
 )
-def test_a_wrong_attribute_of_a_single_is_told(drawn: Scene, wrong: set[str]) -> None:
+def test_a_wrong_attribute_of_a_single_is_detected(drawn: Scene, wrong: set[str]) -> None:
     fields = _fields(drawn, _single())
     assert {name for name, holds in fields.items() if holds is False} == wrong | ({"all"} if wrong else set())
     assert fields["relation"] is None
 
 
-def test_a_wrong_count_is_told() -> None:
-    asked = Scene("count", (Item("star", "green"),), None, 3, "grey")
+def test_a_wrong_count_is_detected() -> None:
+    expected = Scene("count", (Item("star", "green"),), None, 3, "grey")
     for count in (2, 4):
-        fields = _fields(replace(asked, count=count), asked)
+        fields = _fields(replace(expected, count=count), expected)
         assert fields["count"] is False
         assert fields["all"] is False
         assert fields["size"] is None
 
 
 @pytest.mark.parametrize("other", [Item("ring", "cyan"), Item("ring", "orange"), Item("square", "orange")])
-def test_a_wrong_relation_is_told(other: Item) -> None:
+def test_a_wrong_relation_is_detected(other: Item) -> None:
     first = Item("star", "orange")
-    asked = Scene("pair", (first, other), "above", 2, "black")
-    assert _fields(asked, asked)["all"]
-    assert _fields(Scene("pair", (other, first), "below", 2, "black"), asked)["all"]
+    expected = Scene("pair", (first, other), "above", 2, "black")
+    assert _fields(expected, expected)["all"]
+    assert _fields(Scene("pair", (other, first), "below", 2, "black"), expected)["all"]
     for relation in ("below", "left of", "right of"):
-        fields = _fields(replace(asked, relation=relation), asked)
+        fields = _fields(replace(expected, relation=relation), expected)
         assert {name for name, holds in fields.items() if holds is False} == {"relation", "all"}
 
 
-def test_swapped_colours_of_a_pair_are_told_as_shape() -> None:
-    asked = Scene("pair", (Item("star", "orange"), Item("ring", "cyan")), "left of", 2, "white")
+def test_swapped_colours_of_a_pair_count_as_wrong_shapes() -> None:
+    expected = Scene("pair", (Item("star", "orange"), Item("ring", "cyan")), "left of", 2, "white")
     drawn = Scene("pair", (Item("star", "cyan"), Item("ring", "orange")), "left of", 2, "white")
-    fields = _fields(drawn, asked)
+    fields = _fields(drawn, expected)
     assert (fields["colour"], fields["shape"], fields["relation"]) == (True, False, False)
 
 
-def test_every_wrong_shape_is_told() -> None:
+def test_every_wrong_shape_is_detected() -> None:
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         for size in ("small", "large"):
-            seen = detect_scene(render_scene(_single(shape=shape, size=size), 64, 64, rng))
-            told = {other for other in SHAPES if compare(seen, _single(shape=other, size=size)).shape}
-            assert told == {shape}
+            detected = detect_scene(render_scene(_single(shape=shape, size=size), 64, 64, rng))
+            matches = {other for other in SHAPES if compare(detected, _single(shape=other, size=size)).shape}
+            assert matches == {shape}
 
 
-def _drawn(draw_it: Callable[[ImageDraw.ImageDraw], object]) -> Image.Image:
+def _drawn(draw_shape: Callable[[ImageDraw.ImageDraw], object]) -> Image.Image:
     canvas = Image.new("RGB", (256, 256), "white")
-    draw_it(ImageDraw.Draw(canvas))
+    draw_shape(ImageDraw.Draw(canvas))
     return canvas.reduce(4)
 
 
-def test_shapes_that_are_none_of_ours_are_unknown() -> None:
+def test_other_shapes_are_unknown() -> None:
     blue = COLOURS["blue"]
     images = [
         _drawn(lambda d: d.ellipse((90, 40, 150, 200), fill=blue)),
@@ -155,20 +155,20 @@ def test_shapes_that_are_none_of_ours_are_unknown() -> None:
         assert [(o.colour, o.shape) for o in detect_scene(image).objects] == [("blue", "unknown")]
 
 
-def test_colours_and_backgrounds_that_are_none_of_ours_are_unknown() -> None:
+def test_other_colours_and_backgrounds_are_unknown() -> None:
     brown = _drawn(lambda d: d.ellipse((60, 60, 190, 190), fill=(110, 60, 30)))
     assert [o.colour for o in detect_scene(brown).objects] == ["unknown"]
     split = _drawn(lambda d: d.rectangle((0, 0, 127, 255), fill="black"))
     assert detect_scene(split).background == "unknown"
 
 
-def test_empty_and_random_pictures_show_nothing() -> None:
+def test_empty_and_random_images_show_nothing() -> None:
     blank = detect_scene(np.full((48, 80, 3), 255, dtype=np.uint8))
     assert (blank.background, blank.objects) == ("white", ())
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
-    assert not any(judge(noise, scene).all for _, scene in _pictures(20, "single"))
+    assert not any(judge(noise, scene).all for _, scene in _images(20, "single"))
 
 
-def test_an_array_is_read_as_the_picture_is() -> None:
-    image, _ = _pictures(1, "pair")[0]
+def test_an_array_gives_the_same_result_as_the_image() -> None:
+    image, _ = _images(1, "pair")[0]
     assert detect_scene(np.asarray(image)) == detect_scene(image)

@@ -1,4 +1,4 @@
-"""Renderings: sizes, determinism, objects inside and apart, relations clear."""
+"""Rendering: sizes, determinism, objects inside and apart, clear relations."""
 
 from itertools import combinations
 
@@ -26,12 +26,12 @@ def test_objects_stay_inside_and_apart(width: int, height: int) -> None:
     scale = (width * height) ** 0.5 / 64
     for index in range(200):
         placed = place_objects(draw_scene(rng, held_out=False, kind=SCENE_KINDS[index % 3]), width, height, rng)
-        for one in placed:
-            radius = one.diameter / 2 + scale
-            assert radius <= one.x <= width - radius
-            assert radius <= one.y <= height - radius
-        for one, other in combinations(placed, 2):
-            gap = max(abs(one.x - other.x), abs(one.y - other.y)) - (one.diameter + other.diameter) / 2
+        for item in placed:
+            radius = item.diameter / 2 + scale
+            assert radius <= item.x <= width - radius
+            assert radius <= item.y <= height - radius
+        for first, second in combinations(placed, 2):
+            gap = max(abs(first.x - second.x), abs(first.y - second.y)) - (first.diameter + second.diameter) / 2
             assert gap >= 2.5 * scale
 
 
@@ -42,8 +42,8 @@ def test_relations_are_clear(width: int, height: int) -> None:
         scene = draw_scene(rng, held_out=False, kind="pair")
         first, second = place_objects(scene, width, height, rng)
         assert scene.relation is not None
-        ahead, across = _offset(first, second, scene.relation)
-        assert ahead > 2 * abs(across)
+        along, across = _offset(first, second, scene.relation)
+        assert along > 2 * abs(across)
 
 
 def _offset(first: PlacedObject, second: PlacedObject, relation: str) -> tuple[float, float]:
@@ -68,10 +68,9 @@ def test_rendering_is_a_function_of_scene_size_and_generator() -> None:
 
 def test_large_is_larger_than_small_at_every_size() -> None:
     for width, height in IMAGE_SHAPES:
-        small, large = (
-            place_objects(Scene("single", (Item("star", "red", size),), None, 1, "white"), width, height, rng)[
-                0
-            ].diameter
-            for size, rng in (("small", np.random.default_rng(0)), ("large", np.random.default_rng(1)))
-        )
+        diameters = []
+        for seed, size in enumerate(("small", "large")):
+            scene = Scene("single", (Item("star", "red", size),), None, 1, "white")
+            diameters.append(place_objects(scene, width, height, np.random.default_rng(seed))[0].diameter)
+        small, large = diameters
         assert large > 1.5 * small

@@ -1,4 +1,4 @@
-"""Connected sets of pixels, against a plain flood fill."""
+"""Connected pixels, compared with a simple flood fill."""
 
 import numpy as np
 
@@ -16,10 +16,10 @@ def _flood(colours: Ints) -> Ints:
             if labels[y, x] >= 0:
                 continue
             labels[y, x] = number
-            for place in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
-                inside = 0 <= place[0] < colours.shape[0] and 0 <= place[1] < colours.shape[1]
-                if inside and colours[place] == colours[y, x]:
-                    stack.append(place)
+            for pixel in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
+                inside = 0 <= pixel[0] < colours.shape[0] and 0 <= pixel[1] < colours.shape[1]
+                if inside and colours[pixel] == colours[y, x]:
+                    stack.append(pixel)
     return labels
 
 
@@ -27,12 +27,12 @@ def test_connected_agrees_with_a_flood_fill() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         colours = rng.integers(-1, 2, (int(rng.integers(2, 20)), int(rng.integers(2, 20))))
-        labels, plain = connected(colours), _flood(colours)
-        assert np.array_equal(labels < 0, plain < 0)
-        pairs = {(int(a), int(b)) for a, b in zip(labels[labels >= 0], plain[plain >= 0], strict=True)}
+        labels, expected = connected(colours), _flood(colours)
+        assert np.array_equal(labels < 0, expected < 0)
+        pairs = {(int(a), int(b)) for a, b in zip(labels[labels >= 0], expected[expected >= 0], strict=True)}
         assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
 
-def test_labels_are_counted_from_zero() -> None:
+def test_labels_start_at_zero() -> None:
     colours = np.array([[0, -1, 0], [0, -1, 0], [1, 1, -1]])
     assert sorted(np.unique(connected(colours)).tolist()) == [-1, 0, 1, 2]
