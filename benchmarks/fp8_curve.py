@@ -49,11 +49,8 @@ from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import unpatchify
 from sd3_light.model.random_weights import new_transformer
+from sd3_light.pages import Chart, ChartLine, render
 from sd3_light.randomness import stream
-from sd3_light.runlog.page.curves import Chart, Line
-from sd3_light.runlog.page.frame import document
-from sd3_light.runlog.page.html import tag
-from sd3_light.stages.report.style import SCRIPT, STYLE
 from sd3_light.world.captions import LANGUAGES, scene_captions
 from sd3_light.world.rendering import render_scene
 from sd3_light.world.scene import draw_scene
@@ -287,13 +284,14 @@ def compare(first: Path, second: Path) -> None:
         _chart(f"loss, means of {every} steps", (one, two), (first.stem, second.stem)),
         _chart("loss on other pictures, in bf16", (others, others_too), (first.stem, second.stem)),
     ]
-    page = document("fp8 beside bf16", STYLE, [tag("main", *(chart.draw() for chart in charts))], SCRIPT)
+    page = render("charts.html", title="fp8 and bf16", charts=charts)
     first.with_name("curves.html").write_text(page, encoding="utf-8")
 
 
 def _chart(title: str, curves: tuple[dict[int, float], dict[int, float]], names: tuple[str, str]) -> Chart:
     lines = [
-        Line(name, sorted(curve.items()), f"c{at}") for at, (name, curve) in enumerate(zip(names, curves, strict=True))
+        ChartLine(name, sorted(curve.items()), f"c{at}")
+        for at, (name, curve) in enumerate(zip(names, curves, strict=True))
     ]
     return Chart(title, lines)
 

@@ -162,7 +162,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
     Opening a broken log for append repairs it, so a broken line elsewhere is a `UserError`.
     """
     for number, line in log_lines(path):
-        yield read_event(path, number, line)
+        yield parse_event(path, number, line)
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -173,7 +173,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from ((number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n"))
 
 
-def read_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """What a line of `log_lines` says."""
     try:
         event: dict[str, Any] = json.loads(line)

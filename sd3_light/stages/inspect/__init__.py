@@ -1,4 +1,4 @@
-"""The inspect stage: what a data set became, on one screen (`run`, `render`) or as a page (`page.write_page`)."""
+"""The inspect stage: a cache as a table (`run`, `render`) or as an HTML page (`page.write_page`)."""
 
 from pathlib import Path
 
@@ -6,93 +6,88 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 from rich.text import Text
 
-from sd3_light.stages.inspect.gather import Inspection, explain, inspect_cache, quantile
+from sd3_light.pages.formats import shorten
+from sd3_light.stages.inspect.cache_stats import Inspection, inspect_cache, quantile, reason_meaning
 
 __all__ = ["Inspection", "render", "run"]
 
-SCREEN_SAMPLES = 10_000
-"""Captions of about this many samples are looked at for the screen."""
+TABLE_SAMPLES = 10_000
+"""The table uses the captions of about this many samples."""
 
 _MOST_BUCKETS = 16
 _MOST_REASONS = 12
-_BAR = 24
+_BAR_WIDTH = 24
 
 
 def run(cache: Path, seed: int = 0) -> Inspection:
-    """Look at a cache by its manifest and at the captions of shards chosen at random. Raises UserError without one."""
-    return inspect_cache(cache, SCREEN_SAMPLES, seed)
+    """Read the manifest of a cache, and the captions of random shards. Raises UserError where there is no cache."""
+    return inspect_cache(cache, TABLE_SAMPLES, seed)
 
 
-def render(found: Inspection) -> Table:
-    """One screen."""
-    table = Table(
-        "what", Column("value", justify="right"), Column("", overflow="fold"), title=_plain(found.folder), box=SIMPLE
-    )
-    for part in (_counts, _buckets, _rejects, _captions, _makers):
-        part(found, table)
+def render(cache: Inspection) -> Table:
+    """Return a table that fits one screen."""
+    columns = ("field", Column("value", justify="right"), Column("", overflow="fold"))
+    table = Table(*columns, title=_plain(cache.folder), box=SIMPLE)
+    for add_rows in (_add_counts, _add_buckets, _add_rejects, _add_captions, _add_settings):
+        add_rows(cache, table)
         table.add_section()
     return table
 
 
-def _counts(found: Inspection, table: Table) -> None:
-    for name, count in found.counts.items():
+def _add_counts(cache: Inspection, table: Table) -> None:
+    for name, count in cache.counts.items():
         table.add_row(_plain(name), f"{count:,}")
-    table.add_row("on disk", f"{found.bytes / 1e6:,.1f} MB", f"{len(found.manifest.shards):,} shards")
-    each = found.bytes / max(1, found.samples)
-    total = max(1, sum(found.survey.parts.values()))
-    shares = ", ".join(f"{name} {size / total:.0%}" for name, size in found.survey.parts.most_common(2))
-    table.add_row("a sample", f"{each / 1e3:,.1f} kB", shares)
+    table.add_row("on disk", f"{cache.bytes / 1e6:,.1f} MB", f"{len(cache.manifest.shards):,} shards")
+    table.add_row("per sample", f"{cache.bytes_per_sample / 1e3:,.1f} kB", cache.stats.byte_shares())
 
 
-def _buckets(found: Inspection, table: Table) -> None:
-    buckets = found.buckets
-    largest, total = max(buckets.values(), default=1), max(1, found.samples)
+def _add_buckets(cache: Inspection, table: Table) -> None:
+    buckets = cache.buckets
+    largest, total = max(buckets.values(), default=1), max(1, cache.samples)
     shown = sorted(buckets, key=lambda name: -buckets[name])[:_MOST_BUCKETS]
     for name in (name for name in buckets if name in shown):
         count = buckets[name]
-        bar = Text("█" * max(1, round(_BAR * count / largest)), style="cyan")
+        bar = Text("█" * max(1, round(_BAR_WIDTH * count / largest)), style="cyan")
         table.add_row(f"bucket {name}", f"{count:,}", bar + Text(f" {count / total:.1%}", style="default"))
     if len(buckets) > len(shown):
         rest = sum(count for name, count in buckets.items() if name not in shown)
         table.add_row(f"{len(buckets) - len(shown)} more buckets", f"{rest:,}", f"{rest / total:.1%}")
 
 
-def _rejects(found: Inspection, table: Table) -> None:
-    reasons = found.rejects
+def _add_rejects(cache: Inspection, table: Table) -> None:
+    reasons = cache.rejects
     for reason in list(reasons)[:_MOST_REASONS]:
-        table.add_row(_plain(f"rejected: {reason}"), f"{reasons[reason]:,}", explain(reason))
+        table.add_row(_plain(f"rejected: {reason}"), f"{reasons[reason]:,}", reason_meaning(reason))
     if len(reasons) > _MOST_REASONS:
         rest = sum(list(reasons.values())[_MOST_REASONS:])
         table.add_row(f"{len(reasons) - _MOST_REASONS} more reasons", f"{rest:,}", "see rejects.jsonl")
 
 
-def _captions(found: Inspection, table: Table) -> None:
-    survey = found.survey
-    of = "all samples" if survey.samples == found.samples else f"{survey.samples:,} samples chosen at random"
-    for name, lengths in (("words a caption", survey.words), ("T5 tokens a caption", survey.tokens)):
+def _add_captions(cache: Inspection, table: Table) -> None:
+    stats = cache.stats
+    for name, lengths in (("words per caption", stats.words), ("T5 tokens per caption", stats.tokens)):
         if lengths:
-            words = f"median; 95% have at most {quantile(lengths, 0.95):,}, the longest {max(lengths):,}"
-            table.add_row(name, f"{quantile(lengths, 0.5):,}", words)
-    if survey.captions_each:
-        each = survey.words.total() / survey.samples
-        table.add_row("captions a sample", f"{each:,.2g}", of)
-    for caption in survey.examples[:3]:
-        table.add_row("a caption", "", _plain(caption, 200))
-    for fault in survey.unread[:3]:
-        table.add_row("unreadable", "", _plain(fault, 200))
+            text = f"median; 95th percentile {quantile(lengths, 0.95):,}, longest {max(lengths):,}"
+            table.add_row(name, f"{quantile(lengths, 0.5):,}", text)
+    if stats.samples:
+        samples = "all samples" if stats.samples == cache.samples else f"{stats.samples:,} random samples"
+        table.add_row("captions per sample", f"{stats.mean_captions:,.2g}", samples)
+    for caption in stats.examples[:3]:
+        table.add_row("caption", "", _plain(caption, 200))
+    for problem in stats.unreadable[:3]:
+        table.add_row("unreadable", "", _plain(problem, 200))
 
 
-def _makers(found: Inspection, table: Table) -> None:
-    recipe, places = found.manifest.recipe, found.manifest.places
+def _add_settings(cache: Inspection, table: Table) -> None:
+    recipe, places = cache.manifest.recipe, cache.manifest.places
     text = ", ".join(f"{name} = {recipe[name]}" for name in ("text_tokens", "t5_max_length") if name in recipe)
     table.add_row("text", "", text)
     if "diffusers_path" in places:
         table.add_row("encoders", "", _plain(places["diffusers_path"]))
-    for label, count in found.directories.items():
+    for label, count in cache.directories.items():
         table.add_row(_plain(f"from {label}"), f"{count:,}", _plain(places.get(f"directory:{label}", "")))
 
 
 def _plain(value: object, longest: int = 300) -> Text:
-    """Text from data: no markup, no control codes, not endless."""
-    text = "".join(letter if letter.isprintable() else " " for letter in str(value))
-    return Text(text if len(text) <= longest else f"{text[: longest - 1]}…")
+    """Return text from data without markup and control codes, cut to ``longest`` characters."""
+    return Text(shorten("".join(letter if letter.isprintable() else " " for letter in str(value)), longest))

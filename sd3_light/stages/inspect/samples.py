@@ -1,4 +1,4 @@
-"""Samples out of the cache: what the VAE makes of their latents, beside their originals cropped as the cache did."""
+"""Samples of the cache: their decoded latents, beside the originals cropped as for the cache."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,175 +21,201 @@ from sd3_light.data.preprocess import Pixels, Reject, decode, fit
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.encoders.vae import load_vae
+from sd3_light.pages import data_uri
 from sd3_light.runlog import progress
-from sd3_light.runlog.page.pictures import data_uri
-from sd3_light.stages.inspect.gather import Pick, sides
-from sd3_light.stages.inspect.pictures import location, tinted
+from sd3_light.stages.inspect.cache_stats import SampleRef, bucket_size
+from sd3_light.stages.inspect.source_images import image_location, tint_masked
 
-_PIXELS_AT_ONCE = 1 << 20
-_MOST_AT_ONCE = 16
+_MOST_PIXELS = 1 << 20  # per decoded batch
+_MOST_SAMPLES = 16
 
-_Read = tuple[Pick, Origin, Tensor, Tensor | None]
+_CachedSample = tuple[SampleRef, Origin, Tensor, Tensor | None]
+"""A sample, its origin, its moments and its mask."""
 
 
 @dataclass(frozen=True)
-class ShownSample:
-    """A sample for the page. Pictures are data URIs, "" where they cannot be shown; then ``problem`` says why.
+class SampleCard:
+    """A sample on the page. Images are data URIs, "" where they cannot be shown; ``problem`` says why.
 
-    ``closeness`` is the peak signal-to-noise ratio between the two, in dB.
+    ``psnr`` is the peak signal-to-noise ratio between the original and the decoded image, in dB.
     """
 
-    pick: Pick
+    ref: SampleRef
     origin: Origin
-    fitting: ResizePlan
+    resize: ResizePlan
     original: str = ""
     decoded: str = ""
     masked: str = ""
     problem: str = ""
-    closeness: float | None = None
+    psnr: float | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return bucket_size(self.ref.entry.bucket)
+
+    @property
+    def psnr_text(self) -> str:
+        """`, 36 dB`, or "" where there is nothing to compare."""
+        return "" if self.psnr is None else f", {self.psnr:.0f} dB"
+
+    @property
+    def resize_text(self) -> str:
+        """`640x480 → 288x224, 3% cropped`"""
+        parts = [f"{self.resize.source[0]}x{self.resize.source[1]} → {self.ref.entry.bucket}"]
+        if self.resize.cropped_fraction > 0:
+            parts.append(f"{max(self.resize.cropped_fraction, 0.01):.0%} cropped")
+        if self.resize.enlarged:
+            parts.append("enlarged")
+        return ", ".join(parts)
 
 
-class Decoder:
-    """A VAE that turns cached moments into pictures."""
+class LatentDecoder:
+    """A VAE that decodes cached moments."""
 
     def __init__(self, vae: AutoencoderKL) -> None:
         self.vae = vae
 
     @torch.no_grad()
     def __call__(self, moments: Sequence[Tensor]) -> list[Pixels]:
-        """[2C, h, w] each, of one size -> height x width x 3 each, from the posterior's mean."""
+        """Decode the posterior mean of moments of one size, [2C, h, w] each, to [height, width, 3] each."""
         means = torch.stack([each.chunk(2)[0] for each in moments])
         images = self.vae.decode(means.to(self.vae.device, self.vae.dtype)).sample
         values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
         return list(values.permute(0, 2, 3, 1).numpy())
 
-    def takes(self, moments: Tensor) -> bool:
-        """Whether these can be of this VAE."""
+    def accepts(self, moments: Tensor) -> bool:
+        """Return whether moments have the channels of this VAE."""
         return bool(moments.shape[0] == 2 * self.vae.config.latent_channels)
 
 
-def open_decoder(places: Mapping[str, str], wish: Path | None) -> tuple[Decoder | None, str]:
-    """The VAE that a person names or that made the cache, and why there is none. A named one that cannot be used is
-    the person's fault (UserError); that of the cache may have gone."""
-    folder = wish or (Path(places["diffusers_path"]) if "diffusers_path" in places else None)
+def open_decoder(places: Mapping[str, str], vae: Path | None) -> tuple[LatentDecoder | None, str]:
+    """Return the VAE in ``vae``, or the one that built the cache, and why there is none.
+
+    Raises UserError where ``vae`` cannot be used; the VAE of the cache may have moved.
+    """
+    folder = vae or (Path(places["diffusers_path"]) if "diffusers_path" in places else None)
     if folder is None:
-        return None, "The cache does not say which VAE made it; name its diffusers folder with --vae FOLDER."
+        return None, "The cache does not record which VAE built it; pass its diffusers folder with --vae FOLDER."
     if folder.name == "vae" and (folder / "config.json").is_file():
         folder = folder.parent
     problem = f"{folder} has no vae/config.json"
     if (folder / "vae" / "config.json").is_file():
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            return Decoder(load_vae(folder, _device(), torch.float32)), ""
-        except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
-            problem = f"the VAE of {folder} cannot be loaded: {str(fault).splitlines()[0]}"
-    if wish is not None:
-        raise UserError(f"--vae: {problem}; name a diffusers folder that has the VAE of the cache")
-    return None, f"The VAE that made the cache is not there ({problem}); name its diffusers folder with --vae FOLDER."
+            return LatentDecoder(load_vae(folder, device, torch.float32)), ""
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            problem = f"the VAE of {folder} cannot be loaded: {str(error).splitlines()[0]}"
+    if vae is not None:
+        raise UserError(f"--vae: {problem}; pass a diffusers folder with the VAE of the cache")
+    return None, f"The VAE that built the cache is not available ({problem}); pass its folder with --vae FOLDER."
 
 
-def show_samples(
-    folder: Path, manifest: Manifest, picks: Sequence[Pick], decoder: Decoder | None, notes: list[str]
-) -> list[ShownSample]:
-    """The picked samples, shown as far as they can be; a shard that cannot be read goes to ``notes``.
+def load_samples(
+    folder: Path, manifest: Manifest, refs: Sequence[SampleRef], decoder: LatentDecoder | None, notes: list[str]
+) -> list[SampleCard]:
+    """Load samples as far as they can be shown; a shard that cannot be read is added to ``notes``.
 
-    Memory holds one batch of pictures besides what is shown. ``picks`` come by bucket and shard, as `draw` gives them.
+    ``refs`` must be ordered by bucket and shard, as `draw_samples` returns them. Memory holds one batch of decoded
+    images beside the cards.
     """
-    shown: list[ShownSample] = []
+    cards: list[SampleCard] = []
     shards = _Shards(folder, notes)
-    with progress("inspect", len(picks), "samples") as bar:
-        for batch in _batches(picks):
-            read = [found for pick in batch if (found := shards.read(pick)) is not None]
-            decoded = _decode([moments for _, _, moments, _ in read], decoder, notes)
-            for (pick, origin, _, mask), pixels in zip(read, decoded, strict=True):
-                shown.append(_show(manifest.places, pick, origin, mask, pixels))
+    with progress("inspect", len(refs), "samples") as bar:
+        for batch in _batches(refs):
+            samples = [sample for ref in batch if (sample := shards.read(ref)) is not None]
+            decoded = _decode([moments for _, _, moments, _ in samples], decoder, notes)
+            for (ref, origin, _, mask), pixels in zip(samples, decoded, strict=True):
+                cards.append(_card(manifest.places, ref, origin, mask, pixels))
             bar.advance(len(batch))
-    return shown
+    return cards
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _batches(picks: Sequence[Pick]) -> Iterator[list[Pick]]:
-    """Runs of one bucket, small enough to decode at once."""
-    for bucket, run in groupby(picks, key=lambda pick: pick.entry.bucket):
-        size = min(_MOST_AT_ONCE, max(1, _PIXELS_AT_ONCE // math.prod(sides(bucket))))
-        together = list(run)
-        yield from (together[start : start + size] for start in range(0, len(together), size))
+def _batches(refs: Sequence[SampleRef]) -> Iterator[list[SampleRef]]:
+    """Yield samples of one bucket, few enough to decode together."""
+    for bucket, group in groupby(refs, key=lambda ref: ref.entry.bucket):
+        size = min(_MOST_SAMPLES, max(1, _MOST_PIXELS // math.prod(bucket_size(bucket))))
+        members = list(group)
+        yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 class _Shards:
-    """Reads picked samples; the shard of the last one stays open, as picks come by shard."""
+    """Reads samples; the last shard stays open, since samples arrive in the order of shards."""
 
     def __init__(self, folder: Path, notes: list[str]) -> None:
         self.folder, self.notes = folder / SHARDS, notes
-        self._open: tuple[str, tuple[ShardReader, list[Origin]] | None] = ("", None)
+        self._file = ""
+        self._shard: tuple[ShardReader, list[Origin]] | None = None
 
-    def read(self, pick: Pick) -> _Read | None:
-        """A sample's origin, moments and mask; None, and a note, where its shard cannot be read."""
-        if self._open[0] != pick.entry.file:
-            self._open = pick.entry.file, self._shard(pick.entry)
-        if self._open[1] is None:
+    def read(self, ref: SampleRef) -> _CachedSample | None:
+        """Return a sample, or None and a note where its shard cannot be read."""
+        if self._file != ref.entry.file:
+            self._file, self._shard = ref.entry.file, self._open(ref.entry)
+        if self._shard is None:
             return None
-        reader, origins = self._open[1]
-        return pick, origins[pick.row], *reader.image(pick.row, 0)
+        reader, origins = self._shard
+        return ref, origins[ref.row], *reader.image(ref.row, 0)
 
-    def _shard(self, entry: ShardEntry) -> tuple[ShardReader, list[Origin]] | None:
+    def _open(self, entry: ShardEntry) -> tuple[ShardReader, list[Origin]] | None:
         path = self.folder / entry.file
         try:
             reader, origins = ShardReader(path, entry), read_origins(path)
-        except (UserError, OSError, pa.ArrowException, SafetensorError, LookupError) as fault:
-            self.notes.append(f"The shard {entry.file} cannot be read, its samples are left out: {fault}")
+        except (UserError, OSError, pa.ArrowException, SafetensorError, LookupError) as error:
+            self.notes.append(f"The samples of shard {entry.file} are not shown, it cannot be read: {error}")
             return None
         if len(origins) != entry.count:
-            self.notes.append(f"The Arrow file of {entry.file} has {len(origins)} rows, not {entry.count}.")
+            self.notes.append(f"The Arrow file of {entry.file} has {len(origins)} rows instead of {entry.count}.")
             return None
         return reader, origins
 
 
-def _decode(moments: Sequence[Tensor], decoder: Decoder | None, notes: list[str]) -> list[Pixels | None]:
+def _decode(moments: Sequence[Tensor], decoder: LatentDecoder | None, notes: list[str]) -> list[Pixels | None]:
     if decoder is None or not moments:
         return [None] * len(moments)
-    if not decoder.takes(moments[0]):
-        note = f"The VAE has {decoder.vae.config.latent_channels} latent channels, the cache {len(moments[0]) // 2}: "
-        note += "it is not the one that made it; name that one's diffusers folder with --vae FOLDER."
+    if not decoder.accepts(moments[0]):
+        note = (
+            f"The VAE has {decoder.vae.config.latent_channels} latent channels and the cache {len(moments[0]) // 2}; "
+            "pass the folder of the VAE that built the cache with --vae FOLDER."
+        )
         if note not in notes:
             notes.append(note)
         return [None] * len(moments)
     return [*decoder(moments)]
 
 
-def _show(
-    places: Mapping[str, str], pick: Pick, origin: Origin, mask: Tensor | None, decoded: Pixels | None
-) -> ShownSample:
-    fitting = plan(origin.width, origin.height, Bucket(*sides(pick.entry.bucket)))
-    original, problem = _original(places, pick, origin, fitting)
+def _card(
+    places: Mapping[str, str], ref: SampleRef, origin: Origin, mask: Tensor | None, decoded: Pixels | None
+) -> SampleCard:
+    resize = plan(origin.width, origin.height, Bucket(*bucket_size(ref.entry.bucket)))
+    original, problem = _load_original(places, ref, origin, resize)
     base = original if original is not None else decoded
     masked = ""
     if mask is not None and base is not None and bool((mask < 255).any()):
-        masked = data_uri(tinted(base, mask.numpy()))
-    closeness = None if original is None or decoded is None else _closeness(original, decoded)
-    return ShownSample(pick, origin, fitting, _uri(original), _uri(decoded), masked, problem, closeness)
+        masked = data_uri(tint_masked(base, mask.numpy()))
+    psnr = None if original is None or decoded is None else _psnr(original, decoded)
+    return SampleCard(ref, origin, resize, _uri(original), _uri(decoded), masked, problem, psnr)
 
 
-def _original(places: Mapping[str, str], pick: Pick, origin: Origin, fitting: ResizePlan) -> tuple[Pixels | None, str]:
-    """The source picture through the cache's own resize and crop, or why not."""
+def _load_original(
+    places: Mapping[str, str], ref: SampleRef, origin: Origin, resize: ResizePlan
+) -> tuple[Pixels | None, str]:
+    """Return the source image, resized and cropped as for the cache, or why it cannot be shown."""
     try:
-        image = decode(location(places, pick.entry.directory, origin.image).read())
-    except Reject as reject:
-        return None, reject.detail or reject.reason
-    if image.size != fitting.source:
-        now, then = (f"{width}x{height}" for width, height in (image.size, fitting.source))
-        return None, f"the file has changed: it is {now} now and was {then}"
-    return fit(image, fitting), ""
+        image = decode(image_location(places, ref.entry.directory, origin.image).read())
+    except Reject as error:
+        return None, error.detail or error.reason
+    if image.size != resize.source:
+        now, before = (f"{width}x{height}" for width, height in (image.size, resize.source))
+        return None, f"the file has changed: it is {now} now and was {before}"
+    return fit(image, resize), ""
 
 
 def _uri(pixels: Pixels | None) -> str:
     return "" if pixels is None else data_uri(Image.fromarray(pixels))
 
 
-def _closeness(one: Pixels, other: Pixels) -> float | None:
-    if one.shape != other.shape:
+def _psnr(first: Pixels, second: Pixels) -> float | None:
+    if first.shape != second.shape:
         return None
-    error = float(np.mean((one.astype(np.float32) - other) ** 2))
+    error = float(np.mean((first.astype(np.float32) - second) ** 2))
     return 10 * math.log10(255**2 / max(error, 1e-2))

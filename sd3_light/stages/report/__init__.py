@@ -1,62 +1,60 @@
-"""The report stage: a run on one screen (`run`, `render`) or as a page (`write_page`), from its log."""
+"""The report stage: a run as a table (`run`, `render`) or as an HTML page (`write_page`), from its log."""
 
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from sd3_light.stages.report.gather import RunReport, read_run
+from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report.page import write_page
-from sd3_light.stages.report.words import count, duration, moment, number, state
+from sd3_light.stages.report.run_log import RunReport, read_run
 
 __all__ = ["RunReport", "render", "run", "write_page"]
 
 
 def run(folder: Path) -> RunReport:
-    """Read a run's log.jsonl. Steps that a resumed run repeated count once, as last logged."""
+    """Read the log.jsonl of a run. Steps that a resumed run repeated count once, as last logged."""
     return read_run(folder)
 
 
 def render(report: RunReport) -> Table:
-    """State, loss along the run, validation, speed, and where its last checkpoint and export are."""
-    table = Table("what", "value", title=Text(str(report.folder)))
-    for part in (_state, _losses, _evals, _speed, _files):
-        part(report, table)
+    """Return a table with status, loss along the run, validation, speed, and the last checkpoint and export."""
+    table = Table("field", "value", title=Text(str(report.folder)))
+    for add_rows in (_add_status, _add_losses, _add_evals, _add_speed, _add_files):
+        add_rows(report, table)
     return table
 
 
-def _state(report: RunReport, table: Table) -> None:
-    table.add_row("state", state(report))
-    if report.parts:
-        table.add_row("started", moment(report.parts[0].begin["time"]))
-        if "trains" in report.parts[0].begin:
-            table.add_row("trains", Text(str(report.parts[0].begin["trains"])))
-        times = f"{duration(report.seconds)} at work, {count(len(report.resumes), 'resume')}"
-        table.add_row("time", times)
+def _add_status(report: RunReport, table: Table) -> None:
+    table.add_row("status", report.status)
+    if report.segments:
+        begin = report.segments[0].begin
+        table.add_row("started", utc_time(begin["time"]))
+        if "trains" in begin:
+            table.add_row("trains", Text(str(begin["trains"])))
+        table.add_row("running time", f"{duration(report.seconds)}, {plural(len(report.resumes), 'resume')}")
 
 
-def _losses(report: RunReport, table: Table) -> None:
+def _add_losses(report: RunReport, table: Table) -> None:
     loss = report.steps.get("loss")
     if loss is None or not loss.x:
         return
     size = len(loss.x)
-    places = dict.fromkeys(round(share * (size - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
-    for at in places:
-        # the mean over a twentieth of the run: single steps are noisy
+    for index in dict.fromkeys(round(share * (size - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)):
+        # the mean over a twentieth of the run, as single steps are noisy
         width = max(1, size // 20)
-        start = min(at, size - width)
-        near = loss.mean[start : start + width]
-        table.add_row(f"loss near step {loss.x[at]:,.0f}", f"{sum(near) / len(near):.4f}")
+        start = min(index, size - width)
+        values = loss.mean[start : start + width]
+        table.add_row(f"loss near step {loss.x[index]:,.0f}", f"{sum(values) / len(values):.4f}")
 
 
-def _evals(report: RunReport, table: Table) -> None:
-    for (name, weights), curves in report.evals.items():
+def _add_evals(report: RunReport, table: Table) -> None:
+    for names, curves in report.evals.items():
         if "flow" in curves:
-            title = ", ".join(filter(None, (name, weights)))
-            table.add_row(Text(f"validation loss ({title})"), number(curves["flow"].last))
+            table.add_row(Text(f"validation loss ({', '.join(filter(None, names))})"), number(curves["flow"].last))
 
 
-def _speed(report: RunReport, table: Table) -> None:
+def _add_speed(report: RunReport, table: Table) -> None:
     step = report.last.get("step", {})
     if "samples" in step:
         table.add_row("samples seen", f"{step['samples']:,}")
@@ -65,12 +63,12 @@ def _speed(report: RunReport, table: Table) -> None:
         wait = f", data wait {float(step['data_wait']):.0%}" if "data_wait" in step else ""
         table.add_row("speed", speed + wait)
     if "mfu" in step:
-        table.add_row("model FLOPs utilisation", f"{float(step['mfu']):.1%}")
+        table.add_row("model FLOPs utilization", f"{float(step['mfu']):.1%}")
     if step:
         table.add_row("steps skipped (not finite)", str(report.skipped))
 
 
-def _files(report: RunReport, table: Table) -> None:
+def _add_files(report: RunReport, table: Table) -> None:
     for kind in ("checkpoint", "export", "sample"):
         if kind in report.last:
             table.add_row(f"last {kind}", Text(str(report.last[kind].get("file", ""))))

@@ -1,159 +1,138 @@
-"""The charts of the page: which curves of a run stand together, and what is said of them."""
+"""The charts of the page: which curves share a chart, and their hints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from sd3_light.runlog.page.curves import Chart, Line, Mark
-from sd3_light.runlog.page.html import Html, tag
-from sd3_light.stages.report.gather import RunReport
-from sd3_light.stages.report.thin import Curve
-from sd3_light.stages.report.words import moment
+from sd3_light.pages import Chart, ChartLine, ChartMark
+from sd3_light.pages.formats import utc_time
+from sd3_light.stages.report.curves import Curve
+from sd3_light.stages.report.run_log import RunReport
+
+Points = Sequence[tuple[float, float]]
 
 _MOST_MARKS = 60
-_RAMP = tuple(f"q{at}" for at in range(1, 11))
-_COLOURS = tuple(f"c{at}" for at in range(6))
+_COLORS = tuple(f"c{index}" for index in range(6))
+_RAMP = tuple(f"q{index}" for index in range(1, 11))  # from low t (blue) to high t (red)
+_LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction"}
+_GPU_MEMORY = {"gpu_memory_gib": "allocated", "gpu_reserved_gib": "reserved"}
 
 
-def losses(report: RunReport) -> list[Html]:
-    """The loss, its parts, and the loss by timestep."""
-    charts = [_single(report, "loss", "Loss")]
-    parts = [(name, title) for name, title in _PARTS if name in report.steps]
-    if len(parts) > 1:
-        charts.append(_chart(report, "Its parts", _smoothed(report, parts), "Smoothed the same way."))
-    bands = sorted(name for name in report.steps if name.startswith("band/"))
+def loss_charts(report: RunReport) -> list[Chart]:
+    """Return the loss, its terms, and the loss by timestep."""
+    charts = [_noisy_chart(report, "loss", "Loss", wide=True)]
+    terms = {title: report.steps[name].smooth()[0] for name, title in _LOSS_TERMS.items() if name in report.steps}
+    if len(terms) > 1:
+        charts.append(_chart(report, "Loss terms", _lines(terms), "Smoothed like the loss."))
+    bands = _group(report, "band")
     if bands:
-        names = [(name, f"t {name.removeprefix('band/')}") for name in bands]
-        colours = [_ramp(name.removeprefix("band/").partition("-")[0], first=0) for name in bands]
-        remark = "The flow loss of samples by their time t: near 0 hardly any noise, near 1 noise only. Smoothed."
-        charts.append(_chart(report, "Loss by timestep", _smoothed(report, names, colours), remark))
-    return _wide_first(charts)
+        # bands are named by their range of t: "0.0-0.1" is the first
+        colors = [_ramp_color(band.partition("-")[0], first=0) for band in bands]
+        lines = _lines({f"t {band}": curve.smooth()[0] for band, curve in bands.items()}, colors)
+        hint = "The flow loss of samples by their timestep t: little noise near 0, pure noise near 1. Smoothed."
+        charts.append(_chart(report, "Loss by timestep", lines, hint))
+    return charts
 
 
-def validation(report: RunReport) -> list[Html]:
-    """The validation loss of every set: its mean by weights, then at each quantile of t."""
+def validation_charts(report: RunReport) -> list[Chart]:
+    """Return the validation loss of every set: its mean over t for all weights, then at each t."""
     charts = []
     for name in dict.fromkeys(name for name, _ in report.evals):
-        kinds = {weights: curves for (of, weights), curves in report.evals.items() if of == name}
-        lines = [
-            _line(weights or "weights", curves["flow"], colour)
-            for (weights, curves), colour in zip(kinds.items(), _COLOURS * len(kinds), strict=False)
-            if "flow" in curves
-        ]
-        charts.append(_chart(report, f"{name or 'Validation'}: mean over all t", lines))
-        for weights, curves in kinds.items():
+        by_weights = {weights: curves for (of, weights), curves in report.evals.items() if of == name}
+        means = {weights: curves["flow"].points for weights, curves in by_weights.items() if "flow" in curves}
+        charts.append(_chart(report, f"{name or 'Validation'}: mean over all t", _lines(means)))
+        for weights, curves in by_weights.items():
             times = [key.removeprefix("flow@") for key in curves if key.startswith("flow@")]
-            lines = [_line(f"t {time}", curves[f"flow@{time}"], _ramp(time)) for time in times]
-            if lines:
-                of = f" with {weights} weights" if weights else ""
-                charts.append(_chart(report, f"{name or 'Validation'}: at each t,{of}".rstrip(","), lines))
-    return [chart.draw() for chart in charts]
+            if times:
+                lines = _lines({f"t {t}": curves[f"flow@{t}"].points for t in times}, [_ramp_color(t) for t in times])
+                suffix = f", {weights} weights" if weights else ""
+                charts.append(_chart(report, f"{name or 'Validation'}: at each t{suffix}", lines))
+    return charts
 
 
-def learning(report: RunReport) -> list[Html]:
-    """What moves the weights."""
+def optimization_charts(report: RunReport) -> list[Chart]:
+    """Return the learning rate, the norms and the EMA decays."""
     charts = []
     if "lr" in report.steps:
-        charts.append(_chart(report, "Learning rate", [_line("lr", report.steps["lr"], "c0")], zero=True))
+        charts.append(_chart(report, "Learning rate", _lines({"lr": report.steps["lr"].points}), include_zero=True))
     if "grad_norm" in report.steps:
-        charts.append(_single(report, "grad_norm", "Gradient norm", "Before clipping."))
+        charts.append(_noisy_chart(report, "grad_norm", "Gradient norm", "Before clipping."))
     if "param_norm" in report.steps:
-        charts.append(_chart(report, "Parameter norm", [_line("norm", report.steps["param_norm"], "c0")]))
-    decays = sorted(name for name in report.steps if name.startswith("ema_decay/"))
+        charts.append(_chart(report, "Parameter norm", _lines({"norm": report.steps["param_norm"].points})))
+    decays = _group(report, "ema_decay")
     if decays:
-        lines = [
-            _line(name.removeprefix("ema_decay/"), report.steps[name], colour)
-            for name, colour in zip(decays, _COLOURS * len(decays), strict=False)
-        ]
-        charts.append(_chart(report, "EMA decay", lines))
-    return [chart.draw() for chart in charts]
+        charts.append(_chart(report, "EMA decay", _lines({name: curve.points for name, curve in decays.items()})))
+    return charts
 
 
-def speed(report: RunReport) -> list[Html]:
-    """How fast it goes, and what it waits for."""
-    singles = (
-        ("samples_per_second", "Samples a second", "All GPUs together.", True, False),
-        ("data_wait", "Waiting for data", "Share of the time.", True, True),
-        ("mfu", "Model FLOPs utilisation", "Of the device's peak.", True, True),
-        ("tflops_per_gpu", "TFLOP/s a GPU", "", True, False),
+def speed_charts(report: RunReport) -> list[Chart]:
+    """Return throughput, data wait and utilization."""
+    charts = (
+        ("samples_per_second", "Samples per second", "All GPUs together.", False),
+        ("data_wait", "Data wait", "Share of the time spent waiting for data.", True),
+        ("mfu", "Model FLOPs utilization", "Share of the device's peak.", True),
+        ("tflops_per_gpu", "TFLOP/s per GPU", "", False),
     )
-    return [_single(report, *each).draw() for each in singles if each[0] in report.steps]
+    return [
+        _noisy_chart(report, name, title, hint, include_zero=True, percent=percent)
+        for name, title, hint, percent in charts
+        if name in report.steps
+    ]
 
 
-def memory(report: RunReport) -> list[Html]:
-    """GPU and host memory."""
+def memory_charts(report: RunReport) -> list[Chart]:
+    """Return GPU and host memory: the extremes, because the peak is what must fit."""
     charts = []
-    lines = [_peaks(title, report.steps[name], colour) for name, title, colour in _GPU if name in report.steps]
-    if lines:
-        charts.append(_chart(report, "GPU memory, GiB", lines, "Of the main process's GPU.", zero=True))
+    gpu = {title: report.steps[name].extremes for name, title in _GPU_MEMORY.items() if name in report.steps}
+    if gpu:
+        hint = "GPU of the main process."
+        charts.append(_chart(report, "GPU memory, GiB", _lines(gpu), hint, include_zero=True))
     if "host_memory_gib" in report.steps:
-        lines = [_peaks("host", report.steps["host_memory_gib"], "c2")]
-        charts.append(_chart(report, "Host memory, GiB", lines, zero=True))
-    return [chart.draw() for chart in charts]
+        lines = _lines({"host": report.steps["host_memory_gib"].extremes}, ["c2"])
+        charts.append(_chart(report, "Host memory, GiB", lines, include_zero=True))
+    return charts
 
 
-_PARTS = (("flow", "flow"), ("text_recon", "text reconstruction"))
-_GPU = (("gpu_memory_gib", "allocated", "c0"), ("gpu_reserved_gib", "reserved", "c1"))
+def _group(report: RunReport, group: str) -> dict[str, Curve]:
+    names = sorted(name for name in report.steps if name.startswith(f"{group}/"))
+    return {name.removeprefix(f"{group}/"): report.steps[name] for name in names}
 
 
 def _chart(
     report: RunReport,
     title: str,
-    lines: Sequence[Line],
-    remark: str = "",
-    broken: Sequence[float] = (),
-    zero: bool = False,
-    share: bool = False,
+    lines: Sequence[ChartLine],
+    hint: str = "",
+    nonfinite: Iterable[float] = (),
+    **options: bool,
 ) -> Chart:
-    marks = [Mark(step, f"resumed {moment(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
-    marks += [Mark(x, "not finite", "broken") for x in broken]
-    return Chart(title, lines, remark, marks, zero, share, report.span)
+    marks = [ChartMark(step, f"resumed {utc_time(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
+    marks += [ChartMark(x, "not finite", "nonfinite") for x in nonfinite]
+    return Chart(title, lines, hint, marks, x_range=report.step_range, **options)
 
 
-def _single(
-    report: RunReport, name: str, title: str, remark: str = "", zero: bool = False, share: bool = False
-) -> Chart:
-    """One noisy curve: all values faint behind the smoothed ones, unless they are too few to be smoothed."""
+def _noisy_chart(report: RunReport, name: str, title: str, hint: str = "", **options: bool) -> Chart:
+    """Return a chart of one curve: all values faint behind the smoothed ones, unless they are too few to smooth."""
     curve = report.steps.get(name, Curve())
-    smooth, records = curve.smooth()
-    lines = [Line("smoothed" if records > 1 else "logged", smooth, "c0", _last(smooth))]
-    if records > 1:
-        lines.insert(0, Line("logged", curve.extremes, "c0", faint=True))
-        behind = "every one" if curve.per == 1 else f"the least and the greatest of each {curve.per:,}"
-        remark += f" Bold: the mean of the {records:,} logged values around; faint: {behind}."
-    return _chart(report, title, lines, remark.strip(), curve.broken, zero, share)
+    points, window = curve.smooth()
+    lines = [_line("smoothed" if window > 1 else "logged", points, "c0")]
+    if window > 1:
+        lines.insert(0, ChartLine("logged", curve.extremes, "c0", faint=True))
+        faint = "all values" if curve.bin_size == 1 else f"the lowest and highest of each {curve.bin_size:,}"
+        hint += f" Bold: moving mean of {window:,} logged values; faint: {faint}."
+    return _chart(report, title, lines, hint.strip(), curve.nonfinite, **options)
 
 
-def _smoothed(
-    report: RunReport, names: Sequence[tuple[str, str]], colours: Sequence[str] = ("c0", "c1", "c2")
-) -> list[Line]:
-    lines = []
-    for (name, title), colour in zip(names, list(colours) * len(names), strict=False):
-        smooth, _ = report.steps[name].smooth()
-        lines.append(Line(title, smooth, colour, _last(smooth)))
-    return lines
+def _line(name: str, points: Points, color: str) -> ChartLine:
+    return ChartLine(name, points, color, last=points[-1][1] if points else None)
 
 
-def _line(name: str, curve: Curve, colour: str) -> Line:
-    return Line(name, curve.points, colour, _last(curve.points))
+def _lines(points: dict[str, Points], colors: Sequence[str] = _COLORS) -> list[ChartLine]:
+    return [_line(name, line, colors[index % len(colors)]) for index, (name, line) in enumerate(points.items())]
 
 
-def _peaks(name: str, curve: Curve, colour: str) -> Line:
-    """What must fit is the most of it, not its mean."""
-    return Line(name, curve.extremes, colour, _last(curve.extremes))
-
-
-def _ramp(time: str, first: int = 1) -> str:
-    """The colour of a time t in tenths, the ``first`` of which is the coldest."""
+def _ramp_color(t: str, first: int = 1) -> str:
+    """Return the color of a time t in tenths; ``first`` is the number of tenths of the first color."""
     try:
-        at = round(10 * float(time)) - first
+        index = round(10 * float(t)) - first
     except ValueError:
-        at = 0
-    return _RAMP[min(len(_RAMP) - 1, max(0, at))]
-
-
-def _last(points: Sequence[tuple[float, float]]) -> float | None:
-    return points[-1][1] if points else None
-
-
-def _wide_first(charts: Sequence[Chart]) -> list[Html]:
-    first, *others = [chart.draw() for chart in charts]
-    return [tag("div", first, class_="wide"), *others]
+        index = 0
+    return _RAMP[min(len(_RAMP) - 1, max(0, index))]

@@ -1,130 +1,106 @@
-"""One self-contained page of a run: it asks the network for nothing, and reads without its script."""
+"""The HTML page of a run."""
 
 import tomllib
 from pathlib import Path
 
-from sd3_light.files import write_atomically
-from sd3_light.runlog.page.frame import document, links, make_room, notes, section, tile
-from sd3_light.runlog.page.html import Html, tag
+from sd3_light.pages import check_output_path, render, save_page
+from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report import charts
-from sd3_light.stages.report.gather import RunReport, read_run
-from sd3_light.stages.report.grids import Grids, load_grids, show_grids
-from sd3_light.stages.report.happenings import happenings
-from sd3_light.stages.report.style import SCRIPT, STYLE
-from sd3_light.stages.report.words import count, duration, moment, number, state
+from sd3_light.stages.report.events import event_rows
+from sd3_light.stages.report.grids import load_grids
+from sd3_light.stages.report.run_log import RunReport, read_run
 
-_LONGEST_CONFIG = 300_000  # letters
+_LONGEST_CONFIG = 300_000  # characters
+_MOST_EVAL_TILES = 4
 
 
 def write_page(folder: Path, out: Path) -> list[str]:
-    """Write the page of a run to ``out``; returns notes of what could not be shown. No log, or no place to write to,
-    raises UserError."""
-    make_room(out)
+    """Write the page of a run to ``out`` and return notes about what cannot be shown.
+
+    Raises UserError where the run has no log or ``out`` cannot be written.
+    """
+    check_output_path(out)
     report = read_run(folder)
-    told: list[str] = []
-    grids = load_grids(report, told)
-    config = _read_config(folder, told)
-    # what cannot be written as UTF-8 must not cost the page
-    write_atomically(out, render_page(report, grids, config, told).encode("utf-8", "backslashreplace"))
-    return told
-
-
-def render_page(report: RunReport, grids: list[Grids], config: str, told: list[str]) -> Html:
-    """The whole page as text."""
-    sections = [
-        ("loss", "Loss", _charts(charts.losses(report))),
-        ("validation", "Validation", _charts(charts.validation(report), "No evaluation is logged.")),
-        ("learning", "Learning", _charts(charts.learning(report))),
-        ("speed", "Speed", _charts(charts.speed(report))),
-        ("memory", "Memory", _charts(charts.memory(report))),
-        ("samples", "Samples", _samples(grids, config)),
-        ("events", "Events", tag("div", happenings(report), class_="scroll", tabindex=0)),
-        ("config", "Config", _config(config)),
-    ]
-    name = report.folder.resolve().name
-    top = tag(
-        "header",
-        tag("h1", f"Run {name}"),
-        tag("div", str(report.folder), class_="key soft"),
-        links((place, title) for place, title, _ in sections),
-        *notes(told),
+    notes: list[str] = []
+    grids = load_grids(report, notes)
+    config = _read_config(folder, notes)
+    events, omitted = event_rows(report)
+    page = render(
+        "report.html",
+        name=folder.resolve().name,
+        folder=folder,
+        notes=notes,
+        tiles=_tiles(report),
+        facts=_facts(report),
+        charts={
+            "loss": charts.loss_charts(report),
+            "validation": charts.validation_charts(report),
+            "optimization": charts.optimization_charts(report),
+            "speed": charts.speed_charts(report),
+            "memory": charts.memory_charts(report),
+        },
+        prompts=_prompts(config),
+        grids=grids,
+        events=events,
+        omitted=omitted,
+        config=config,
     )
-    body = tag("main", _tiles(report), _facts(report), *(section(*each) for each in sections))
-    return document(f"{name}: a training run", STYLE, [top, body], SCRIPT)
+    save_page(out, page)
+    return notes
 
 
-def _tiles(report: RunReport) -> Html:
+def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
+    """Return the value, name and hint of each number at the top."""
     step, loss = report.last.get("step", {}), report.steps.get("loss")
-    begin = report.parts[-1].begin if report.parts else {}
     tiles = []
     if "step" in step:
-        of = f" of {begin['total']:,}" if "total" in begin else ""
-        tiles.append(tile(f"{step['step']:,}", f"steps{of}", ""))
+        total = f" of {report.begin['total']:,}" if "total" in report.begin else ""
+        tiles.append((f"{step['step']:,}", f"steps{total}", ""))
     if "samples" in step:
         epoch = f"epoch {float(step['epoch']):.3g}" if "epoch" in step else ""
-        tiles.append(tile(f"{step['samples']:,}", "samples seen", epoch))
+        tiles.append((f"{step['samples']:,}", "samples seen", epoch))
     if loss is not None and loss.x:
-        tiles.append(tile(number(loss.smooth()[0][-1][1]), "loss", "smoothed, at the end"))
-    for (name, weights), curves in list(report.evals.items())[:4]:
+        tiles.append((number(loss.smooth()[0][-1][1]), "loss", "smoothed, at the end"))
+    for names, curves in list(report.evals.items())[:_MOST_EVAL_TILES]:
         if "flow" in curves:
-            tiles.append(tile(number(curves["flow"].last), "validation", ", ".join(filter(None, (name, weights)))))
+            tiles.append((number(curves["flow"].last), "validation loss", ", ".join(filter(None, names))))
     if "samples_per_second" in report.steps:
-        rate = report.steps["samples_per_second"]
-        tiles.append(tile(number(sum(rate.mean) / max(1, len(rate.mean)), 3), "samples a second", "on average"))
-    tiles.append(tile(f"{report.skipped:,}", "steps skipped", "loss or gradient not finite"))
-    return tag("section", *tiles, class_="tiles", id="counts")
+        rates = report.steps["samples_per_second"].mean
+        tiles.append((number(sum(rates) / max(1, len(rates)), 3), "samples per second", "on average"))
+    tiles.append((f"{report.skipped:,}", "steps skipped", "loss or gradient not finite"))
+    return tiles
 
 
-def _facts(report: RunReport) -> Html:
-    begin = report.parts[-1].begin if report.parts else {}
-    facts = [("state", state(report))]
-    if report.parts:
-        last = max(part.end for part in report.parts)
-        facts.append(("time", f"{moment(report.parts[0].begin['time'])} to {moment(last)}"))
-        facts.append(("at work", f"{duration(report.seconds)}, with {count(len(report.resumes), 'resume')}"))
-    where = [str(begin.get("device", "")), count(begin["world"], "process") if "world" in begin else ""]
-    facts.append(("device", ", ".join(filter(None, [*where, str(begin.get("engine", ""))]))))
-    lines = (tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in facts if value)
-    return tag("table", tag("tbody", *lines), class_="facts")
+def _facts(report: RunReport) -> list[tuple[str, str, str]]:
+    """Return the rows of the table below the tiles."""
+    begin = report.begin
+    facts = [("status", report.status)]
+    if report.segments:
+        start, end = report.segments[0].begin["time"], max(segment.end for segment in report.segments)
+        facts.append(("time", f"{utc_time(start)} to {utc_time(end)}"))
+        facts.append(("running time", f"{duration(report.seconds)}, with {plural(len(report.resumes), 'resume')}"))
+    processes = plural(begin["world"], "process") if "world" in begin else ""
+    device = filter(None, (str(begin.get("device", "")), processes, str(begin.get("engine", ""))))
+    facts.append(("device", ", ".join(device)))
+    return [(name, text, "") for name, text in facts if text]
 
 
-def _charts(drawn: list[Html], none: str = "Nothing of it is logged.") -> Html:
-    return tag("div", *drawn, class_="charts") if drawn else tag("p", none, class_="soft")
-
-
-def _samples(grids: list[Grids], config: str) -> Html:
-    shown = [show_grids(each) for each in grids if each.shown]
-    if not shown:
-        return tag("p", "No sample grid is there. The table [sampling] of the config asks for them.", class_="soft")
-    return tag("div", *_prompts(config), *shown)
-
-
-def _prompts(config: str) -> list[Html]:
-    """What was asked for."""
+def _prompts(config: str) -> list[str]:
+    """Return the sampling prompts of the config; none where it cannot be parsed."""
     try:
         prompts = tomllib.loads(config).get("sampling", {}).get("prompts", [])
     except tomllib.TOMLDecodeError:
         return []
-    if not prompts:
-        return []
-    asked = tag("ol", *(tag("li", str(prompt), dir="auto") for prompt in prompts[:200]), class_="prompts")
-    return [tag("details", tag("summary", count(len(prompts), "prompt")), asked)]
+    return [str(prompt) for prompt in prompts]
 
 
-def _config(config: str) -> Html:
-    if not config:
-        return tag("p", "The run folder has no config.toml.", class_="soft")
-    return tag("details", tag("summary", "config.toml, as the run resolved it"), tag("pre", config, tabindex=0))
-
-
-def _read_config(folder: Path, told: list[str]) -> str:
-    """The run's own copy, which holds no secrets."""
-    path = folder / "config.toml"
+def _read_config(folder: Path, notes: list[str]) -> str:
+    """Return the run's config.toml, which holds no secrets; "" where it is missing."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-    except OSError as fault:
-        told.append(f"config.toml cannot be read: {fault.strerror}.")
+    except OSError as error:
+        notes.append(f"config.toml cannot be read: {error.strerror}.")
         return ""
     return text if len(text) <= _LONGEST_CONFIG else f"{text[:_LONGEST_CONFIG]}\n…"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from sd3_light.stages.inspect.gather import inspect_cache
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
@@ -25,7 +26,6 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.randomness import sample_id
 from sd3_light.stages import inspect
-from sd3_light.stages.inspect.gather import inspect_cache
 from sd3_light.stages.inspect.page import Findings, render_page, write_page
 from sd3_light.stages.inspect.rejects import Rejects
 from sd3_light.world import write_dataset

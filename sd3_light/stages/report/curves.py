@@ -1,4 +1,4 @@
-"""Curves of any length in a few hundred points, made while the log streams by; no spike is lost."""
+"""Curves of any length reduced to a few hundred points while the log is read; no spike is lost."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,95 +6,99 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-BUCKETS = 600
-"""A curve has at most about this many buckets, of two points each."""
+NUM_BINS = 600
+"""A curve has at most about this many bins, of two points each."""
+
+_SMOOTHED_SHARE = 40  # the moving mean covers one part in 40 of the curve
 
 
 @dataclass
 class Curve:
-    """A curve in buckets of ``per`` records: of each bucket its mean (at ``x``), and its least and greatest point."""
+    """A curve in bins of ``bin_size`` records: the mean of each bin (at ``x``), and its lowest and highest point."""
 
-    per: int = 1
+    bin_size: int = 1
     x: list[float] = field(default_factory=list)
     mean: list[float] = field(default_factory=list)
     extremes: list[tuple[float, float]] = field(default_factory=list)
-    broken: list[float] = field(default_factory=list)
-    """Where values were not finite, one place a bucket."""
+    nonfinite: list[float] = field(default_factory=list)
+    """The x of values that are not finite, at most one per bin."""
     last: float = math.nan
-    """The last value that was finite."""
+    """The last finite value."""
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The means."""
+        """The mean of each bin."""
         return list(zip(self.x, self.mean, strict=True))
 
     def smooth(self) -> tuple[list[tuple[float, float]], int]:
-        """A moving mean over a fortieth of the curve, and how many records that is."""
-        half = len(self.mean) // 80
+        """Return a moving mean over a fortieth of the curve, and the number of records it averages."""
+        half = len(self.mean) // (2 * _SMOOTHED_SHARE)
         sums = [0.0]
         for value in self.mean:
             sums.append(sums[-1] + value)
-        shown = []
-        for at, x in enumerate(self.x):
-            start, end = max(0, at - half), min(len(self.x), at + half + 1)
-            shown.append((x, (sums[end] - sums[start]) / (end - start)))
-        return shown, (2 * half + 1) * self.per
+        points = []
+        for index, x in enumerate(self.x):
+            start, end = max(0, index - half), min(len(self.x), index + half + 1)
+            points.append((x, (sums[end] - sums[start]) / (end - start)))
+        return points, (2 * half + 1) * self.bin_size
 
 
-class Thinner:
-    """Makes curves from about ``count`` records that come one by one."""
+class CurveBuilder:
+    """Builds curves from about ``num_records`` records that arrive one by one.
 
-    def __init__(self, count: int, names: Iterable[str], groups: Iterable[str] = ()) -> None:
+    It reads the fields ``names`` of each record, and all fields inside its fields ``groups`` (as GROUP/FIELD).
+    """
+
+    def __init__(self, num_records: int, names: Iterable[str], groups: Iterable[str] = ()) -> None:
         self.curves: dict[str, Curve] = {}
-        self._per = max(1, math.ceil(count / BUCKETS))
+        self._bin_size = max(1, math.ceil(num_records / NUM_BINS))
         self._names, self._groups = tuple(names), tuple(groups)
         self._records: list[Mapping[str, Any]] = []
         self._x: list[float] = []
 
     def add(self, x: float, record: Mapping[str, Any]) -> None:
-        """A record further on; its fields ``names``, and those within its fields ``groups`` as GROUP/FIELD, count."""
+        """Add a record; ``x`` must not decrease."""
         self._x.append(x)
         self._records.append(record)
-        if len(self._x) >= self._per:
+        if len(self._x) >= self._bin_size:
             self.finish()
 
     def finish(self) -> None:
-        """No more will come."""
+        """Close the current bin."""
         if not self._x:
             return
         for name, xs, ys in self._columns():
-            _reduce(self.curves.setdefault(name, Curve(self._per)), xs, ys)
+            _add_bin(self.curves.setdefault(name, Curve(self._bin_size)), xs, ys)
         self._x, self._records = [], []
 
     def _columns(self) -> Iterator[tuple[str, list[float], list[Any]]]:
         for name in self._names:
             yield from self._column(name, self._records, name)
         for group in self._groups:
-            inner = [record.get(group, {}) for record in self._records]
-            for name in dict.fromkeys(name for one in inner for name in one):
-                yield from self._column(f"{group}/{name}", inner, name)
+            fields = [record.get(group, {}) for record in self._records]
+            for name in dict.fromkeys(name for each in fields for name in each):
+                yield from self._column(f"{group}/{name}", fields, name)
 
     def _column(
         self, title: str, records: Sequence[Mapping[str, Any]], name: str
     ) -> Iterator[tuple[str, list[float], list[Any]]]:
         try:
             yield title, self._x, list(map(itemgetter(name), records))
-        except KeyError:  # not all have it
+        except KeyError:  # some records lack the field
             pairs = [(x, record[name]) for x, record in zip(self._x, records, strict=True) if name in record]
             if pairs:
                 yield title, [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _reduce(curve: Curve, xs: list[float], ys: list[Any]) -> None:
-    """One more bucket."""
+def _add_bin(curve: Curve, xs: list[float], ys: list[Any]) -> None:
     try:
         total = sum(ys)
-    except TypeError:  # nan and the infinities are texts in the log
+    except TypeError:  # the log writes nan and the infinities as strings
         total = math.nan
     if not math.isfinite(total):
         pairs = [(x, float(y)) for x, y in zip(xs, ys, strict=True) if y is not None]
         finite = [(x, y) for x, y in pairs if math.isfinite(y)]
-        curve.broken += [x for x, y in pairs if not math.isfinite(y)][:1]
+        curve.nonfinite += [x for x, y in pairs if not math.isfinite(y)][:1]
         if not finite:
             return
         xs, ys = [x for x, _ in finite], [y for _, y in finite]
@@ -102,5 +106,5 @@ def _reduce(curve: Curve, xs: list[float], ys: list[Any]) -> None:
     low, high = ys.index(min(ys)), ys.index(max(ys))
     curve.x.append((xs[0] + xs[-1]) / 2)
     curve.mean.append(total / len(ys))
-    curve.extremes += [(xs[at], ys[at]) for at in sorted({low, high})]
+    curve.extremes += [(xs[index], ys[index]) for index in sorted({low, high})]
     curve.last = float(ys[-1])

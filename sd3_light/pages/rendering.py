@@ -1,0 +1,86 @@
+"""Render templates into self-contained pages: styles and scripts are inlined, values are escaped."""
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from sd3_light import __version__
+from sd3_light.config.faults import UserError
+from sd3_light.files import write_atomically
+from sd3_light.pages import formats
+
+_ROOT = Path(__file__).parent
+
+# the browser blocks every request and every script that the page does not name by its hash
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the page of a template in `templates/`."""
+    return environment().get_template(template).render(**values)
+
+
+@cache
+def environment() -> Environment:
+    """Return the template environment: autoescape is on, and a missing value is an error."""
+    env = Environment(
+        loader=FileSystemLoader(_ROOT / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.globals |= {"styles_of": _styles, "scripts_of": _scripts, "policy_of": _policy, "version": __version__}
+    env.filters |= {
+        "byte_size": formats.byte_size,
+        "language": formats.language,
+        "percent": formats.percent,
+        "plural": formats.plural,
+        "shorten": formats.shorten,
+        "thousands": formats.thousands,
+        "utc_time": formats.utc_time,
+    }
+    return env
+
+
+def check_output_path(out: Path) -> None:
+    """Create the folder of a page before the work starts; raise UserError where the page cannot be written."""
+    if out.is_dir():
+        raise UserError(f"--out: {out} is a folder; name the file of the page, such as {out / 'page.html'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot create the folder {out.parent}: {error.strerror}; use another path") from error
+
+
+def save_page(out: Path, page: str) -> None:
+    """Write a page atomically. Text that is not valid UTF-8 (half a surrogate pair) is written as an escape."""
+    write_atomically(out, page.encode("utf-8", "backslashreplace"))
+
+
+def _styles(names: Iterable[str]) -> Markup:
+    return _inline("styles", names)
+
+
+def _scripts(names: Iterable[str]) -> Markup:
+    return _inline("scripts", names)
+
+
+def _inline(folder: str, names: Iterable[str]) -> Markup:
+    text = "".join((_ROOT / folder / name).read_text(encoding="utf-8") for name in names)
+    assert "</" not in text, "it would close the element around it"
+    return Markup(text)
+
+
+def _policy(script: str) -> str:
+    """Return the content security policy of a page with this script."""
+    if not script:
+        return _POLICY
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"{_POLICY}; script-src 'sha256-{digest}'"

@@ -1,0 +1,211 @@
+"""Statistics of a cache from its own files, in bounded memory however large it is.
+
+The manifest is read in full. Arrow files and safetensors headers are read from random shards until they hold a bounded
+number of samples.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from safetensors import SafetensorError, safe_open
+
+from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.preprocess import REASONS
+from sd3_light.data.shards import read_origins
+from sd3_light.randomness import stream
+
+REJECTED = "rejected: "
+"""Prefix of the manifest's counts of rejects."""
+
+# Han and kana are written without spaces: each such character counts as a word
+_NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+(?:['’-][^\W{_NO_SPACES}]+)*")
+_CONTENT_KINDS = {"moments": "images", "mask": "masks", "clip_l": "text", "clip_g": "text", "t5": "text"}
+_DTYPE_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """One sample of a cache: a row of a shard."""
+
+    entry: ShardEntry
+    row: int
+
+
+@dataclass
+class ShardStats:
+    """Statistics over some shards: captions by length, bytes by kind of content, and the shards that cannot be read.
+
+    ``tokens`` counts T5 tokens; it is empty where all captions are padded to one length.
+    """
+
+    words: Counter[int] = field(default_factory=Counter)
+    tokens: Counter[int] = field(default_factory=Counter)
+    captions_per_sample: Counter[int] = field(default_factory=Counter)
+    bytes_by_kind: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    shards: int = 0
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in these shards."""
+        return sum(self.captions_per_sample.values())
+
+    @property
+    def mean_captions(self) -> float:
+        """Captions per sample."""
+        return self.words.total() / max(1, self.samples)
+
+    def byte_shares(self, least: float = 0.005) -> str:
+        """Return the share of each kind of content, the largest first: `images 96%, text 3%`."""
+        total = max(1, self.bytes_by_kind.total())
+        shares = ((name, size / total) for name, size in self.bytes_by_kind.most_common())
+        return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= least)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A cache: its manifest, and statistics of some of its shards."""
+
+    folder: Path
+    manifest: Manifest
+    stats: ShardStats
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts of the build, without rejects."""
+        return {name: count for name, count in self.manifest.counts.items() if not name.startswith(REJECTED)}
+
+    @property
+    def rejects(self) -> dict[str, int]:
+        """reason -> inputs, the most frequent first."""
+        counts = Counter({name: count for name, count in self.manifest.counts.items() if name.startswith(REJECTED)})
+        return {name.removeprefix(REJECTED): count for name, count in counts.most_common()}
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """bucket -> samples, the smallest and tallest first."""
+        return _totals((shard.bucket, shard.count) for shard in sorted(self.manifest.shards, key=bucket_order))
+
+    @property
+    def directories(self) -> dict[str, int]:
+        """Label of a source -> samples."""
+        return _totals((shard.directory, shard.count) for shard in self.manifest.shards)
+
+    @property
+    def samples(self) -> int:
+        """All samples of the cache; an image counts once per resolution."""
+        return sum(shard.count for shard in self.manifest.shards)
+
+    @property
+    def bytes(self) -> int:
+        """The size of all shards."""
+        return sum(shard.bytes for shard in self.manifest.shards)
+
+    @property
+    def bytes_per_sample(self) -> float:
+        """The mean size of a sample."""
+        return self.bytes / max(1, self.samples)
+
+
+def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
+    """Read the manifest of a cache, and random shards until they hold ``samples`` samples. Raises UserError where there
+    is no cache."""
+    manifest = Manifest.load(folder)
+    stats = ShardStats()
+    real = manifest.recipe.get("text_tokens") == "real"
+    for index in stream(seed, "inspect shards", 0, 0, 0).permutation(len(manifest.shards)).tolist():
+        if stats.samples >= samples:
+            break
+        _add_shard(folder / SHARDS / manifest.shards[index].file, real, stats)
+    return Inspection(folder, manifest, stats)
+
+
+def draw_samples(shards: Sequence[ShardEntry], number: int, seed: int) -> list[SampleRef]:
+    """Return ``number`` samples (or all), uniformly at random, in the order of bucket, shard and row."""
+    shards = sorted(shards, key=bucket_order)
+    ends = np.cumsum([shard.count for shard in shards], dtype=np.int64)
+    total = int(ends[-1]) if shards else 0
+    # without shuffle, numpy draws distinct numbers without listing all of them
+    chosen = stream(seed, "inspect samples", 0, 0, 0).choice(total, min(number, total), replace=False, shuffle=False)
+    refs = []
+    for index in sorted(chosen.tolist()):
+        shard = int(np.searchsorted(ends, index, side="right"))
+        refs.append(SampleRef(shards[shard], index - (int(ends[shard - 1]) if shard else 0)))
+    return refs
+
+
+def bucket_order(entry: ShardEntry) -> tuple[int, float, str]:
+    """Return the sort key of a shard: area of its resolution, then from tall to wide, then its name."""
+    width, height = bucket_size(entry.bucket)
+    return entry.resolution[0] * entry.resolution[1], width / height, entry.file
+
+
+def bucket_size(bucket: str) -> tuple[int, int]:
+    """Return the width and height of a bucket's name."""
+    width, height = bucket.split("x")
+    return int(width), int(height)
+
+
+def num_words(text: str) -> int:
+    """Return the number of words; a character of a script without spaces counts as one."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def quantile(lengths: Counter[int], share: float) -> int:
+    """Return the smallest length that at least ``share`` of all do not exceed; 0 where there are none."""
+    reached, wanted = 0, share * lengths.total()
+    for length in sorted(lengths):
+        reached += lengths[length]
+        if reached >= wanted:
+            return length
+    return 0
+
+
+def reason_meaning(reason: str) -> str:
+    """Return what the code of a reason means."""
+    return REASONS.get(reason, "a reason that this version does not know")
+
+
+def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sum by name, in the order of first occurrence."""
+    sums: dict[str, int] = {}
+    for name, count in pairs:
+        sums[name] = sums.get(name, 0) + count
+    return sums
+
+
+def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
+    try:
+        captions = [origin.captions for origin in read_origins(path)]
+        tokens, sizes = _read_header(path, real)
+    except (OSError, pa.ArrowException, SafetensorError, LookupError) as error:
+        stats.unreadable.append(f"{path.name}: {error}")
+        return
+    stats.shards += 1
+    stats.captions_per_sample.update(map(len, captions))
+    stats.words.update(num_words(caption) for texts in captions for caption in texts)
+    stats.examples += [texts[0] for texts in captions[:1] if texts]
+    stats.tokens.update(tokens)
+    stats.bytes_by_kind.update(sizes)
+
+
+def _read_header(path: Path, real: bool) -> tuple[list[int], Counter[str]]:
+    """Return the T5 tokens of every caption where lengths differ, and bytes by kind; features are not read."""
+    tokens: list[int] = []
+    sizes: Counter[str] = Counter()
+    with safe_open(path, framework="numpy") as file:
+        if real:
+            tokens = np.diff(file.get_tensor("t5.start"))[file.get_tensor("caption")].tolist()
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor = file.get_slice(name)
+            kind = _CONTENT_KINDS.get(name.split(".")[0], "index")
+            sizes[kind] += math.prod(tensor.get_shape()) * _DTYPE_BYTES[tensor.get_dtype()]
+    return tokens, sizes
