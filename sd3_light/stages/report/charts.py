@@ -1,6 +1,6 @@
 """The charts of the page: which curves share a chart, and their hints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sd3_light.pages import Chart, ChartLine, ChartMark
 from sd3_light.pages.formats import utc_time
@@ -37,7 +37,9 @@ def validation_charts(report: RunReport) -> list[Chart]:
     charts = []
     for name in dict.fromkeys(name for name, _ in report.evals):
         by_weights = {weights: curves for (of, weights), curves in report.evals.items() if of == name}
-        means = {weights: curves["flow"].points for weights, curves in by_weights.items() if "flow" in curves}
+        means = {
+            weights or "weights": curves["flow"].points for weights, curves in by_weights.items() if "flow" in curves
+        }
         charts.append(_chart(report, f"{name or 'Validation'}: mean over all t", _lines(means)))
         for weights, curves in by_weights.items():
             times = [key.removeprefix("flow@") for key in curves if key.startswith("flow@")]
@@ -102,11 +104,13 @@ def _chart(
     lines: Sequence[ChartLine],
     hint: str = "",
     nonfinite: Iterable[float] = (),
-    **options: bool,
+    include_zero: bool = False,
+    percent: bool = False,
+    wide: bool = False,
 ) -> Chart:
     marks = [ChartMark(step, f"resumed {utc_time(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
     marks += [ChartMark(x, "not finite", "nonfinite") for x in nonfinite]
-    return Chart(title, lines, hint, marks, x_range=report.step_range, **options)
+    return Chart(title, lines, hint, marks, include_zero, percent, report.step_range, wide=wide)
 
 
 def _noisy_chart(report: RunReport, name: str, title: str, hint: str = "", **options: bool) -> Chart:
@@ -125,7 +129,7 @@ def _line(name: str, points: Points, color: str) -> ChartLine:
     return ChartLine(name, points, color, last=points[-1][1] if points else None)
 
 
-def _lines(points: dict[str, Points], colors: Sequence[str] = _COLORS) -> list[ChartLine]:
+def _lines(points: Mapping[str, Points], colors: Sequence[str] = _COLORS) -> list[ChartLine]:
     return [_line(name, line, colors[index % len(colors)]) for index, (name, line) in enumerate(points.items())]
 
 

@@ -1,8 +1,7 @@
-"""What a run's log tells: repeated steps once, spikes kept, memory bounded, nothing taken for granted."""
+"""Reading a run's log: repeated steps count once, spikes are kept, memory is bounded, and unusual logs work."""
 
 import io
 import json
-import math
 import subprocess
 import sys
 import time
@@ -16,9 +15,8 @@ from rich.console import Console
 
 from sd3_light.config.faults import UserError
 from sd3_light.stages import report as stage
-from sd3_light.stages.report.gather import MOST_EVENTS, MOST_WHOLE, Kept
-from sd3_light.stages.report.thin import BUCKETS, Thinner
-from sd3_light.stages.report.words import duration, number
+from sd3_light.stages.report.curves import NUM_BINS, CurveBuilder
+from sd3_light.stages.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
 
 Event = dict[str, Any]
 Write = Callable[..., Path]
@@ -34,16 +32,16 @@ def step(at: int, loss: float | str, **fields: Any) -> Event:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def to_log(events: Iterable[Event], tail: str = "") -> Path:
+    def write_log(events: Iterable[Event], tail: str = "") -> Path:
         with (tmp_path / "log.jsonl").open("w") as file:
-            file.writelines(json.dumps(one) + "\n" for one in events)
+            file.writelines(json.dumps(each) + "\n" for each in events)
             file.write(tail)
         return tmp_path
 
-    return to_log
+    return write_log
 
 
-def screen(folder: Path) -> str:
+def table_text(folder: Path) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(stage.render(stage.run(folder)))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -69,21 +67,21 @@ def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write
             step(3, 3.0),
         ]
     )
-    found = stage.run(folder)
-    # what lay beyond the last resume was another life of the run
-    assert found.steps["loss"].points == [(1, 1.0), (2, 1.0), (3, 3.0)]
-    assert found.evals == {}
-    assert found.last["step"]["step"] == 3
-    assert found.resumes == [(4, 1.8e9 + 100), (2, 1.8e9 + 200)]
-    assert found.seconds == pytest.approx(6 + 0 + 0)
+    report = stage.run(folder)
+    # steps after a resume point come from an abandoned part of the run
+    assert report.steps["loss"].points == [(1, 1.0), (2, 1.0), (3, 3.0)]
+    assert report.evals == {}
+    assert report.last["step"]["step"] == 3
+    assert report.resumes == [(4, 1.8e9 + 100), (2, 1.8e9 + 200)]
+    assert report.seconds == pytest.approx(6 + 0 + 0)
 
 
-def test_a_start_from_the_beginning_forgets_what_was(write: Write) -> None:
+def test_a_new_start_discards_the_steps_before(write: Write) -> None:
     folder = write([event("start", 0, step=0), step(1, 1.0), step(2, 1.0), event("start", 9, step=0), step(1, 2.0)])
     assert loss_of(folder) == [(1, 2.0)]
 
 
-def test_evaluations_are_apart_by_set_and_weights(write: Write) -> None:
+def test_evaluations_are_separate_by_set_and_weights(write: Write) -> None:
     keys = [("held", "raw"), ("held", "ema"), ("coco", "ema")]
     losses = {"flow": 0.5, "flow@0.1": 0.25, "flow@0.9": "nan"}
     folder = write(event("eval", 1, step=at, set=name, weights=kind, **losses) for at in (0, 10) for name, kind in keys)
@@ -96,48 +94,48 @@ def test_evaluations_are_apart_by_set_and_weights(write: Write) -> None:
 # --- thinning ---------------------------------------------------------------------------------
 
 
-def test_spikes_means_and_broken_values_survive_thinning() -> None:
-    count = 20 * BUCKETS
-    thinner = Thinner(count, ["loss"], ["band"])
+def test_spikes_means_and_nonfinite_values_survive_thinning() -> None:
+    count = 20 * NUM_BINS
+    builder = CurveBuilder(count, ["loss"], ["band"])
     for at in range(count):
         value: Any = {7001: 51.0, 7003: -49.0, 9000: "nan"}.get(at, 1.0)
-        thinner.add(at, {"loss": value, "band": {"a": 2.0}} if at % 2 else {"loss": value})
-    thinner.finish()
-    loss, band = thinner.curves["loss"], thinner.curves["band/a"]
-    assert len(loss.x) == BUCKETS
-    assert len(loss.extremes) <= 2 * BUCKETS
+        builder.add(at, {"loss": value, "band": {"a": 2.0}} if at % 2 else {"loss": value})
+    builder.finish()
+    loss, band = builder.curves["loss"], builder.curves["band/a"]
+    assert len(loss.x) == NUM_BINS
+    assert len(loss.extremes) <= 2 * NUM_BINS
     assert (7001, 51.0) in loss.extremes
     assert (7003, -49.0) in loss.extremes
-    assert loss.broken == [9000]
-    assert sum(loss.mean) / BUCKETS == pytest.approx(1.0)
-    assert band.mean == [2.0] * BUCKETS
+    assert loss.nonfinite == [9000]
+    assert sum(loss.mean) / NUM_BINS == pytest.approx(1.0)
+    assert band.mean == [2.0] * NUM_BINS
     assert loss.last == 1.0
 
 
 def test_smoothing_keeps_a_level_and_a_slope() -> None:
-    thinner = Thinner(400, ["level", "slope"])
+    builder = CurveBuilder(400, ["level", "slope"])
     for at in range(400):
-        thinner.add(at, {"level": 3.0, "slope": float(at)})
-    smooth, records = thinner.curves["level"].smooth()
+        builder.add(at, {"level": 3.0, "slope": float(at)})
+    smooth, records = builder.curves["level"].smooth()
     assert records == 11
     assert {y for _, y in smooth} == {3.0}
-    slope, _ = thinner.curves["slope"].smooth()
+    slope, _ = builder.curves["slope"].smooth()
     assert slope[100:300] == [(at, at) for at in range(100, 300)]
 
 
-def test_kept_events_are_an_even_choice_with_the_last() -> None:
-    kept = Kept()
+def test_an_even_sample_includes_the_last_event() -> None:
+    sample = EvenSample()
     for at in range(10 * MOST_EVENTS + 1):
-        kept.add({"step": at})
-    shown = [one["step"] for one in kept]
+        sample.add({"step": at})
+    shown = [event["step"] for event in sample]
     assert MOST_EVENTS <= len(shown) <= 2 * MOST_EVENTS + 1
     assert (shown[0], shown[-1]) == (0, 10 * MOST_EVENTS)
     assert len({b - a for a, b in pairwise(shown[:-1])}) == 1
-    assert kept.seen == 10 * MOST_EVENTS + 1
+    assert sample.seen == 10 * MOST_EVENTS + 1
 
 
-def test_a_long_log_is_glimpsed_at_and_its_spikes_are_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.stages.report.gather.MOST_WHOLE", 100)
+def test_a_long_log_is_scanned_and_keeps_its_spikes(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.stages.report.run_log.MOST_PARSED", 100)
 
     def events() -> Iterable[Event]:
         yield event("start", 0, step=0)
@@ -145,13 +143,13 @@ def test_a_long_log_is_glimpsed_at_and_its_spikes_are_seen(write: Write, monkeyp
             loss: float | str = {501: 9.0, 701: "nan"}.get(at, 1.0)
             yield step(at, loss, grad_norm=7.0 if at == 333 else 0.5, lr=1e-4)
 
-    found = stage.run(write(events()))
-    assert (501, 9.0) in found.steps["loss"].extremes
-    assert (333, 7.0) in found.steps["grad_norm"].extremes
-    assert found.steps["loss"].broken == [701]
-    assert found.last["step"]["lr"] == 1e-4
-    assert found.last["step"]["step"] == 1000
-    assert set(found.steps["lr"].mean) == {1e-4}
+    report = stage.run(write(events()))
+    assert (501, 9.0) in report.steps["loss"].extremes
+    assert (333, 7.0) in report.steps["grad_norm"].extremes
+    assert report.steps["loss"].nonfinite == [701]
+    assert report.last["step"]["lr"] == 1e-4
+    assert report.last["step"]["step"] == 1000
+    assert set(report.steps["lr"].mean) == {1e-4}
 
 
 @pytest.mark.slow
@@ -161,7 +159,7 @@ def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> 
     line |= dict.fromkeys(("param_norm", "samples_per_second", "data_wait", "mfu", "flow"), 0.123456789012345)
     line["band"] = {f"0.{at}": 0.123456789012345 for at in range(10)}
     text = json.dumps(line)
-    assert 10 * MOST_WHOLE == 500_000
+    assert 10 * MOST_PARSED == 500_000
     with (tmp_path / "log.jsonl").open("w") as file:
         file.write(json.dumps(event("start", 0, step=0)) + "\n")
         file.writelines(text.replace('"step": 1,', f'"step": {at},') + "\n" for at in range(1, 500_001))
@@ -179,10 +177,10 @@ def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> 
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
 
 
-# --- logs of all sorts ------------------------------------------------------------------------
+# --- tables and pages of unusual logs ----------------------------------------------------------
 
 
-def test_the_screen_tells_state_losses_and_speed(write: Write) -> None:
+def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
     folder = write(
         [
             event("start", 0, step=0, total=100),
@@ -193,51 +191,47 @@ def test_the_screen_tells_state_losses_and_speed(write: Write) -> None:
             event("stop", 103, step=100, reason="finished"),
         ]
     )
-    text = screen(folder)
-    for words in ("finished at step 100", "loss near step 1 ", "0.4567", "validation loss (held, ema)", "0.25"):
-        assert words in text
-    for words in ("6,400", "103.3 samples/s, data wait 12%", "41.0%", "step-00000100", "at step 100: disk full"):
-        assert words in text
+    text = table_text(folder)
+    for part in ("finished at step 100", "loss near step 1 ", "0.4567", "validation loss (held, ema)", "0.25"):
+        assert part in text
+    for part in ("6,400", "103.3 samples/s, data wait 12%", "41.0%", "step-00000100", "at step 100: disk full"):
+        assert part in text
 
 
 @pytest.mark.parametrize(
-    ("events", "words"),
+    ("events", "status"),
     [
         ([], "no step yet"),
         ([event("start", 0)], "no step yet"),
-        ([event("start", 0, step=0, total=9), step(3, 1.0)], "at step 3; it runs, or was killed"),
+        ([event("start", 0, step=0, total=9), step(3, 1.0)], "at step 3; running, or killed"),
         ([event("start", 0, step=0, total=3), step(3, 1.0)], "finished at step 3"),
-        ([event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")], "by SIGTERM"),
+        (
+            [event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")],
+            "step 3: SIGTERM",
+        ),
         (
             [event("stop", 4, step=3, reason="SIGTERM"), event("resume", 5, step=3), step(4, 1.0)],
-            "at step 4; it runs, or was killed",
+            "at step 4; running, or killed",
         ),
         ([step(1, "nan"), step(2, "inf")], "at step 2"),
         ([{"event": "step", "time": 1.8e9, "step": 1}], "at step 1"),
         ([event("new", 0, step=1, thing={"a": 1})], "no step yet"),
     ],
 )
-def test_logs_of_all_sorts_are_shown(write: Write, tmp_path: Path, events: list[Event], words: str) -> None:
+def test_every_log_has_a_status(write: Write, tmp_path: Path, events: list[Event], status: str) -> None:
     folder = write(events)
-    assert words in screen(folder)
+    assert status in table_text(folder)
     assert stage.write_page(folder, tmp_path / "page.html") == []
-    assert words in (tmp_path / "page.html").read_text()
+    assert status in (tmp_path / "page.html").read_text()
 
 
-def test_a_cut_last_line_is_passed_over_and_a_broken_one_named(write: Write) -> None:
+def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Write) -> None:
     assert loss_of(write([step(1, 1.0)], tail='{"event": "st')) == [(1, 1.0)]
     folder = write([step(1, 1.0)], tail="{oops\n")
     with pytest.raises(UserError, match="line 2 is not JSON"):
         stage.run(folder)
 
 
-def test_no_log_is_the_users_fault(tmp_path: Path) -> None:
+def test_a_missing_log_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such log"):
         stage.run(tmp_path)
-
-
-def test_words() -> None:
-    assert [duration(seconds) for seconds in (0.44, 12, 482, 7500, 270_000, 86_400)] == [
-        *("0.4 s", "12 s", "8 min 2 s", "2 h 5 min", "3 d 3 h", "1 d")
-    ]
-    assert [number(value) for value in (0.51234, 12345.6, 1e-4, math.nan)] == ["0.5123", "12,346", "1e-4", "not finite"]
