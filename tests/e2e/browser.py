@@ -1,4 +1,4 @@
-"""A headless browser that shows a page as a person sees it."""
+"""A headless browser that opens pages as a reader sees them."""
 
 import json
 import os
@@ -19,26 +19,28 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--no-first-run",
     "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--remote-debugging-pipe",
 )
-PATIENCE = 60.0  # seconds for one answer of the browser
-CONTRAST = """
+TIMEOUT = 60.0  # seconds per reply of the browser
+LOWEST_CONTRAST = """
 (() => {
-  const light = text => {
-    const [r, g, b] = text.match(/[\\d.]+/g).map(value => value / 255)
+  const luminance = color => {
+    const [r, g, b] = color.match(/[\\d.]+/g).map(value => value / 255)
       .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const ground = node => {
+  const background = node => {
     for (; node; node = node.parentElement) {
-      const colour = getComputedStyle(node).backgroundColor;
-      if (!/, 0\\)$/.test(colour)) return colour;
+      const color = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(color)) return color;
     }
   };
   const nodes = [...document.querySelectorAll('body *')].filter(
     node => [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim()) && node.offsetParent);
   return Math.min(...nodes.map(node => {
-    const pair = [light(getComputedStyle(node).color), light(ground(node))].sort((a, b) => a - b);
+    const pair = [luminance(getComputedStyle(node).color), luminance(background(node))].sort((a, b) => a - b);
     return (pair[1] + 0.05) / (pair[0] + 0.05);
   }));
 })()
@@ -46,7 +48,7 @@ CONTRAST = """
 
 
 def start_browser(profile: Path) -> "Browser":
-    """A browser of this machine; the test is skipped where there is none."""
+    """Start a browser of this machine; skip the test where there is none."""
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None:
         pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)} on the PATH")
@@ -54,18 +56,18 @@ def start_browser(profile: Path) -> "Browser":
 
 
 class Browser:
-    """A headless browser, driven by its debugging protocol over a pipe: JSON with a zero byte behind it."""
+    """A headless browser driven by its debugging protocol over a pipe: JSON messages that end with a zero byte."""
 
     def __init__(self, binary: str, profile: Path) -> None:
-        its_read, self._write = os.pipe()
-        self._read, its_write = os.pipe()
-        # it reads from file 3 and writes to file 4
-        shell = f'exec 3<&{its_read} 4>&{its_write}; exec "$@"'
+        browser_read, self._write = os.pipe()
+        self._read, browser_write = os.pipe()
+        # the browser reads from file descriptor 3 and writes to 4
+        shell = f'exec 3<&{browser_read} 4>&{browser_write}; exec "$@"'
         command = ["bash", "-c", shell, "bash", binary, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(command, pass_fds=(its_read, its_write), stderr=subprocess.DEVNULL)
-        os.close(its_read)
-        os.close(its_write)
-        self._buffer, self._number, self._session = b"", 0, ""
+        self.process = subprocess.Popen(command, pass_fds=(browser_read, browser_write), stderr=subprocess.DEVNULL)
+        os.close(browser_read)
+        os.close(browser_write)
+        self._buffer, self._last_id, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -73,71 +75,81 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The answer to a command; events that come before it are kept."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
+        """Run a command and return its result; events that arrive meanwhile are kept."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
-        while (answer := self._message()).get("id") != self._number:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        result: dict[str, Any] = answer["result"]
+        while (reply := self._message()).get("id") != self._last_id:
+            self.events.append(reply)
+        assert "error" not in reply, reply
+        result: dict[str, Any] = reply["result"]
         return result
 
     def open(self, path: Path, width: int = 1280, scheme: str = "light") -> None:
-        """Show a file in a window of this width, and wait until all of it is loaded."""
+        """Open a file in a window of this width, and wait until it is loaded."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
-        while not self.of("Page.loadEventFired"):
+        while not self.events_of("Page.loadEventFired"):
             self.events.append(self._message())
 
-    def of(self, method: str) -> list[dict[str, Any]]:
-        """What events of a kind told since the page was opened."""
+    def events_of(self, method: str) -> list[dict[str, Any]]:
+        """Return the parameters of all events of a kind since the page was opened."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
-    def value(self, expression: str) -> Any:
-        """What an expression is worth in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT)
         os.close(self._read)
         os.close(self._write)
 
     def _message(self) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self._buffer:
-            assert select.select([self._read], [], [], deadline - time.monotonic())[0], "the browser does not answer"
+            assert select.select([self._read], [], [], deadline - time.monotonic())[0], "the browser does not reply"
             data = os.read(self._read, 1 << 20)
-            assert data, "the browser has ended"
+            assert data, "the browser has exited"
             self._buffer += data
         text, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         return message
 
 
-def assert_loads_alone(seen: Browser, page: Path) -> None:
-    """The page that is open asked for nothing but itself, and said nothing on the console."""
-    asked = {event["request"]["url"].split(",")[0] for event in seen.of("Network.requestWillBeSent")}
-    assert page.as_uri() in asked
-    assert {url for url in asked - {page.as_uri()} if not url.startswith("data:image/")} == set()
-    assert seen.of("Log.entryAdded") == []
-    assert seen.of("Runtime.exceptionThrown") == []
-    assert seen.of("Runtime.consoleAPICalled") == []
+def assert_self_contained(browser: Browser, page: Path) -> None:
+    """The open page requested nothing but itself and logged nothing to the console."""
+    urls = {event["request"]["url"].split(",")[0] for event in browser.events_of("Network.requestWillBeSent")}
+    assert page.as_uri() in urls
+    assert {url for url in urls - {page.as_uri()} if not url.startswith("data:image/")} == set()
+    assert browser.events_of("Log.entryAdded") == []
+    assert browser.events_of("Runtime.exceptionThrown") == []
+    assert browser.events_of("Runtime.consoleAPICalled") == []
 
 
-def assert_nothing_runs_over(seen: Browser, width: int) -> None:
-    """Nothing of the page that is open lies beyond its right edge, whatever is folded out."""
-    seen.value("document.querySelectorAll('details').forEach(node => { node.open = true; })")
-    assert seen.value("document.documentElement.scrollWidth") <= width
-    beyond = seen.value(
+def assert_fits_width(browser: Browser, width: int) -> None:
+    """Nothing on the open page overflows its right edge, even with all details open."""
+    browser.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    overflowing = browser.evaluate(
         "[...document.querySelectorAll('body *')].filter(node => node.getBoundingClientRect().right > innerWidth + 1)"
         ".map(node => node.outerHTML.slice(0, 200))"
     )
-    assert beyond == []
+    assert overflowing == []
+
+
+def assert_readable_in_both_schemes(browser: Browser, page: Path) -> None:
+    """The light and dark scheme differ, and all text has the contrast that WCAG AA requires."""
+    backgrounds = {}
+    for scheme in ("light", "dark"):
+        browser.open(page, scheme=scheme)
+        backgrounds[scheme] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert browser.evaluate(LOWEST_CONTRAST) >= 4.5, scheme
+    assert backgrounds["light"] != backgrounds["dark"]
