@@ -1,8 +1,8 @@
-"""Makes the base that the demo goes on from: draws the world, caches it and trains by recipes/demo/base.toml on a GPU.
+"""Trains the base that the demo continues from: draws images, caches them and trains recipes/demo/base.toml on a GPU.
 
-    python scripts/demo_base.py OUT [--pictures 96000] [--set KEY=VALUE ...]
+    python scripts/demo_base.py OUT [--images 96000] [--set KEY=VALUE ...]
 
-The result is OUT/base/exports/step-N; its transformer is what the package ships in assets/demo.
+The result is OUT/base/exports/step-N; the package ships its transformer in assets/demo.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from sd3_light.world import write_dataset
 
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "sd3_light" / "assets" / "demo"
-PARTS = 16  # folders of pictures, drawn side by side
+NUM_FOLDERS = 16  # image folders, drawn in parallel
 
 
 def draw(job: tuple[Path, int, int, bool]) -> None:
@@ -26,10 +26,13 @@ def draw(job: tuple[Path, int, int, bool]) -> None:
     write_dataset(folder, count, seed, held_out=held_out)
 
 
-def lay_out(out: Path, pictures: int) -> None:
-    """Pictures, frozen parts and the recipe's files."""
+def prepare_folder(out: Path, images: int) -> None:
+    """Draw the images and copy the frozen parts and the recipes."""
     out.mkdir(parents=True)
-    jobs = [(out / "data" / "train" / f"{part:02d}", pictures // PARTS, 100 + part, False) for part in range(PARTS)]
+    jobs = [
+        (out / "data" / "train" / f"{part:02d}", images // NUM_FOLDERS, 100 + part, False)
+        for part in range(NUM_FOLDERS)
+    ]
     jobs.append((out / "data" / "held_out", 1536, 2, True))
     with ProcessPoolExecutor() as pool:
         list(pool.map(draw, jobs))
@@ -41,12 +44,16 @@ def lay_out(out: Path, pictures: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pictures", type=int, default=96000)
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that cache")
+    parser.add_argument("--images", "--pictures", type=int, default=96000)
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="caching processes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    lay_out(args.out, args.pictures)
-    config = ["--config", str(args.out / "base.toml"), *(word for item in args.set for word in ("--set", item))]
+    prepare_folder(args.out, args.images)
+    config = [
+        "--config",
+        str(args.out / "base.toml"),
+        *(argument for override in args.set for argument in ("--set", override)),
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
     subprocess.run([*torchrun, str(ROOT / "train.py"), *config, "--cache_only"], check=True)
     subprocess.run([sys.executable, str(ROOT / "train.py"), *config, "--trust_cache"], check=True)

@@ -1,4 +1,4 @@
-"""The demo's three text encoders with random weights, in the classes that SD3 has them in."""
+"""The demo's three text encoders with random weights, in the classes that SD3 uses."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ NAMES = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 class Encoder(nn.Module):
-    """A text encoder with its tokenizer, seen as SD3 sees it: ids -> (tokens, pooled or None)."""
+    """A text encoder with its tokenizer and the outputs that SD3 uses: ids -> (tokens, pooled or None)."""
 
     model: Any
 
@@ -29,7 +29,7 @@ class Encoder(nn.Module):
         self.tokenizer, self.model = tokenizer, model
 
     def ids(self, texts: list[str]) -> Tensor:
-        """Padded ids [captions, MAX_LENGTH]."""
+        """Return padded ids [captions, MAX_LENGTH]."""
         padding = {"padding": "max_length", "max_length": MAX_LENGTH, "truncation": True}
         ids: Tensor = self.tokenizer(texts, return_tensors="pt", **padding).input_ids
         return ids
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
 
 
 def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
-    """A CLIP text encoder of three layers, the last of which serves the pooled output only."""
+    """Build a CLIP text encoder with three layers; the last one is used only for the pooled output."""
     tokenizer = clip_tokenizer(pad)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, projection_dim=width,
@@ -55,7 +55,7 @@ def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
 
 
 def build_t5(width: int) -> Encoder:
-    """A T5 encoder of two layers, with T5-v1.1's gated GELU."""
+    """Build a T5 encoder with two layers and the gated GELU of T5-v1.1."""
     tokenizer = t5_tokenizer()
     config = T5Config(
         vocab_size=len(tokenizer), d_model=width, d_kv=64, num_heads=4, d_ff=384, num_layers=2,
@@ -70,33 +70,33 @@ def build_t5(width: int) -> Encoder:
 
 @torch.no_grad()
 def init_weights(model: nn.Module) -> None:
-    """Embeddings of unit scale (0.02, the usual, would drown the words); layers that add about as much again."""
+    """Initialize embeddings at unit scale (the usual 0.02 would hide the words), and layers that add about the same."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.5 if "position" in name else 1.0)
         elif isinstance(module, nn.Linear):
-            adds = name.endswith((".out_proj", ".fc2", ".o", ".wo"))
-            module.weight.normal_(std=(0.5 if adds else 1.0) * module.in_features**-0.5)
+            is_residual = name.endswith((".out_proj", ".fc2", ".o", ".wo"))
+            module.weight.normal_(std=(0.5 if is_residual else 1.0) * module.in_features**-0.5)
             if name.endswith(".q"):
-                module.weight.mul_(64**-0.5)  # T5 does not divide by the root of the head's width
+                module.weight.mul_(64**-0.5)  # T5 does not divide by the root of the head width
             if module.bias is not None:
                 module.bias.zero_()
 
 
 def build_encoders(seed: int) -> dict[str, Encoder]:
-    """The three encoders by name, with random weights."""
+    """Return the three encoders by name, with random weights."""
     torch.manual_seed(seed)
     encoders = (build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256))
     return dict(zip(NAMES, encoders, strict=True))
 
 
 def load_encoders(folder: Path) -> list[Encoder]:
-    """The three encoders of a folder, in full precision."""
-    kinds = ((CLIPTokenizer, CLIPTextModelWithProjection),) * 2 + ((T5TokenizerFast, T5EncoderModel),)
+    """Load the three encoders of a folder in full precision."""
+    classes = ((CLIPTokenizer, CLIPTextModelWithProjection),) * 2 + ((T5TokenizerFast, T5EncoderModel),)
     return [
         Encoder(
             tokenizer.from_pretrained(folder / name.replace("text_encoder", "tokenizer")),
             model.from_pretrained(folder / name, dtype=torch.float32).eval(),
         )
-        for name, (tokenizer, model) in zip(NAMES, kinds, strict=True)
+        for name, (tokenizer, model) in zip(NAMES, classes, strict=True)
     ]

@@ -1,8 +1,8 @@
-"""Writes `hashes.json` beside the demo's assets: the sha256 of each file of weights and of each tokenizer.
+"""Writes `hashes.json` of the demo's assets: the sha256 of each weight file and tokenizer.
 
     python scripts/demo_hashes.py [FOLDER] [--check]
 
-With `--check` nothing is written; files that differ from the list or lack in it are named, and the exit code is 1.
+With `--check` nothing is written; files that differ from the list or are not in it are printed, and the exit code is 1.
 """
 
 import argparse
@@ -16,17 +16,19 @@ PATTERNS = ("*/*.safetensors", "*/tokenizer.json")
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 by the path within the folder."""
+    """Return path within the folder -> sha256."""
     files = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def differences(folder: Path) -> list[str]:
-    """One line for each file that exists and is not as listed; a listed file that is not there is no difference."""
+    """Return one line per file that differs from the list. Listed files that do not exist are ignored."""
     listed: dict[str, str] = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-    found = hashes(folder)
+    actual = hashes(folder)
     return [
-        f"{name}: {'differs' if name in listed else 'not listed'}" for name in found if found[name] != listed.get(name)
+        f"{name}: {'differs' if name in listed else 'not listed'}"
+        for name in actual
+        if actual[name] != listed.get(name)
     ]
 
 
@@ -37,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.check:
         lines = differences(args.folder)
-        print("\n".join(lines) or "all files are as listed")
+        print("\n".join(lines) or "all files match the list")
         sys.exit(1 if lines else 0)
     text = json.dumps(hashes(args.folder), indent=1) + "\n"
     (args.folder / "hashes.json").write_text(text, encoding="utf-8")

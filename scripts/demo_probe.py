@@ -1,17 +1,17 @@
-"""How good the demo's text encoders are: what a fresh linear probe reads, and the scale of their outputs."""
+"""Measures the demo's text encoders: accuracy of a new linear probe, and the scale of their outputs."""
 
 import torch
 import torch.nn.functional as F
 from demo_encoders import NAMES, Encoder
-from demo_lessons import SCENE_FIELDS, SEED, Batch, draw_batch
+from demo_text_targets import SCENE_FIELDS, SEED, CaptionBatch, draw_batch
 from torch import Tensor, nn
 
 from sd3_light.world import LANGUAGES
 
 
 @torch.no_grad()
-def features(encoders: list[Encoder], batch: Batch) -> dict[str, Tensor]:
-    """What a diffusion model gets of the captions, as one row each."""
+def features(encoders: list[Encoder], batch: CaptionBatch) -> dict[str, Tensor]:
+    """Return the inputs of a diffusion model for the captions, one row per caption."""
     outputs = [encoder(encoder.ids(batch.texts)) for encoder in encoders]
     clip = torch.cat([tokens for tokens, pooled in outputs if pooled is not None], dim=-1)
     pooled = torch.cat([pooled for _, pooled in outputs if pooled is not None], dim=-1)
@@ -20,7 +20,7 @@ def features(encoders: list[Encoder], batch: Batch) -> dict[str, Tensor]:
 
 
 class Heads(nn.Module):
-    """Linear heads, one a field of the scene, that share their input."""
+    """Linear heads with a shared input, one per field of the scene."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Heads(nn.Module):
         return list(self.linear(x).split(self.sizes, dim=-1))
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy over the fields."""
+        """Return the mean cross-entropy over the fields."""
         return torch.stack([F.cross_entropy(logits, labels[:, i]) for i, logits in enumerate(self(x))]).mean()
 
 
 def probe(x: Tensor, labels: Tensor, steps: int = 1000) -> tuple[Heads, Tensor, Tensor]:
-    """A fresh linear probe for all fields of the scene, with the mean and deviation that its input is brought by."""
+    """Train a new linear probe for all fields of the scene; returns it with the mean and deviation of its input."""
     torch.manual_seed(SEED)
     mean, std = x.mean(0), x.std(0) + 1e-3
     heads = Heads(x.shape[1])
@@ -52,37 +52,37 @@ def probe(x: Tensor, labels: Tensor, steps: int = 1000) -> tuple[Heads, Tensor, 
 
 
 def probe_all(encoders: list[Encoder]) -> dict[str, dict[str, float]]:
-    """Accuracy on captions of held-out pairs by input and language: of all fields at once, and of the worst field."""
+    """Return the accuracy on held-out captions by input and language: mean, worst field, and whole scene."""
     train_set = draw_batch("text-probe-train", 0, 3000, held_out=False, plain=True)
     test_set = draw_batch("text-probe-test", 0, 1000, held_out=True, plain=True)
-    seen, unseen = features(encoders, train_set), features(encoders, test_set)
+    train_features, test_features = features(encoders, train_set), features(encoders, test_set)
     report: dict[str, dict[str, float]] = {}
-    for name, x in seen.items():
+    for name, x in train_features.items():
         heads, mean, std = probe(x, train_set.scenes)
         with torch.no_grad():
-            logits = heads((unseen[name] - mean) / std)
-        right = torch.stack([logit.argmax(1) for logit in logits], 1) == test_set.scenes
+            logits = heads((test_features[name] - mean) / std)
+        correct = torch.stack([logit.argmax(1) for logit in logits], 1) == test_set.scenes
         for index, language in enumerate(LANGUAGES):
-            mine = right[index :: len(LANGUAGES)].float()
-            worst = int(mine.mean(0).argmin())
+            correct_rows = correct[index :: len(LANGUAGES)].float()
+            worst = int(correct_rows.mean(0).argmin())
             report[f"{name} {language}"] = {
-                "field": round(mine.mean().item(), 4),
-                f"worst ({list(SCENE_FIELDS)[worst]})": round(mine.mean(0)[worst].item(), 4),
-                "whole scene": round(mine.all(1).float().mean().item(), 4),
+                "field": round(correct_rows.mean().item(), 4),
+                f"worst ({list(SCENE_FIELDS)[worst]})": round(correct_rows.mean(0)[worst].item(), 4),
+                "whole scene": round(correct_rows.all(1).float().mean().item(), 4),
             }
     return report
 
 
-def apart(whole: Tensor) -> Tensor:
-    """How far the languages are apart, in units of the spread over scenes."""
-    by_scene = whole.unflatten(0, (-1, len(LANGUAGES)))
-    distance: Tensor = (by_scene[:, 0] - by_scene[:, 1]).square().mean() / (whole.var(0).mean() + 1e-6)
+def language_distance(pooled: Tensor) -> Tensor:
+    """Return the distance between the languages in units of the variance over scenes."""
+    by_scene = pooled.unflatten(0, (-1, len(LANGUAGES)))
+    distance: Tensor = (by_scene[:, 0] - by_scene[:, 1]).square().mean() / (pooled.var(0).mean() + 1e-6)
     return distance
 
 
 @torch.no_grad()
 def scale_report(encoders: list[Encoder]) -> dict[str, float]:
-    """The scale of the outputs over held-out captions, and how near the languages are in pooled space."""
+    """Return the scale of the outputs over held-out captions, and the distance of the languages in pooled space."""
     batch = draw_batch("text-scale", 1, 500, held_out=True, plain=True)
     report: dict[str, float] = {}
     for name, encoder in zip(NAMES, encoders, strict=True):
@@ -96,5 +96,5 @@ def scale_report(encoders: list[Encoder]) -> dict[str, float]:
         if pooled is not None:
             report[f"{name} pooled rms"] = pooled.square().mean().sqrt().item()
             report[f"{name} pooled mean"] = pooled.mean(0).abs().mean().item()
-            report[f"{name} pooled languages apart"] = apart(pooled).item()
+            report[f"{name} pooled languages apart"] = language_distance(pooled).item()
     return {name: round(value, 3) for name, value in report.items()}

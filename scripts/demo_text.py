@@ -3,10 +3,10 @@
     python scripts/demo_text.py OUT [--steps 600] [--random]
 
 Writes tokenizer, tokenizer_2, tokenizer_3, text_encoder, text_encoder_2, text_encoder_3 and scheduler, as in a
-diffusers folder of SD3. The CLIP encoders learn to tell the scene from its caption in either language
-(`demo_lessons.py`); no caption of a held-out pair of colour and shape is among those they learn from. The T5 keeps
-random weights, as do all with `--random`. Then outputs are brought to about unit scale by folding a factor into the
-weights. `made.json` holds what a fresh linear probe, trained on seen pairs, reads from captions of held-out pairs.
+diffusers folder of SD3. The CLIP encoders learn the scene of a caption in either language (`demo_text_targets.py`).
+Their training captions contain no held-out pair of colour and shape. The T5 keeps random weights, as do all encoders
+with `--random`. Outputs are then scaled to about unit scale by folding a factor into the weights. `made.json` records
+the accuracy of a new linear probe, trained on training pairs, on captions of held-out pairs.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from demo_encoders import NAMES, Encoder, build_encoders, load_encoders
-from demo_lessons import SEED, Lessons, draw_batch
 from demo_probe import probe_all, scale_report
+from demo_text_targets import SEED, TextTargets, draw_batch
 from demo_tokenizers import MAX_LENGTH, make_tokenizers, split_words
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
@@ -26,8 +26,8 @@ from transformers import T5EncoderModel
 
 
 def train(encoder: Encoder, steps: int, scenes: int, lr: float) -> float:
-    """Trains the encoder for its lessons; returns the last losses' mean. The rate warms up and falls by a cosine."""
-    lessons = Lessons(encoder, encoder.model.config.hidden_size)
+    """Train the encoder with warm-up and a cosine schedule; returns the mean of the last losses."""
+    targets = TextTargets(encoder, encoder.model.config.hidden_size)
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     losses = []
@@ -35,22 +35,22 @@ def train(encoder: Encoder, steps: int, scenes: int, lr: float) -> float:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        loss = lessons.loss(draw_batch("text-train", step, scenes, held_out=False), generator)
+        loss = targets.loss(draw_batch("text-train", step, scenes, held_out=False), generator)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
         if (step + 1) % 100 == 0:
-            right = lessons.score(draw_batch("text-score", 0, 128, held_out=True))
+            correct = targets.score(draw_batch("text-score", 0, 128, held_out=True))
             mean = sum(losses[-50:]) / 50
-            print(f"step {step + 1} loss {mean:.4f} right {right:.3f} {time.monotonic() - start:.0f} s", flush=True)
+            print(f"step {step + 1} loss {mean:.4f} correct {correct:.3f} {time.monotonic() - start:.0f} s", flush=True)
     return sum(losses[-50:]) / 50 if losses else math.nan
 
 
 @torch.no_grad()
 def fold_scale(encoder: Encoder) -> None:
-    """Brings the outputs to unit scale without changing what they say."""
+    """Scale the outputs to unit scale by changing the weights."""
     batch = draw_batch("text-scale", 0, 512, held_out=False)
     tokens, pooled = encoder(encoder.ids(batch.texts))
     if isinstance(encoder.model, T5EncoderModel):
@@ -58,7 +58,7 @@ def fold_scale(encoder: Encoder) -> None:
         return
     gain = tokens.square().mean().rsqrt()
     for name, parameter in encoder.model.named_parameters():
-        # all that is added to the stream; layers read it through a norm, which takes the factor out again
+        # everything added to the residual stream; layers read it through a norm, which removes the factor
         if "embedding" in name or ".out_proj." in name or ".fc2." in name:
             parameter.mul_(gain)
     assert pooled is not None
@@ -77,12 +77,12 @@ def make_encoders(args: argparse.Namespace) -> dict[str, float]:
 
 
 def check_tokenizers(encoders: list[Encoder]) -> int:
-    """Every caption fits and has one token a word, as loaded as when made; returns the longest."""
+    """Check that every caption fits with one token per word, before and after saving; returns the longest."""
     longest = 0
     texts = draw_batch("text-length", 0, 3000, held_out=False).texts + draw_batch("text-length", 1, 500, True).texts
-    for index, (encoder, made) in enumerate(zip(encoders, make_tokenizers().values(), strict=True)):
+    for index, (encoder, original) in enumerate(zip(encoders, make_tokenizers().values(), strict=True)):
         ids = encoder.tokenizer(texts).input_ids
-        assert ids == made(texts).input_ids, NAMES[index]
+        assert ids == original(texts).input_ids, NAMES[index]
         longest = max(longest, *(len(row) for row in ids))
         for text, row in zip(texts, ids, strict=True):
             marks = 2 if index < 2 else 1 + (not text.isascii())  # T5 has a piece for the space before Chinese
@@ -95,18 +95,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--scenes", type=int, default=64, help="scenes a step, each in both languages")
+    parser.add_argument("--scenes", type=int, default=64, help="scenes per step, each in both languages")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--random", action="store_true", help="leave all weights random")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more would change the sums' order, and with it the weights a little
+    torch.set_num_threads(1)  # more threads change the order of sums, and thereby the weights slightly
     start = time.monotonic()
     for name, tokenizer in make_tokenizers().items():
         tokenizer.save_pretrained(args.out / name)
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(args.out / "scheduler")
     losses = make_encoders(args)
     seconds = round(time.monotonic() - start)
-    encoders = load_encoders(args.out)  # what is shipped is what is judged
+    encoders = load_encoders(args.out)  # measure the weights as shipped
     options = "--random" if args.random else f"--steps {args.steps} --scenes {args.scenes} --lr {args.lr:g}"
     note = {
         "command": f"python scripts/demo_text.py OUT {options}", "seed": SEED, "device": "cpu, 1 thread",

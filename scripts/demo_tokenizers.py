@@ -1,7 +1,7 @@
-"""The demo's three tokenizers, made from the words of the demo world's captions.
+"""The demo's three tokenizers, built from the words of the demo world's captions.
 
-Every word of either language is one token, and no token spans two words: a token for "红色圆形" would be unknown for a
-colour and a shape that training never joins. `demo_text.py` writes them; nothing here is random.
+Every word of either language is one token, and no token spans two words: a token for "红色圆形" would not exist for a
+combination of colour and shape that training never shows. `demo_text.py` writes them; nothing here is random.
 """
 
 import re
@@ -10,11 +10,11 @@ from itertools import pairwise
 
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
-MAX_LENGTH = 16  # tokens of the longest caption, with their marks
+MAX_LENGTH = 16  # tokens of the longest caption, with begin and end marks
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 SPACE = "▁"
 
-# Words that name a thing, in each language, by what they mean.
+# Content words of both languages by meaning.
 MEANINGS: dict[str, tuple[str, ...]] = {
     "circle": ("circle", "circles", "圆形"),
     "square": ("square", "squares", "正方形"),
@@ -44,8 +44,8 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "above": ("above", "上方"),
     "below": ("below", "下方"),
 }
-PLAIN_WORDS = ("a", "an", "of", "on", "background", "背景", "上", "有", "一个", "在", "的")
-WORDS: tuple[str, ...] = tuple(word for words in MEANINGS.values() for word in words) + PLAIN_WORDS
+FUNCTION_WORDS = ("a", "an", "of", "on", "background", "背景", "上", "有", "一个", "在", "的")
+WORDS: tuple[str, ...] = tuple(word for words in MEANINGS.values() for word in words) + FUNCTION_WORDS
 ENGLISH = tuple(word for word in WORDS if word.isascii())
 CHINESE = tuple(word for word in WORDS if not word.isascii())
 
@@ -54,20 +54,20 @@ Merge = tuple[str, str]
 
 
 def split_words(caption: str) -> list[str]:
-    """The caption's words and punctuation, in order; the longest Chinese word first."""
+    """Split a caption into words and punctuation; longer Chinese words take precedence."""
     longest_first = sorted(CHINESE, key=len, reverse=True)
     return re.findall("|".join((*longest_first, "[a-z]+", r"\S")), caption.lower())
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: the byte itself where it prints, else one past 255."""
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    """Return the letter of byte-level BPE for each byte: the byte itself if printable, otherwise one above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = iter(range(256, 512))
-    return [chr(byte if byte in prints else next(rest)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
 
 
 def learn_merges(sequences: list[Symbols]) -> list[Merge]:
-    """Byte-pair merges, most frequent pair first, until each of the sequences is one symbol."""
+    """Learn byte-pair merges, most frequent pair first, until every sequence is one symbol."""
     merges: list[Merge] = []
     while counts := Counter(pair for sequence in sequences for pair in pairwise(sequence)):
         best = min(counts, key=lambda pair: (-counts[pair], pair))
@@ -77,9 +77,9 @@ def learn_merges(sequences: list[Symbols]) -> list[Merge]:
 
 
 def apply_merge(sequence: Symbols, merge: Merge) -> Symbols:
-    """The sequence with every occurrence of the pair joined, from left to right."""
+    """Join every occurrence of the pair in a sequence, from left to right."""
     merged: list[str] = []
-    joined = False  # whether the last symbol was made just now and may not join again
+    joined = False  # whether the last symbol is a new merge, which cannot merge again
     for symbol in sequence:
         if merged and not joined and (merged[-1], symbol) == merge:
             merged[-1], joined = merged[-1] + symbol, True
@@ -90,43 +90,43 @@ def apply_merge(sequence: Symbols, merge: Merge) -> Symbols:
 
 
 def clip_vocabulary() -> tuple[dict[str, int], list[Merge]]:
-    """Ids and merges in CLIP's order: bytes, bytes that end a word, merges, the two marks.
+    """Return ids and merges in CLIP's order: bytes, bytes that end a word, merges, begin and end mark.
 
-    CLIP takes a run of Chinese for one word, so a word inside of it lacks the `</w>` that it has at the end. Characters
-    are merged before words: only pairs within a character or within a word can then ever merge.
+    CLIP treats a run of Chinese as one word, so only the last word of a run has `</w>`. Characters are merged before
+    words, so that only pairs within a character or within a word can merge.
     """
     letters = byte_letters()
 
     def spell(text: str) -> Symbols:
         return tuple(letters[byte] for byte in text.encode())
 
-    def ended(symbols: Symbols) -> Symbols:
+    def with_end_mark(symbols: Symbols) -> Symbols:
         return (*symbols[:-1], symbols[-1] + "</w>")
 
     characters = sorted({character for word in CHINESE for character in word})
     words = [tuple("".join(spell(character)) for character in word) for word in CHINESE]
     stages = (
-        [ended(spell(word)) for word in ENGLISH],
-        [form(spell(character)) for character in characters for form in (tuple, ended)],
-        [form(word) for word in words for form in (tuple, ended)],
-        [ended(spell(mark)) for mark in "，。"],
+        [with_end_mark(spell(word)) for word in ENGLISH],
+        [form(spell(character)) for character in characters for form in (tuple, with_end_mark)],
+        [form(word) for word in words for form in (tuple, with_end_mark)],
+        [with_end_mark(spell(mark)) for mark in "，。"],
     )
     merges = [merge for stage in stages for merge in learn_merges(stage)]
-    alphabet = sorted(letters)  # as in CLIP, where "!" is 0
+    alphabet = sorted(letters)  # as in CLIP, where "!" has id 0
     symbols = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), BOS, EOS]
     return {symbol: index for index, symbol in enumerate(dict.fromkeys(symbols))}, merges
 
 
 def clip_tokenizer(pad: str) -> CLIPTokenizer:
-    """A CLIP tokenizer; SD3's first pads with the end mark, its second with "!"."""
+    """Build a CLIP tokenizer; SD3's first pads with the end mark, its second with "!"."""
     vocab, merges = clip_vocabulary()
     return CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad, model_max_length=MAX_LENGTH)
 
 
 def t5_pieces() -> list[tuple[str, float]]:
-    """Pieces and scores: the marks, words, then letters for what is no word of ours.
+    """Return pieces and scores: the marks, the words, then letters for unknown words.
 
-    A Chinese word has one piece wherever it stands, so a Chinese caption begins with a piece for the space before it.
+    A Chinese word has one piece at every position, so a Chinese caption begins with a piece for the leading space.
     """
     english = [SPACE + form for word in ENGLISH for form in (word, word.capitalize())]
     letters = [chr(code) for code in range(33, 127)] + list("，。")
@@ -136,10 +136,10 @@ def t5_pieces() -> list[tuple[str, float]]:
 
 
 def t5_tokenizer() -> T5TokenizerFast:
-    """The T5 tokenizer; a character that no piece has becomes <unk>, as in T5's own."""
+    """Build the T5 tokenizer; unknown characters become <unk>, as in T5."""
     return T5TokenizerFast(vocab=t5_pieces(), extra_ids=0, model_max_length=MAX_LENGTH)
 
 
 def make_tokenizers() -> dict[str, PreTrainedTokenizerBase]:
-    """The three tokenizers by their folders' names."""
+    """Return the three tokenizers by folder name."""
     return {"tokenizer": clip_tokenizer(EOS), "tokenizer_2": clip_tokenizer("!"), "tokenizer_3": t5_tokenizer()}

@@ -1,11 +1,11 @@
-"""Trains the demo's small VAE on pictures of the demo world and writes it as a diffusers folder.
+"""Trains the demo's small VAE on images of the demo world and writes it as a diffusers folder.
 
-    python scripts/demo_vae.py OUT [--seconds 200] [--pictures 48000]
+    python scripts/demo_vae.py OUT [--seconds 200] [--images 48000]
 
-16 latent channels, 8x8 smaller, like SD3's. When training ends, each latent channel is brought to mean 0 and deviation
-1 and then to SD3's own scale and shift (1.5305, 0.0609) by folding the change into the encoder's last and the decoder's
-first convolution, because stock decoding knows one scale and one shift only. The decoder is then trained a little
-further: zero padding at the borders does not commute with the folded shift.
+16 latent channels at 1/8 resolution, as in SD3. After training, each latent channel is normalised to mean 0 and
+standard deviation 1 under SD3's scale and shift (1.5305, 0.0609) by folding the change into the last convolution of
+the encoder and the first of the decoder, because stock decoding supports only one scale and one shift. The decoder is
+then trained a little more: zero padding at the borders does not commute with the folded shift.
 """
 
 import argparse
@@ -23,28 +23,28 @@ from diffusers import AutoencoderKL
 from sd3_light.randomness import stream
 from sd3_light.world import draw_scene, render_scene
 
-SCALE, SHIFT = 1.5305, 0.0609  # SD3's constants, which other programs assume
-SIZES = ((64, 64), (80, 48), (48, 80))
+SCALE, SHIFT = 1.5305, 0.0609  # the constants of SD3, which other programs assume
+IMAGE_SIZES = ((64, 64), (80, 48), (48, 80))
 
 
-def draw_pictures(job: tuple[int, int, int, tuple[int, int]]) -> np.ndarray:
+def draw_images(job: tuple[int, int, int, tuple[int, int]]) -> np.ndarray:
     seed, start, stop, (width, height) = job
-    pictures = []
+    images = []
     for index in range(start, stop):
         rng = stream(seed, "vae-picture", 0, 0, index)
-        pictures.append(np.asarray(render_scene(draw_scene(rng, held_out=False), width, height, rng)))
-    return np.stack(pictures)
+        images.append(np.asarray(render_scene(draw_scene(rng, held_out=False), width, height, rng)))
+    return np.stack(images)
 
 
-def picture_pools(seed: int, count: int) -> list[torch.Tensor]:
-    """One uint8 tensor [n, 3, h, w] for each picture size; no held-out composition among them."""
+def image_pools(seed: int, count: int) -> list[torch.Tensor]:
+    """Return one uint8 tensor [n, 3, h, w] per image size, without held-out compositions."""
     pools = []
     with ProcessPoolExecutor() as pool:
-        for width, height in SIZES:
+        for width, height in IMAGE_SIZES:
             share = count // 2 if width == height else count // 4
             jobs = [(seed, i, min(i + 500, share), (width, height)) for i in range(0, share, 500)]
             pools.append(
-                torch.from_numpy(np.concatenate(list(pool.map(draw_pictures, jobs)))).permute(0, 3, 1, 2).contiguous()
+                torch.from_numpy(np.concatenate(list(pool.map(draw_images, jobs)))).permute(0, 3, 1, 2).contiguous()
             )
     return pools
 
@@ -72,7 +72,7 @@ def channel_statistics(vae: AutoencoderKL, pools: list[torch.Tensor]) -> tuple[t
 
 @torch.no_grad()
 def fold_normalisation(vae: AutoencoderKL, pools: list[torch.Tensor]) -> None:
-    """Makes (latent - SHIFT) * SCALE have mean 0 and deviation 1 in every channel, at equal pictures."""
+    """Give (latent - SHIFT) * SCALE mean 0 and standard deviation 1 in every channel, with unchanged decoded images."""
     mean, std = channel_statistics(vae, pools)
     gain = 1 / (std * SCALE)
     encoder, decoder = vae.encoder.conv_out, vae.decoder.conv_in
@@ -97,7 +97,7 @@ def psnr(vae: AutoencoderKL, pools: list[torch.Tensor]) -> float:
 def train(
     vae: AutoencoderKL, pools: list[torch.Tensor], seconds: float, batch: int, lr: float, kl_weight: float
 ) -> int:
-    """Trains what requires a gradient for the given time; the rate warms up and falls to zero by a cosine."""
+    """Train the unfrozen parameters for the given time, with warm-up and a cosine schedule to zero."""
     device = pools[0].device
     parameters = [p for p in vae.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device.type == "cuda")
@@ -131,13 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=200)
-    parser.add_argument("--pictures", type=int, default=48000)
+    parser.add_argument("--images", "--pictures", type=int, default=48000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--kl", type=float, default=2e-4)
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pools = [pool.to(device) for pool in picture_pools(seed=7, count=args.pictures)]
+    pools = [pool.to(device) for pool in image_pools(seed=7, count=args.images)]
     vae = build_vae().to(device, memory_format=torch.channels_last)
     print(f"{sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters on {device}")
     steps = train(vae, pools, args.seconds * 0.8, args.batch, 1.5e-3, args.kl)
@@ -146,11 +146,11 @@ def main() -> None:
     print(f"after folding: {psnr(vae, pools):.2f} dB")
     vae.encoder.requires_grad_(False)
     steps += train(vae, pools, args.seconds * 0.2, args.batch, 4e-4, 0.0)
-    vae = vae.half().float()  # what is shipped is what is judged
+    vae = vae.half().float()  # measure the weights as shipped
     mean, std = channel_statistics(vae, pools)
     quality = psnr(vae, pools)
     note = {
-        "command": f"python scripts/demo_vae.py OUT --seconds {args.seconds:g} --pictures {args.pictures} "
+        "command": f"python scripts/demo_vae.py OUT --seconds {args.seconds:g} --images {args.images} "
         f"--batch {args.batch} --kl {args.kl:g}",
         "steps": steps,
         "psnr_db": round(quality, 2),

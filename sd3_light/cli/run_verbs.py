@@ -23,7 +23,9 @@ def demo(
     more_steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps that continue from the shipped base.")
     ] = None,
-    images: Annotated[int, typer.Option("--pictures", min=1, help="Number of training images to draw.")] = 3000,
+    images: Annotated[
+        int, typer.Option("--images", "--pictures", min=1, help="Number of training images to draw.")
+    ] = 3000,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts per score.")] = 96,
 ) -> None:
     """Draw captioned images, cache, pretrain, export, sample and score: the whole workflow on two CPU cores."""

@@ -1,4 +1,4 @@
-"""What the demo's CLIP encoders learn: captions of the demo world with their meaning, and codes for that meaning."""
+"""Training targets of the demo's CLIP encoders: captions with their meaning, and fixed codes for that meaning."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from sd3_light.world import (
 
 SEED = 11
 NONE = "none"
-# What a scene is made of; first and second are those of `canonical_scene`: the left one or the upper one comes first.
+# The fields of a scene. Objects are ordered as in `canonical_scene`: the left or upper one comes first.
 SCENE_FIELDS: dict[str, tuple[str, ...]] = {
     "background": tuple(BACKGROUNDS),
     "kind": SCENE_KINDS,
@@ -35,22 +35,22 @@ SCENE_FIELDS: dict[str, tuple[str, ...]] = {
     "colour 2": (*COLOURS, NONE),
     "shape 2": (*SHAPES, NONE),
 }
-# What the object is that a word belongs to.
+# The fields of the object that a word belongs to.
 OBJECT_FIELDS: dict[str, tuple[str, ...]] = {"colour": tuple(COLOURS), "shape": SHAPES}
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Captions with what they mean; rows of one scene are adjacent, one a language."""
+class CaptionBatch:
+    """Captions with their meaning; the rows of a scene are adjacent, one per language."""
 
     texts: list[str]
     scenes: Tensor  # [captions, scene fields]
-    objects: Tensor  # [captions, 2, object fields], in the caption's order
-    swapped: Tensor  # [captions]: whether the scene's first object is the caption's second
+    objects: Tensor  # [captions, 2, object fields], in caption order
+    swapped: Tensor  # [captions]: whether the first object of the scene is the second of the caption
 
 
 def scene_labels(scene: Scene) -> list[int]:
-    """The scene's class in each of `SCENE_FIELDS`."""
+    """Return the class of a scene in each of `SCENE_FIELDS`."""
     scene = canonical_scene(scene)
     first, second = scene.items[0], scene.items[-1] if scene.kind == "pair" else None
     values = (
@@ -61,12 +61,12 @@ def scene_labels(scene: Scene) -> list[int]:
 
 
 def object_labels(scene: Scene) -> list[list[int]]:
-    """The classes of each named object in `OBJECT_FIELDS`; a single object is given twice."""
+    """Return the classes of each named object in `OBJECT_FIELDS`; a single object appears twice."""
     return [[list(COLOURS).index(item.colour), SHAPES.index(item.shape)] for item in (scene.items[0], scene.items[-1])]
 
 
-def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool = False) -> Batch:
-    """`count` scenes in every language; unless `plain`, some captions begin with a capital or end with a full stop."""
+def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool = False) -> CaptionBatch:
+    """Draw `count` scenes in every language. Unless `plain`, some captions have a capital letter or a full stop."""
     rng = stream(SEED, purpose, 0, 0, index)
     texts, scenes, objects, swapped = [], [], [], []
     for _ in range(count):
@@ -80,44 +80,44 @@ def draw_batch(purpose: str, index: int, count: int, held_out: bool, plain: bool
             scenes.append(scene_labels(scene))
             objects.append(object_labels(scene))
             swapped.append(canonical_scene(scene) != scene)
-    return Batch(texts, torch.tensor(scenes), torch.tensor(objects), torch.tensor(swapped))
+    return CaptionBatch(texts, torch.tensor(scenes), torch.tensor(objects), torch.tensor(swapped))
 
 
-class Code:
-    """A fixed place for each field's classes: one direction a class, all at right angles, mean 0 over captions.
+class TargetCode:
+    """Fixed targets for the classes of all fields: one orthogonal direction per class, with mean 0 over captions.
 
-    Outputs are drawn to the sum of their classes' directions by squared error. Cross-entropy would go on to reward
-    every hint, and that a shape never comes in some colour is one: what that teaches fails on the held-out pairs.
+    Outputs are trained towards the sum of the directions of their classes by squared error. Cross-entropy would also
+    reward learning that a shape never has a certain colour, which fails on the held-out pairs.
     """
 
     def __init__(self, directions: Tensor, labels: Tensor, fields: dict[str, tuple[str, ...]], share: float) -> None:
         self.sizes = [len(options) for options in fields.values()]
         self.directions = directions[: sum(self.sizes)]
-        assert len(self.directions) == sum(self.sizes) <= directions.shape[1], "too narrow for right angles"
+        assert len(self.directions) == sum(self.sizes) <= directions.shape[1], "too narrow for orthogonal directions"
         hot = self.one_hot(labels)
         self.mean = hot.mean(0)
-        # such that a `share` of the power of a unit-scale output goes to this code
+        # a `share` of the power of a unit-scale output belongs to this code
         self.scale = (share * directions.shape[1] / hot.var(0).sum()).sqrt()
 
     def one_hot(self, labels: Tensor) -> Tensor:
-        """[rows, fields] -> [rows, classes of all fields]."""
+        """Map [rows, fields] to [rows, classes of all fields]."""
         columns = [F.one_hot(labels[:, i], size) for i, size in enumerate(self.sizes)]
         return torch.cat(columns, dim=1).float()
 
     def loss(self, x: Tensor, labels: Tensor, known: Tensor) -> Tensor:
-        """The squared error over the targets' power; a field that is not `known` should say nothing."""
+        """Return the squared error relative to the power of the targets; unknown fields have the target 0."""
         weight = known.float().repeat_interleave(torch.tensor(self.sizes), dim=1)
         target = (self.one_hot(labels) - self.mean) * weight
         return (x @ self.directions.T / self.scale - target).square().sum() / target.square().sum()
 
     def read(self, x: Tensor) -> Tensor:
-        """The classes [rows, fields] whose directions lie nearest."""
+        """Return the classes [rows, fields] with the nearest directions."""
         columns = (x @ self.directions.T / self.scale + self.mean).split(self.sizes, dim=1)
         return torch.stack([column.argmax(1) for column in columns], dim=1)
 
 
-class Lessons:
-    """What a CLIP encoder is trained for."""
+class TextTargets:
+    """The training losses of a CLIP encoder."""
 
     def __init__(self, encoder: Encoder, width: int) -> None:
         self.encoder = encoder
@@ -132,61 +132,65 @@ class Lessons:
         self.make_codes(width)
 
     def make_codes(self, width: int) -> None:
-        """Directions for the pooled output, for the marks after a caption, and for its words and objects."""
+        """Choose directions for the pooled output, for the end marks of a caption, and for its words and objects."""
         batch = draw_batch("text-codes", 0, 1000, held_out=False)
         ids = self.encoder.ids(batch.texts)
         bases = [torch.linalg.qr(torch.randn(width, width))[0] for _ in range(3)]
-        self.pooled_code = Code(bases[0], batch.scenes, SCENE_FIELDS, 0.9)
-        self.mark_code = Code(bases[1], batch.scenes, SCENE_FIELDS, 0.6)
+        self.pooled_code = TargetCode(bases[0], batch.scenes, SCENE_FIELDS, 0.9)
+        self.mark_code = TargetCode(bases[1], batch.scenes, SCENE_FIELDS, 0.6)
         words = self.meaning[ids[self.meaning[ids] >= 0]]
-        self.word_code = Code(bases[2], words[:, None], {"word": tuple(MEANINGS)}, 0.25)
-        self.object_code = Code(bases[2][len(MEANINGS) :], batch.objects.flatten(0, 1), OBJECT_FIELDS, 0.35)
+        self.word_code = TargetCode(bases[2], words[:, None], {"word": tuple(MEANINGS)}, 0.25)
+        self.object_code = TargetCode(bases[2][len(MEANINGS) :], batch.objects.flatten(0, 1), OBJECT_FIELDS, 0.35)
 
-    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The sum of the lessons' losses for a batch."""
+    def loss(self, batch: CaptionBatch, generator: torch.Generator) -> Tensor:
+        """Return the sum of all losses for a batch."""
         ids = self.encoder.ids(batch.texts)
-        which = (self.is_shape[ids].cumsum(1) - self.is_shape[ids].long()).clamp(max=1)  # the object of each token
+        object_index = (self.is_shape[ids].cumsum(1) - self.is_shape[ids].long()).clamp(
+            max=1
+        )  # the object of each token
         words = self.meaning[ids]
-        ids, lost, known_scene, known_object = self.lose_words(ids, which, batch, generator)
+        ids, dropped, known_scene, known_object = self.drop_words(ids, object_index, batch, generator)
         tokens, pooled = self.encoder(ids)
-        kept = (words >= 0) & ~lost
-        loss = self.word_code.loss(tokens[kept], words[kept][:, None], torch.ones(int(kept.sum()), 1))
-        # a shape's word has heard the colour before it
-        rows, places = self.is_shape[ids].nonzero(as_tuple=True)
-        objects = which[rows, places]
+        known_words = (words >= 0) & ~dropped
+        loss = self.word_code.loss(
+            tokens[known_words], words[known_words][:, None], torch.ones(int(known_words.sum()), 1)
+        )
+        # the attention is causal: the word of a shape sees the colour before it
+        rows, positions = self.is_shape[ids].nonzero(as_tuple=True)
+        objects = object_index[rows, positions]
         known = known_object[rows, objects]
-        loss = loss + self.object_code.loss(tokens[rows, places], batch.objects[rows, objects], known)
-        # the marks after the caption have heard all of it
-        rows, places = (ids == self.encoder.tokenizer.eos_token_id).long().cumsum(1).nonzero(as_tuple=True)
-        loss = loss + self.mark_code.loss(tokens[rows, places], batch.scenes[rows], known_scene[rows])
-        return loss + self.pooled_code.loss(pooled, batch.scenes, known_scene) + 0.05 * unscaled(tokens)
+        loss = loss + self.object_code.loss(tokens[rows, positions], batch.objects[rows, objects], known)
+        # the end marks see the whole caption
+        rows, positions = (ids == self.encoder.tokenizer.eos_token_id).long().cumsum(1).nonzero(as_tuple=True)
+        loss = loss + self.mark_code.loss(tokens[rows, positions], batch.scenes[rows], known_scene[rows])
+        return loss + self.pooled_code.loss(pooled, batch.scenes, known_scene) + 0.05 * scale_error(tokens)
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> float:
-        """The share of captions whose whole scene is read rightly from the pooled output, by its code."""
+    def score(self, batch: CaptionBatch) -> float:
+        """Return the share of captions whose whole scene is decoded correctly from the pooled output."""
         _, pooled = self.encoder(self.encoder.ids(batch.texts))
         return (self.pooled_code.read(pooled) == batch.scenes).all(1).float().mean().item()
 
-    def lose_words(
-        self, ids: Tensor, which: Tensor, batch: Batch, generator: torch.Generator
+    def drop_words(
+        self, ids: Tensor, object_index: Tensor, batch: CaptionBatch, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Half of the captions lose some words for colour or shape, so that neither is guessed from the other.
+        """Replace some words for colour or shape in half of the captions, so that neither is guessed from the other.
 
-        Returns the ids with strange ones instead, where they are, and which fields of scene and objects stay known.
+        Returns the new ids, which of them were replaced, and which fields of scene and objects stay known.
         """
         chance = 0.3 * (torch.rand(len(ids), 1, generator=generator) < 0.5)
         of_object = self.is_shape[ids] | self.is_colour[ids]
-        lost = of_object & (torch.rand(ids.shape, generator=generator) < chance)
-        strange = self.other_ids[torch.randint(len(self.other_ids), ids.shape, generator=generator)]
+        dropped = of_object & (torch.rand(ids.shape, generator=generator) < chance)
+        replacements = self.other_ids[torch.randint(len(self.other_ids), ids.shape, generator=generator)]
         known_object = torch.ones(batch.objects.shape, dtype=torch.bool)
         known_scene = torch.ones(batch.scenes.shape, dtype=torch.bool)
-        for row, place in lost.nonzero().tolist():
-            field, index = int(self.is_shape[ids[row, place]]), int(which[row, place])
+        for row, position in dropped.nonzero().tolist():
+            field, index = int(self.is_shape[ids[row, position]]), int(object_index[row, position])
             known_object[row, index, field] = False
             known_scene[row, 5 + 2 * (index ^ int(batch.swapped[row])) + field] = False
-        return torch.where(lost, strange, ids), lost, known_scene, known_object
+        return torch.where(dropped, replacements, ids), dropped, known_scene, known_object
 
 
-def unscaled(tokens: Tensor) -> Tensor:
-    """How far the channels are from unit scale."""
+def scale_error(tokens: Tensor) -> Tensor:
+    """Return how far the channels are from unit scale."""
     return tokens.flatten(0, 1).square().mean(0).log().square().mean()
