@@ -33,6 +33,7 @@ from sd3_light.budget.flops import Tokens, image_tokens
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, UserError, load_config
+from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.engines import Launch
@@ -328,7 +329,7 @@ def options() -> argparse.ArgumentParser:
     choices = ("true", "false", "selective")
     parser.add_argument("--checkpointing", choices=choices, default="false", help="activation checkpointing")
     parser.add_argument("--no-save", action="store_true", help="no checkpoint, not even at the end")
-    parser.add_argument("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="of the DeepSpeed engine")
     parser.add_argument("--feed-only", action="store_true", help="the loader alone, without a model")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from sd3_light.budget.amount import GIB, Amount, format_bytes
 from sd3_light.budget.flops import block_weights
 from sd3_light.budget.training_setup import TrainingSetup
+from sd3_light.config.optimizers import OPTIMIZERS
 
 __all__ = [
     "GpuMemory",
@@ -141,14 +142,11 @@ def _state_formula(case: TrainingSetup, terms: Sequence[_Term]) -> str:
 
 
 def _optimizer_terms(case: TrainingSetup) -> dict[str, float]:
-    """Bytes a parameter. 8-bit moments have a float32 scale for each 256; Muon has one momentum for block matrices."""
-    if case.optimizer == "adamw8bit":
-        return {"AdamW in 8 bits": 2 + 2 * 4 / 256}
-    if case.optimizer == "muon":
-        blocks = block_weights(case.size)
-        share = (blocks.image + blocks.text + blocks.sample) / case.size.num_parameters()
-        return {"Muon": 4 * share, "AdamW": 8 * (1 - share)}
-    return {"AdamW": 8}
+    """Return label -> bytes per parameter, averaged over all parameters."""
+    blocks = block_weights(case.size)
+    share = (blocks.image + blocks.text + blocks.sample) / case.size.num_parameters()
+    shares = {"all": 1, "block matrices": share, "other": 1 - share}
+    return {term.label: term.bytes_per_parameter * shares[term.weights] for term in OPTIMIZERS[case.optimizer].state}
 
 
 def checkpoint_copy_bytes(case: TrainingSetup) -> Amount:
@@ -317,7 +315,7 @@ def _optimizer(case: TrainingSetup) -> dict[str, int]:
     Fused AdamW and clipping work in place. Muon orthogonalises one matrix at a time, 6 D x D at most, in bf16.
     """
     gradients = _all_gradients(case)
-    work = 16 * 6 * case.size.width**2 if case.optimizer == "muon" else 0
+    work = OPTIMIZERS[case.optimizer].step_bytes * case.size.width**2
     if case.by_ddp:
         work = 4 * case.trained  # after its first step DDP lays its buckets anew beside the old ones
     elif case.zero_stage == 0:  # flat, to be averaged

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sd3_light.config.faults import Fault
+from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import SIZES, chosen_size_name
-
-UNSHARDED_OPTIMIZERS = ("adamw8bit", "muon")
 
 
 def _fault(
@@ -138,9 +137,9 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
 
 
 def optimizer(train: TrainConfig) -> Iterator[Fault]:
-    """Muon needs whole matrices, and 8-bit state is not sharded."""
+    """An optimizer whose state cannot be sharded runs unsharded on the torch engine."""
     name = train.optimizer.type
-    if name not in UNSHARDED_OPTIMIZERS:
+    if OPTIMIZERS[name].shardable:
         return
     problem, hint = "needs the torch engine without sharding", 'write type = "adamw"'
     if train.parallel == "fsdp2":
@@ -272,8 +271,8 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
 def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
     """Return why ``world`` processes of the DeepSpeed engine cannot train this config, or None if they can."""
     stages = config.pipeline_stages
-    if config.optimizer.type != "adamw":
-        return f"--deepspeed trains with AdamW only; optimizer.type is {config.optimizer.type!r}: write 'adamw'"
+    if not OPTIMIZERS[config.optimizer.type].shardable:
+        return f"--deepspeed cannot shard the state of optimizer.type = {config.optimizer.type!r}; write 'adamw'"
     if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
         return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
     if config.parallel != "ddp":

@@ -23,10 +23,12 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
+from sd3_light.config.optimizers import OPTIMIZER_NAMES, describe_optimizers
 from sd3_light.config.sizes import SIZES
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
+OptimizerName = Annotated[str, Strict(), OPTIMIZER_NAMES, AfterValidator(OPTIMIZER_NAMES)]
 LORA_TARGETS = (
     "attn.to_q",
     "attn.to_k",
@@ -126,12 +128,7 @@ class ModelConfig(Table):
 class OptimizerConfig(Table):
     """[optimizer]: the optimizer and its settings."""
 
-    type: Literal["adamw", "adamw8bit", "muon"] = Field(
-        default="adamw",
-        description="`muon`: Muon (momentum 0.95) for the matrices of the blocks, with updates scaled to match AdamW, "
-        "and AdamW for the rest. `adamw8bit`: 8-bit moments, through bitsandbytes (`pip install 'sd3-light[bnb]'`). "
-        "Both need the torch engine without sharding.",
-    )
+    type: OptimizerName = Field(default="adamw", description=describe_optimizers())
     lr: Positive = Field(default=1e-4, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments.")
     weight_decay: NotNegative = Field(

@@ -16,6 +16,7 @@ from sd3_light.config import (
     UserError,
 )
 from sd3_light.config.cross_checks import text_recon_problem
+from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
@@ -64,9 +65,13 @@ def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
         hint, given = f"run `{INSTALL}`, or write base_bits = 16", str(adapter.base_bits)
         yield Fault(str(loaded.path), "adapter.base_bits", missing, given=given, hint=hint)
-    if loaded.train.optimizer.type == "adamw8bit" and find_spec("bitsandbytes") is None:
-        hint = 'run `pip install "sd3-light[bnb]"`, or write type = "adamw"'
-        yield Fault(str(loaded.path), "optimizer.type", missing, hint=hint)
+    record = OPTIMIZERS[loaded.train.optimizer.type]
+    if record.package is not None and find_spec(record.package) is None:
+        hint, problem = (
+            f'run `{record.install}`, or write type = "adamw"',
+            f"needs {record.package}, which is not installed",
+        )
+        yield Fault(str(loaded.path), "optimizer.type", problem, hint=hint)
 
 
 # --- the model --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The optimizers: right against an independent computation, and skipped, saved and loaded without a trace."""
+"""Optimizers: correct against an independent computation; skipping, saving and loading change nothing."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,19 +12,26 @@ from torch import Tensor, nn
 
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
+from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.optim import build
-from sd3_light.optim.build import Optimizer, make_optimizer
+from sd3_light.optim.build import MAKERS, Optimizer, make_optimizer
 
 CPU = torch.device("cpu")
 MATRIX, BIAS = "transformer_blocks.0.attn.to_q.weight", "transformer_blocks.0.attn.to_q.bias"
 NORM, EMBED, OUT = "transformer_blocks.1.attn.norm_q.weight", "context_embedder.weight", "proj_out.weight"
 DECAYING = {MATRIX, OUT}
 SHAPES = {MATRIX: (72, 60), BIAS: (60,), NORM: (64,), EMBED: (8, 9), OUT: (16, 300)}
-EIGHT_BIT = pytest.param(
-    "adamw8bit",
-    marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
-)
-KINDS = ["adamw", "muon", EIGHT_BIT]
+
+
+def optional(name: str) -> Any:
+    """The optimizer as a test parameter, skipped where its library is missing."""
+    package = OPTIMIZERS[name].package
+    missing = package is not None and importlib.util.find_spec(package) is None
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"needs {package}"))
+
+
+KINDS = [optional(name) for name in OPTIMIZERS]
+EIGHT_BIT = optional("adamw8bit")
 
 
 class Toy:
@@ -49,11 +56,11 @@ class Toy:
         return self
 
     def all(self) -> dict[str, Tensor]:
-        """Every number that training knows, copied."""
-        found = {f"param/{name}": parameter.detach().clone() for name, parameter in self.named.items()}
+        """All weights and optimizer state, copied."""
+        numbers = {f"param/{name}": parameter.detach().clone() for name, parameter in self.named.items()}
         for name in self.named:
-            found |= {f"{kind}/{name}": value.clone() for kind, value in self.optimizer.state(name).items()}
-        return found
+            numbers |= {f"{kind}/{name}": value.clone() for kind, value in self.optimizer.state(name).items()}
+        return numbers
 
 
 def rate(step: int) -> float:
@@ -65,11 +72,11 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
 
 
-# --- the mathematics --------------------------------------------------------------------------
+# --- correctness --------------------------------------------------------------------------
 
 
 def adamw_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
-    """AdamW as its paper writes it (Loshchilov and Hutter 2019, algorithm 2), in float64, by nothing but numpy."""
+    """AdamW as in its paper (Loshchilov and Hutter 2019, algorithm 2), in float64 with numpy alone."""
     (b1, b2), eps = toy.config.betas, toy.config.eps
     x = {name: p.detach().double().numpy().copy() for name, p in toy.named.items()}
     m, v = ({name: np.zeros_like(value) for name, value in x.items()} for _ in range(2))
@@ -87,7 +94,7 @@ def adamw_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("keys", [{}, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.0}])
-def test_adamw_is_the_papers_over_20_steps(keys: dict[str, Any]) -> None:
+def test_adamw_matches_the_paper_over_20_steps(keys: dict[str, Any]) -> None:
     expected = adamw_in_float64(Toy(**keys), 20)
     toy = Toy(**keys).steps(0, 20)
     for name, parameter in toy.named.items():
@@ -106,8 +113,8 @@ def test_only_the_decaying_group_decays() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-6, atol=0)
 
 
-def test_muon_turns_matrices_by_an_orthogonal_step_of_adamws_size() -> None:
-    """Of a gradient U S V' the first step takes about U V', scaled so that its mean square is that of 0.2 lr."""
+def test_muon_steps_are_orthogonal_and_of_adamws_size() -> None:
+    """For a gradient U S V' the first step is about U V', scaled to a root mean square of 0.2 lr."""
     toy = Toy("muon", weight_decay=0.0)
     before = toy.named[MATRIX].detach().clone()
     toy.gradients(0)
@@ -122,7 +129,7 @@ def test_muon_turns_matrices_by_an_orthogonal_step_of_adamws_size() -> None:
     assert moved.square().mean().sqrt().item() == pytest.approx(0.2 * 1e-2, rel=0.25)
 
 
-def test_muon_takes_matrices_of_blocks_and_adamw_the_rest() -> None:
+def test_muon_updates_matrices_of_blocks_and_adamw_the_rest() -> None:
     muon, adamw = Toy("muon").steps(0, 3), Toy("adamw").steps(0, 3)
     for name in SHAPES:
         same = torch.equal(muon.named[name], adamw.named[name])
@@ -138,20 +145,20 @@ def test_muon_decays_its_matrices() -> None:
 
 @pytest.mark.parametrize("names", [[MATRIX], [BIAS, EMBED]])
 def test_muon_with_only_one_kind_of_weight(names: list[str]) -> None:
-    """As when all else is frozen."""
+    """For example when all other weights are frozen."""
     named = {name: nn.Parameter(torch.ones(SHAPES[name])) for name in names}
     optimizer = make_optimizer(named, OptimizerConfig(type="muon"), CPU)
     optimizer.prepare_state()
     assert all(optimizer.state(name) for name in names)
 
 
-# --- a step that must not be taken ------------------------------------------------------------
+# --- skipped steps ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_skipped_step_changes_nothing_and_leaves_no_trace(kind: str, at: int) -> None:
-    """The first step too; gradients that are not finite do not get in by any way."""
+def test_a_skipped_step_changes_nothing(kind: str, at: int) -> None:
+    """Not even the first step; non-finite gradients never reach weights or state."""
     toy, untroubled = Toy(kind).steps(0, at), Toy(kind).steps(0, 5)
     toy.optimizer.prepare_state()
     before = toy.all()
@@ -165,22 +172,22 @@ def test_a_skipped_step_changes_nothing_and_leaves_no_trace(kind: str, at: int) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_not_skipping_is_the_plain_step(kind: str) -> None:
-    asked, plain = Toy(kind).steps(0, 2), Toy(kind).steps(0, 3)
-    asked.gradients(2)
-    asked.optimizer.set_rate(rate(2))
-    asked.optimizer.step(skip=torch.zeros(()))
-    assert_same(asked.all(), plain.all())
+def test_skip_0_is_a_plain_step(kind: str) -> None:
+    not_skipped, plain = Toy(kind).steps(0, 2), Toy(kind).steps(0, 3)
+    not_skipped.gradients(2)
+    not_skipped.optimizer.set_rate(rate(2))
+    not_skipped.optimizer.step(skip=torch.zeros(()))
+    assert_same(not_skipped.all(), plain.all())
 
 
-def test_adamw_does_not_ask_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_skips_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy().steps(0, 1)
 
-    def asked(self: Tensor) -> Any:
+    def read_by_host(self: Tensor) -> Any:
         raise AssertionError("the host waits for the device")
 
-    for way in ("__bool__", "item", "__float__", "tolist"):
-        monkeypatch.setattr(Tensor, way, asked)
+    for method in ("__bool__", "item", "__float__", "tolist"):
+        monkeypatch.setattr(Tensor, method, read_by_host)
     toy.optimizer.step(skip=torch.ones(()))
 
 
@@ -188,7 +195,7 @@ def test_adamw_does_not_ask_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preparing_makes_the_state_of_step_0_and_moves_no_weight(kind: str) -> None:
+def test_prepare_state_creates_step_0_and_changes_no_weight(kind: str) -> None:
     toy, fresh = Toy(kind), Toy(kind)
     assert all(toy.optimizer.state(name) == {} for name in SHAPES)
     toy.optimizer.prepare_state()
@@ -202,8 +209,8 @@ def test_preparing_makes_the_state_of_step_0_and_moves_no_weight(kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_run_goes_on_from_what_state_lists_bit_for_bit(kind: str, at: int) -> None:
-    """Two steps after loading: the first does not show lost moments."""
+def test_a_run_resumes_bit_for_bit_from_the_listed_state(kind: str, at: int) -> None:
+    """Several steps after loading: the first would not show lost moments."""
     unbroken = Toy(kind).steps(0, at)
     unbroken.optimizer.prepare_state()
     saved, resumed = unbroken.all(), Toy(kind)
@@ -211,12 +218,12 @@ def test_a_run_goes_on_from_what_state_lists_bit_for_bit(kind: str, at: int) -> 
     with torch.no_grad():
         for name, parameter in resumed.named.items():
             parameter.copy_(saved[f"param/{name}"])
-            for what, value in resumed.optimizer.state(name).items():
-                value.view(-1).copy_(saved[f"{what}/{name}"].view(-1))
+            for state_kind, value in resumed.optimizer.state(name).items():
+                value.view(-1).copy_(saved[f"{state_kind}/{name}"].view(-1))
     assert_same(resumed.steps(at, at + 3).all(), unbroken.steps(at, at + 3).all())
 
 
-def test_adamw_remembers_two_float32_moments_and_a_float32_count() -> None:
+def test_adamw_state_is_two_float32_moments_and_a_float32_count() -> None:
     toy = Toy().steps(0, 2)
     state = toy.optimizer.state(MATRIX)
     described = {kind: (value.dtype, tuple(value.shape)) for kind, value in state.items()}
@@ -225,9 +232,9 @@ def test_adamw_remembers_two_float32_moments_and_a_float32_count() -> None:
 
 
 @pytest.mark.parametrize("kind", [EIGHT_BIT])
-def test_8_bit_state_is_listed_by_its_own_dtypes(kind: str) -> None:
+def test_8_bit_state_keeps_its_dtypes(kind: str) -> None:
     toy = Toy(kind).steps(0, 2)
-    large = {what: (value.dtype, value.numel()) for what, value in toy.optimizer.state(MATRIX).items()}
+    large = {key: (value.dtype, value.numel()) for key, value in toy.optimizer.state(MATRIX).items()}
     blocks = -(-72 * 60 // 256)
     assert large == {
         "step": (torch.int64, 1),
@@ -236,28 +243,47 @@ def test_8_bit_state_is_listed_by_its_own_dtypes(kind: str) -> None:
         "absmax1": (torch.float32, blocks),
         "absmax2": (torch.float32, blocks),
     }
-    small = {what: value.dtype for what, value in toy.optimizer.state(BIAS).items()}
+    small = {key: value.dtype for key, value in toy.optimizer.state(BIAS).items()}
     assert small == {"step": torch.int64, "state1": torch.float32, "state2": torch.float32}
 
 
 @pytest.mark.parametrize("kind", [EIGHT_BIT])
-def test_8_bit_learns_as_adamw_does_to_its_precision(kind: str) -> None:
+def test_8_bit_adamw_stays_close_to_adamw(kind: str) -> None:
     coarse, exact, start = Toy(kind).steps(0, 20), Toy("adamw").steps(0, 20), Toy()
     for name in SHAPES:
-        way = (exact.named[name] - start.named[name]).norm()
-        assert (coarse.named[name] - exact.named[name]).norm() < 0.05 * way, name
+        distance = (exact.named[name] - start.named[name]).norm()
+        assert (coarse.named[name] - exact.named[name]).norm() < 0.05 * distance, name
 
 
-def test_8_bit_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="run `pip install 'sd3-light\\[bnb\\]'`"):
         Toy("adamw8bit")
 
 
-def test_zero_grad_forgets_gradients() -> None:
+def test_zero_grad_drops_gradients() -> None:
     toy = Toy("muon").steps(0, 1)
     toy.optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in toy.named.values())
+
+
+# --- the records ------------------------------------------------------------------------------
+
+
+def test_every_record_has_a_maker() -> None:
+    assert MAKERS.keys() == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_has_the_bytes_of_the_record(kind: str) -> None:
+    named = {MATRIX: nn.Parameter(torch.ones(128, 256)), OUT: nn.Parameter(torch.ones(64, 128))}
+    optimizer = make_optimizer(named, OptimizerConfig(type=kind), CPU)
+    optimizer.prepare_state()
+    stored = {name: sum(value.nbytes for value in optimizer.state(name).values() if value.dim()) for name in named}
+    for name, parameter in named.items():
+        weights = ("all", "block matrices" if name == MATRIX else "other")
+        terms = [term.bytes_per_parameter for term in OPTIMIZERS[kind].state if term.weights in weights]
+        assert stored[name] == sum(terms) * parameter.numel()
 
 
 # --- sharded weights --------------------------------------------------------------------------
@@ -270,7 +296,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_sharded_weights_learn_and_are_skipped_like_whole_ones(one_process: None) -> None:
+def test_sharded_weights_train_and_skip_like_whole_ones(one_process: None) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 

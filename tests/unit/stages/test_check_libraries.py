@@ -20,7 +20,7 @@ def test_8_bit_adamw_without_its_library(
     assert fault.key == "optimizer.type"
     assert "bitsandbytes" in fault.problem
     assert fault.hint is not None
-    assert '`pip install "sd3-light[bnb]"`' in fault.hint
+    assert "`pip install 'sd3-light[bnb]'`" in fault.hint
     assert disk_faults(place.load(tables=EIGHT_BIT), caching=True) == [], "a cache needs no optimizer"
     assert disk_faults(place.load(tables='[optimizer]\ntype = "muon"')) == []
 

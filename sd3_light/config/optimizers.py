@@ -1,0 +1,61 @@
+"""The optimizers: one record each. `sd3_light/optim/build.py` has a maker for every record."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sd3_light.config.base import Choices
+
+
+@dataclass(frozen=True)
+class StateTerm:
+    """Optimizer state of some weights: its label in formulas, and its bytes per parameter."""
+
+    label: str
+    bytes_per_parameter: float
+    weights: Literal["all", "block matrices", "other"] = "all"
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """Everything that config, check and the memory formula need to know about an optimizer.
+
+    ``shardable``: FSDP2, pipelines and DeepSpeed can shard its state. ``step_bytes``: memory of one step beside state
+    and gradients, in bytes per squared model width. ``package`` is the library it needs, from the extra ``extra``.
+    """
+
+    description: str
+    state: tuple[StateTerm, ...]
+    shardable: bool = False
+    step_bytes: int = 0
+    package: str | None = None
+    extra: str | None = None
+
+    @property
+    def install(self) -> str:
+        """The command that installs the optimizer's library."""
+        return f"pip install 'sd3-light[{self.extra}]'"
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerRecord("AdamW with float32 moments", (StateTerm("AdamW", 8),), shardable=True),
+    "adamw8bit": OptimizerRecord(
+        "AdamW with 8-bit moments, through bitsandbytes (`pip install 'sd3-light[bnb]'`)",
+        (StateTerm("AdamW in 8 bits", 2 + 2 * 4 / 256),),  # one float32 scale per 256 values
+        package="bitsandbytes",
+        extra="bnb",
+    ),
+    "muon": OptimizerRecord(
+        "Muon (momentum 0.95) for the matrices of the blocks, with updates scaled to match AdamW, and AdamW for the "
+        "rest",
+        (StateTerm("Muon", 4, "block matrices"), StateTerm("AdamW", 8, "other")),
+        step_bytes=16 * 6,  # it orthogonalises one matrix at a time, at most 6 D x D, in bf16
+    ),
+}
+OPTIMIZER_NAMES = Choices(tuple(OPTIMIZERS))
+
+
+def describe_optimizers() -> str:
+    """Return the description of `optimizer.type`."""
+    names = " and ".join(f"`{name}`" for name, record in OPTIMIZERS.items() if not record.shardable)
+    descriptions = ". ".join(f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items())
+    return f"{descriptions}. {names} need the torch engine without sharding."
