@@ -1,6 +1,6 @@
-"""What a block of the denoiser keeps for its backward pass, and what passes by while it runs: bytes a token.
+"""Bytes that a denoiser block saves for its backward pass, and its working memory, per token and unit of width.
 
-Pure arithmetic on a `ModelSize`; `budget/gpu_memory.py` adds it up.
+Pure arithmetic on a `ModelSize`; `budget/gpu_memory.py` sums it up.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from sd3_light.config import ModelSize
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes that autograd keeps of a block, for each token and unit of width, and what passes by while it runs.
+    """Bytes that autograd saves of a block, per token and unit of width, and its working memory.
 
     Counted tensor by tensor, with the residual stream r, in float32 | under CUDA's bf16 autocast, which runs layer
-    norms in float32 and casts a float32 input anew for every linear layer that reads it | compiled, where inductor
-    computes norms and modulation again:
+    norms in float32 and casts a float32 input once per linear layer that reads it | compiled, where inductor
+    recomputes norms and modulation:
 
         norm 1: r, its normalised form                                     4 + 4 | 4 + 4 | 2 (r)
         inputs of q, k, v                            one tensor, shared: 4 | three casts: 6 | 2
@@ -26,7 +26,7 @@ class ActivationBytes:
         qk-norm, for q and k each: input (autocast: also in float32), normalised 4 + 4 | 2 + 4 + 4 | 2
 
     The text of the last block ends at the attention. Dual attention adds q, k, v's inputs, q, k, v, result and output
-    to the image. Tests hold each column against what autograd saves.
+    to the image. Tests compare each column with what autograd saves.
     """
 
     block: int
@@ -38,38 +38,38 @@ class ActivationBytes:
     stream: int
     work: int
 
-    def of(self, size: ModelSize, tokens: Tokens, blocks: range | None = None) -> int:
-        """Bytes of some blocks, or of all, for one sample."""
+    def total(self, size: ModelSize, tokens: Tokens, blocks: range | None = None) -> int:
+        """Return the bytes of ``blocks`` (None: all) for one sample."""
         blocks = range(size.num_layers) if blocks is None else blocks
         dual, is_last = len(set(size.dual_attention_layers) & set(blocks)), size.num_layers - 1 in blocks
-        image = len(blocks) * self.a_token(size) + dual * self._dual(size)
-        text = len(blocks) * self.a_token(size) - is_last * (self.block - self.last_text)
+        image = len(blocks) * self.per_token(size) + dual * self._dual(size)
+        text = len(blocks) * self.per_token(size) - is_last * (self.block - self.last_text)
         return (image * tokens.image + text * tokens.text) * size.width
 
     def largest(self, size: ModelSize, tokens: Tokens) -> int:
-        """Bytes of the block that keeps most, for one sample."""
+        """Return the bytes of the block that saves most, for one sample."""
         dual = self._dual(size) * tokens.image if size.dual_attention_layers else 0
-        return (self.a_token(size) * tokens.joint + dual) * size.width
+        return (self.per_token(size) * tokens.joint + dual) * size.width
 
-    def twice(self) -> "ActivationBytes":
-        """The same tensors twice as wide."""
+    def doubled(self) -> "ActivationBytes":
+        """Return the same tensors, twice as wide."""
         return ActivationBytes(**{name: 2 * value for name, value in vars(self).items()})
 
-    def a_token(self, size: ModelSize) -> int:
-        """Bytes of an ordinary block for each token and unit of width."""
+    def per_token(self, size: ModelSize) -> int:
+        """Return the bytes of an ordinary block per token and unit of width."""
         return self.block + (self.norm if size.qk_norm else 0)
 
     def _dual(self, size: ModelSize) -> int:
         return self.dual + (self.norm_dual if size.qk_norm else 0)
 
 
-# with qk-norm the dual attention's result passes through float32, so under autocast its projection keeps one more cast
+# with qk-norm the dual attention's result is float32, so under autocast its projection saves one more cast
 FLOAT32 = ActivationBytes(block=84, last_text=28, dual=24, norm=16, norm_dual=16, output=12, stream=4, work=20)
 BFLOAT16 = ActivationBytes(block=54, last_text=22, dual=16, norm=20, norm_dual=22, output=10, stream=2, work=10)
 COMPILED = ActivationBytes(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
-# in bf16 what products (q, k, v, out, up, down) and attention made, and the block's inputs
+# in bf16: outputs of products (q, k, v, out, up, down) and attention, and the block's inputs
 SELECTIVE = ActivationBytes(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
-# the fast blocks, see `model/fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
+# the fast blocks of `model/fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
 # 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
 FAST = ActivationBytes(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
 FAST_SELECTIVE = ActivationBytes(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)

@@ -1,7 +1,6 @@
-"""What a denoiser computes: FLOPs of a training sample and of a step, with the formula that gave them.
+"""FLOPs of a training sample and of a step, with their formulas.
 
-Pure arithmetic on a `ModelSize`. Letters in formulas: N image tokens, T text tokens, D width, L blocks. What it takes
-of a GPU's memory is in `budget/gpu_memory.py`.
+Pure arithmetic on a `ModelSize`. Letters in formulas: N image tokens, T text tokens, D width, L blocks.
 """
 
 from collections import Counter
@@ -15,7 +14,7 @@ from sd3_light.config.base import Checkpointing
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one sample in each stream."""
+    """Tokens of one sample per stream."""
 
     image: int
     text: int
@@ -27,13 +26,13 @@ class Tokens:
 
 
 def image_tokens(width: int, height: int) -> int:
-    """Tokens of a picture of ``width`` x ``height`` pixels: the VAE shrinks 8 times, a patch covers 2 x 2."""
+    """Return the tokens of an image of ``width`` x ``height`` pixels: the VAE shrinks 8 times, a patch covers 2 x 2."""
     side = 8 * ModelSize.patch_size
     return (width // side) * (height // side)
 
 
 def forward_flops(size: ModelSize, tokens: Tokens) -> int:
-    """FLOPs of one sample's forward pass: matrix products and attention, norms and activations left out."""
+    """Return the FLOPs of one sample's forward pass: matrix products and attention, without norms and activations."""
     weights = matrix_weights(size)
     products = 2 * (weights.image * tokens.image + weights.text * tokens.text + weights.sample)
     joint = 4 * tokens.joint**2 * size.width * size.num_layers
@@ -44,10 +43,10 @@ def forward_flops(size: ModelSize, tokens: Tokens) -> int:
 def training_flops(
     size: ModelSize, tokens: Tokens, checkpointing: Checkpointing = False, adapter: bool = False
 ) -> Amount:
-    """FLOPs that a GPU spends on one training sample: the backward pass costs two forwards, checkpointing one more.
+    """Return the FLOPs of one training sample: the backward pass costs two forward passes, checkpointing one more.
 
-    Under an ``adapter`` the weights' own gradients are not computed: one forward less. Its own work, a few percent at
-    usual ranks, is left out.
+    With an ``adapter`` the frozen weights' gradients are not computed: one forward pass less. The adapter itself, a
+    few percent at usual ranks, is not counted.
     """
     passes = 3 + (checkpointing is True) - adapter
     terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
@@ -58,10 +57,9 @@ def training_flops(
 
 
 def step_flops(size: ModelSize, image_tokens: int, text_lengths: Iterable[int], adapter: bool = False) -> int:
-    """FLOPs that a step needs, for utilisation: those of its samples' own tokens, one text length a sample.
+    """Return the FLOPs that a step needs, for utilisation: real tokens only, one text length per sample.
 
-    What is computed twice to save memory, and padding that `text_tokens = "real"` masks, is work but no progress: it
-    is not counted.
+    Recomputation that saves memory, and padding that `text_tokens = "real"` masks, are not counted.
     """
     samples = Counter(text_lengths)
     costs = {text: training_flops(size, Tokens(image_tokens, text), adapter=adapter).value for text in samples}
@@ -70,7 +68,7 @@ def step_flops(size: ModelSize, image_tokens: int, text_lengths: Iterable[int], 
 
 @dataclass(frozen=True)
 class MatrixWeights:
-    """Weights in matrix products, by what they act on: each image token, each text token, the sample once."""
+    """Weights in matrix products, by what they multiply: every image token, every text token, or the sample once."""
 
     image: int
     text: int
@@ -78,7 +76,7 @@ class MatrixWeights:
 
 
 def matrix_weights(size: ModelSize) -> MatrixWeights:
-    """The weights of the whole denoiser."""
+    """Return the matrix weights of the whole denoiser."""
     blocks, square = block_weights(size), size.width**2
     image = 2 * _patch(size) * size.width + blocks.image
     text = size.text_width * size.width + blocks.text
@@ -88,18 +86,18 @@ def matrix_weights(size: ModelSize) -> MatrixWeights:
 
 
 def block_weights(size: ModelSize) -> MatrixWeights:
-    """The weights of the joint blocks alone."""
+    """Return the matrix weights of the joint blocks alone."""
     square, blocks, dual = size.width**2, size.num_layers, len(size.dual_attention_layers)
     # attention has 4 squares and the feed-forward 8; the last block only reads its text: 3 squares
     image = 12 * blocks + 4 * dual
     text = 12 * (blocks - 1) + 3
-    # modulation: 6 squares a stream and block, 9 for the image with dual attention, 2 for the last text
+    # modulation: 6 squares per stream and block, 9 for the image with dual attention, 2 for the last text
     modulation = 6 * blocks + 3 * dual + 6 * (blocks - 1) + 2
     return MatrixWeights(image * square, text * square, modulation * square)
 
 
 def _input_gradients(size: ModelSize, tokens: Tokens) -> int:
-    """FLOPs of gradients that nobody needs: those of pictures, text, time and pooled text."""
+    """Return the FLOPs of gradients that are never computed: those of images, text, time and pooled text."""
     weights = _patch(size) * tokens.image + size.text_width * tokens.text + 256 + size.pooled_width
     return 2 * weights * size.width
 

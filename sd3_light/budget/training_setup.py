@@ -1,9 +1,17 @@
-"""How a denoiser trains, in all that memory depends on: model, batch, engine and layout."""
+"""Everything that the memory of a training run depends on: model, batch, engine and layout."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from sd3_light.budget.activations import BFLOAT16, COMPILED, FAST, FAST_SELECTIVE, FLOAT32, SELECTIVE, ActivationBytes
+from sd3_light.budget.activations import (
+    BFLOAT16,
+    COMPILED,
+    FAST,
+    FAST_SELECTIVE,
+    FLOAT32,
+    SELECTIVE,
+    ActivationBytes,
+)
 from sd3_light.budget.flops import Tokens, block_weights
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.config import ModelSize
@@ -12,10 +20,10 @@ from sd3_light.config.base import Checkpointing
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How a denoiser trains: all that its memory depends on. ``world`` is the number of GPUs.
+    """How a denoiser is trained. ``world`` is the number of GPUs.
 
-    By ``deepspeed`` they form pipelines of ``stages`` with ZeRO stage ``zero``; the numbers are those of stage
-    ``stage``, whose layers ``bounds`` tell (empty: as even in parameters as DeepSpeed makes them).
+    With ``deepspeed`` they form pipelines of ``stages`` with ZeRO stage ``zero``. The numbers are those of stage
+    ``stage``, whose layers follow from ``bounds`` (empty: as even in parameters as DeepSpeed makes them).
     """
 
     size: ModelSize
@@ -25,15 +33,15 @@ class TrainingSetup:
     checkpointing: Checkpointing = False
     compiled: bool = False
     fast: bool = False
-    compute: str = "bfloat16"
+    compute_dtype: str = "bfloat16"
     accumulation: int = 1
     optimizer: str = "adamw"
     world: int = 1
     parallel: str = "ddp"
     evaluates: bool = False
-    beside: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
-    adapter: tuple[int, ...] | None = None  # its weights by layer, which train; the denoiser's own are frozen then
-    base_bits: int = 16  # of a frozen weight in the matrices of the blocks, which are then all on one GPU
+    other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
+    adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
+    base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
     deepspeed: bool = False
     zero: int = 1
     stages: int = 1
@@ -44,59 +52,59 @@ class TrainingSetup:
 
     @property
     def zero_stage(self) -> int | None:
-        """DeepSpeed's ZeRO stage that is in force; None with torch's own engine."""
+        """DeepSpeed's effective ZeRO stage; None with the torch engine."""
         if not self.deepspeed:
             return None
-        return 0 if self.world == 1 and self.zero == 1 else self.zero  # alone there is nobody to share with
+        return 0 if self.world == 1 and self.zero == 1 else self.zero  # one process has nothing to shard
 
     @property
     def replicas(self) -> int:
-        """Pipelines that learn from different micro-batches."""
+        """Pipelines that train on different micro-batches."""
         return self.world // self.stages
 
     @property
     def shards(self) -> int:
-        """GPUs over which weights and averages are cut."""
-        cut = self.zero_stage == 3 or (self.zero_stage is None and self.parallel == "fsdp2")
-        return self.world if cut else 1
+        """GPUs over which weights and averages are sharded."""
+        sharded = self.zero_stage == 3 or (self.zero_stage is None and self.parallel == "fsdp2")
+        return self.world if sharded else 1
 
     @property
     def moment_shards(self) -> int:
-        """GPUs over which the optimizer's state is cut."""
+        """GPUs over which the optimizer state is sharded."""
         return self.replicas if self.zero_stage in (1, 2) else self.shards
 
     @property
-    def by_ddp(self) -> bool:
-        """Whether torch's DDP averages gradients, in buckets that stay."""
+    def uses_ddp(self) -> bool:
+        """Whether torch's DDP averages gradients, in buckets that stay allocated."""
         return self.zero_stage is None and self.world > 1 and self.shards == 1
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that wait on this stage for their backward pass: one forward, one backward in turns."""
+        """Micro-batches of this stage that wait for their backward pass (one-forward-one-backward schedule)."""
         return min(self.accumulation, self.stages - self.stage)
 
     # --- the layers of this stage --------------------------------------------------------------
 
     @cached_property
-    def cut(self) -> tuple[int, ...]:
+    def layer_bounds(self) -> tuple[int, ...]:
         """Bounds of the stages in the list of layers."""
         weights = self.size.layer_parameters() if self.adapter is None else self.adapter
         return self.bounds or stage_bounds(weights, self.stages, "parameters")
 
     @cached_property
     def layers(self) -> range:
-        """Of all layers (embed, blocks, output) those of this stage."""
-        return range(self.cut[self.stage], self.cut[self.stage + 1])
+        """The layers of this stage, out of embed, blocks and output."""
+        return range(self.layer_bounds[self.stage], self.layer_bounds[self.stage + 1])
 
     @property
     def blocks(self) -> range:
-        """The joint blocks of this stage, from 0 on."""
+        """The joint blocks of this stage, counted from 0."""
         last = self.size.num_layers
         return range(max(self.layers.start - 1, 0), min(self.layers.stop - 1, last))
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage embeds."""
+        """Whether this stage embeds the inputs."""
         return 0 in self.layers
 
     @property
@@ -106,23 +114,23 @@ class TrainingSetup:
 
     @cached_property
     def parameters(self) -> int:
-        """P, all of them."""
+        """All parameters of this stage, P."""
         return sum(self.size.layer_parameters()[self.layers.start : self.layers.stop])
 
     @cached_property
-    def trained(self) -> int:
-        """Parameters that train: P, or those of the adapter."""
+    def trained_parameters(self) -> int:
+        """The trained parameters of this stage: P, or those of the adapter."""
         return self.parameters if self.adapter is None else sum(self.adapter[self.layers.start : self.layers.stop])
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the weights under an adapter: in the type that they compute in, or in few bits and their scales."""
+        """Bytes of the frozen weights under an adapter: in their compute dtype, or quantized with their scales."""
         if self.adapter is None:
             return 0
-        few = sum(vars(block_weights(self.size)).values()) if self.base_bits < 16 else 0
-        scales = few / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # rows' scales in 8 bits weigh nothing
-        wide = 4 if self.compute == "float32" else 2
-        return round((self.parameters - few) * wide + few * self.base_bits / 8 + scales)
+        quantized = sum(vars(block_weights(self.size)).values()) if self.base_bits < 16 else 0
+        scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
+        width = 4 if self.compute_dtype == "float32" else 2
+        return round((self.parameters - quantized) * width + quantized * self.base_bits / 8 + scales)
 
     @property
     def block_parameters(self) -> int:
@@ -132,19 +140,19 @@ class TrainingSetup:
     # --- activations ---------------------------------------------------------------------------
 
     @property
-    def saved(self) -> ActivationBytes:
-        """What a block keeps while it is computed."""
-        if self.compute == "float32":
-            # compiled or fast float32 keeps the same tensors as in bf16, twice as wide
-            return FLOAT32 if not (self.compiled or self.fast) else (FAST if self.fast else COMPILED).twice()
+    def block_activations(self) -> ActivationBytes:
+        """What a block holds while it is computed."""
+        if self.compute_dtype == "float32":
+            # compiled or fast float32 saves the same tensors as in bf16, twice as wide
+            return FLOAT32 if not (self.compiled or self.fast) else (FAST if self.fast else COMPILED).doubled()
         if self.fast:
             return FAST
         return COMPILED if self.compiled else BFLOAT16
 
     @property
-    def kept(self) -> ActivationBytes:
-        """What a block keeps until the backward pass comes to it, where not only its inputs."""
+    def saved_activations(self) -> ActivationBytes:
+        """What a block saves until its backward pass, unless whole blocks are checkpointed."""
         if self.checkpointing != "selective":
-            return self.saved
-        kept = FAST_SELECTIVE if self.fast else SELECTIVE
-        return kept.twice() if self.compute == "float32" else kept
+            return self.block_activations
+        saved = FAST_SELECTIVE if self.fast else SELECTIVE
+        return saved.doubled() if self.compute_dtype == "float32" else saved

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sd3_light.config.base import Choices
-
 
 @dataclass(frozen=True)
 class StateTerm:
@@ -51,7 +49,6 @@ OPTIMIZERS = {
         step_bytes=16 * 6,  # it orthogonalises one matrix at a time, at most 6 D x D, in bf16
     ),
 }
-OPTIMIZER_NAMES = Choices(tuple(OPTIMIZERS))
 
 
 def describe_optimizers() -> str:

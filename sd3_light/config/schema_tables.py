@@ -23,12 +23,13 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
-from sd3_light.config.optimizers import OPTIMIZER_NAMES, describe_optimizers
+from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
 from sd3_light.config.sizes import SIZES
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
-OptimizerName = Annotated[str, Strict(), OPTIMIZER_NAMES, AfterValidator(OPTIMIZER_NAMES)]
+_OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
+OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
 LORA_TARGETS = (
     "attn.to_q",
     "attn.to_k",

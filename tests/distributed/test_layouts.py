@@ -237,11 +237,11 @@ def test_every_process_holds_what_the_formula_says(trained: Project, layout: Lay
         case = replace(whole, stage=rank // whole.replicas)
         noted = json.loads((trained.folder / layout.name / f"held-{rank}.json").read_text())
         # the formula counts what is frozen too, a hundredth here; ZeRO pads its parts
-        count = case.trained
+        count = case.trained_parameters
         assert noted["weights"] == pytest.approx(4 * count / case.shards, rel=0.03)
         assert noted["averages"] == pytest.approx(4 * count / case.shards, rel=0.03)
         assert noted["moments"] == pytest.approx(8 * count / case.moment_shards, rel=0.03)
-        beside = 4 * count * case.by_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
+        beside = 4 * count * case.uses_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
         assert sum(noted.values()) == pytest.approx(state_bytes(case).value - beside, rel=0.03)
     written = [file.stat().st_size for file in saved(trained, layout).glob("rank-*.safetensors")]
     assert checkpoint_copy_bytes(whole).value == pytest.approx(max(written), rel=0.15)

@@ -108,7 +108,7 @@ def layout_text(case: TrainingSetup) -> str:
         words += f" (zero_stage = {case.zero} has nobody to share with)"
     if case.stages == 1:
         return words
-    parts = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(case.cut))
+    parts = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(case.layer_bounds))
     pipelines = f"{case.replicas} pipelines" if case.replicas > 1 else "one pipeline"
     return f"{words}, {pipelines} of {case.stages} stages: layers {parts}"
 

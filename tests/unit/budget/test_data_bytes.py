@@ -1,4 +1,4 @@
-"""The footprint formulas against real tensors, and the loader's against the memory that it takes."""
+"""The byte formulas against real tensors, and the loader's against its measured memory."""
 
 import json
 import multiprocessing
@@ -70,24 +70,24 @@ def content(
     )
 
 
-def written(folder: Path, what: ShardContent, name: str = "one") -> ShardEntry:
+def written(folder: Path, content: ShardContent, name: str = "one") -> ShardEntry:
     (folder / SHARDS).mkdir(parents=True, exist_ok=True)
     entry = ShardEntry(f"{name}.safetensors", str(BUCKET), (64, 48), "toy#0", 0, 0, "", name)
-    return write_shard(folder / SHARDS, entry, what, [Origin("", "", 64, 48, ("",))] * len(what.sample_id))
+    return write_shard(folder / SHARDS, entry, content, [Origin("", "", 64, 48, ("",))] * len(content.sample_id))
 
 
 @pytest.mark.parametrize(("captions", "variants", "mask"), [(1, 1, False), (3, 2, True), (1, 1, True)])
-def test_a_sample_weighs_what_a_shard_keeps_of_it(captions: int, variants: int, mask: bool) -> None:
+def test_sample_bytes_match_a_shard(captions: int, variants: int, mask: bool) -> None:
     tensors = content(1, captions, variants, mask).tensors()
-    weight = sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
-    assert sample_bytes(PIXELS, TEXT, captions, variants, mask).value == weight
+    stored = sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
+    assert sample_bytes(PIXELS, TEXT, captions, variants, mask).value == stored
 
 
-def test_an_open_shard_holds_ids_and_starts(tmp_path: Path) -> None:
+def test_an_open_shard_holds_ids_and_offsets(tmp_path: Path) -> None:
     entry = written(tmp_path, content(10, captions=2))
     reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
     held = sum(values.nbytes for values in reader._index.values())
-    assert 0 <= held - open_shard_bytes(10, captions=2) <= 8 * 4  # each list of starts has one more entry
+    assert 0 <= held - open_shard_bytes(10, captions=2) <= 8 * 4  # each list of offsets has one more entry
 
 
 def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
@@ -104,36 +104,36 @@ def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
     assert longest.formula.startswith("at most B·")
 
 
-def test_the_loader_holds_what_is_ahead_in_use_and_in_the_making() -> None:
+def test_the_loader_holds_prefetched_used_and_prepared_batches() -> None:
     prepared = Amount(1000, "x")
     indices = OPEN_SHARDS * open_shard_bytes(512)
-    kept = MALLOC_CACHE_BYTES
+    malloc = MALLOC_CACHE_BYTES
     assert (
         loader_bytes(prepared, workers=0, prefetch=4, shard_size=512, open_shards=OPEN_SHARDS).value
-        == 1000 + indices + kept
+        == 1000 + indices + malloc
     )
     assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512, open_shards=OPEN_SHARDS).value == 8000 + 3 * (
-        indices + kept
+        indices + malloc
     )
     more = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
-    assert more.value == 7000 + 2 * (30 + 70 + kept + 24 * open_shard_bytes(512))
+    assert more.value == 7000 + 2 * (30 + 70 + malloc + 24 * open_shard_bytes(512))
 
 
-def test_formulas_say_what_was_counted() -> None:
+def test_formulas_list_their_terms() -> None:
     assert image_bytes(PIXELS, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
     assert caption_bytes(TEXT).formula == "(7·(6+10) + 5·32 + 16 pooled)·2 B"
     assert caption_bytes(replace(TEXT, real=True)).formula == "at most (7·(6+10) + 5·32 + 16 pooled)·2 B"
-    said = loader_bytes(Amount(1000, "x"), 2, 3, 512, OPEN_SHARDS, latents=1 << 19, read=1 << 20, in_use=4).formula
-    ahead = "(2 workers·3 prefetched + 4 in use + 1 in copy)·micro-batch"
-    making = "3·0.5 MiB latents + 1.0 MiB read + 64 MiB malloc"
-    assert said == f"{ahead} + 2·({making} + 32 open shards·24.0 KiB)"
+    formula = loader_bytes(Amount(1000, "x"), 2, 3, 512, OPEN_SHARDS, latents=1 << 19, read=1 << 20, in_use=4).formula
+    batches = "(2 workers·3 prefetched + 4 in use + 1 in copy)·micro-batch"
+    process = "3·0.5 MiB latents + 1.0 MiB read + 64 MiB malloc"
+    assert formula == f"{batches} + 2·({process} + 32 open shards·24.0 KiB)"
 
 
 # --- measured -----------------------------------------------------------------------------------
 
 
 def anonymous_bytes() -> int:
-    """Private memory of this process."""
+    """The private memory of this process."""
     with open("/proc/self/status") as about:
         return 1024 * next(int(line.split()[1]) for line in about if line.startswith("RssAnon"))
 
@@ -150,7 +150,7 @@ def preparer() -> InputPreparer:
 
 
 class Measuring:
-    """SD3's preparer, which keeps each worker's highest private memory beyond what it started with."""
+    """SD3's preparer, recording each worker's peak private memory above its start."""
 
     def __init__(self, workers: int) -> None:
         self.peaks = multiprocessing.get_context("fork").Array("q", max(1, workers))
@@ -169,7 +169,7 @@ class Measuring:
 
 
 class Started(MicroBatches):
-    """Notes a worker's private memory before its first batch."""
+    """Records a worker's private memory before its first batch."""
 
     measuring: Measuring
 
@@ -184,7 +184,7 @@ MICRO = SHARD_SIZE = 96
 
 
 def taken(folder: Path, workers: int, prefetch: int, accumulation: int) -> list[int]:
-    """Bytes of a loader's slots, and of each worker's own memory at its height."""
+    """The bytes of a loader's slots, and of each worker's peak private memory."""
     data = CachedDataset(LocalStore(folder))
     order = data.order(0, {"toy#0": 1.0}, lambda resolution: MICRO * accumulation)
     dataset, model = Started(data, order, 0, 1, accumulation), Measuring(workers)
@@ -199,8 +199,10 @@ def taken(folder: Path, workers: int, prefetch: int, accumulation: int) -> list[
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], list[float]]:
-    """What each of the loaders takes, in a fresh process in which memory that is freed goes back at once: left to
-    itself malloc keeps some by chance, and a process that ran other tests has some to give."""
+    """The memory of each loader, in a fresh process that returns freed memory at once.
+
+    By default malloc keeps some, and a process that ran other tests already holds some.
+    """
     folder = tmp_path_factory.mktemp("cache")
     entries = tuple(written(folder, content(SHARD_SIZE, text=WIDE), f"{at}") for at in range(3))
     Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(folder)
@@ -211,7 +213,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
 
 
 @pytest.mark.parametrize(("workers", "prefetch", "accumulation"), LOADERS)
-def test_the_loader_takes_no_more_memory_than_the_formula_says(
+def test_the_loader_needs_no_more_memory_than_the_formula(
     measured: dict[tuple[int, ...], list[float]], workers: int, prefetch: int, accumulation: int
 ) -> None:
     prepared = batch_bytes(PIXELS, WIDE, MICRO)
@@ -219,12 +221,12 @@ def test_the_loader_takes_no_more_memory_than_the_formula_says(
     keys = {"latents": latent_bytes(PIXELS, MICRO), "read": read, "in_use": accumulation}
     formula = loader_bytes(prepared, workers, prefetch, SHARD_SIZE, OPEN_SHARDS, **keys)
     tensors = formula.value - workers * MALLOC_CACHE_BYTES
-    # a device that copies what comes next takes the slot that is free here
+    # no device copies the next batch here, so one slot stays free
     assert 0.7 * tensors < sum(measured[workers, prefetch, accumulation]) <= tensors
 
 
 def peak_of_preparing(mask: bool) -> float:
-    """Memory that large latents take while they are prepared, at its height, as a multiple of what comes of them."""
+    """Peak memory while large latents are prepared, as a multiple of their size."""
 
     def status(name: str) -> int:
         with open("/proc/self/status") as about:
@@ -239,17 +241,17 @@ def peak_of_preparing(mask: bool) -> float:
     batch |= {"mask": torch.ones(count, side // 8, side // 8, dtype=torch.uint8)} if mask else {}
     prepare = preparer()
     prepare.prepare_inputs({name: values[:1] for name, values in batch.items()})
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
     prepare.prepare_inputs(batch)
     return (status("VmHWM") - before) / latent_bytes(latent_pixels(side, side), count, mask)
 
 
-def test_preparing_takes_thrice_the_latents(measured: dict[tuple[int, ...], list[float]]) -> None:
+def test_preparing_needs_three_times_the_latents(measured: dict[tuple[int, ...], list[float]]) -> None:
     for peak in measured[()]:
         assert 2.8 < peak <= 3.05
 
 
 if __name__ == "__main__":
-    found = [[peak_of_preparing(mask) for mask in (False, True)]]
-    print(json.dumps([taken(Path(sys.argv[1]), *loader) for loader in LOADERS] + found))
+    peaks = [[peak_of_preparing(mask) for mask in (False, True)]]
+    print(json.dumps([taken(Path(sys.argv[1]), *loader) for loader in LOADERS] + peaks))

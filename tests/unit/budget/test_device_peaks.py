@@ -1,4 +1,4 @@
-"""GPUs are found by the names that torch gives them, and only those."""
+"""GPUs are matched by the device names that torch reports."""
 
 import pytest
 
@@ -54,16 +54,16 @@ def test_bf16_peak_by_name(name: str, tera: float) -> None:
         "",
     ],
 )
-def test_another_gpu_is_not_taken_for_a_known_one(name: str) -> None:
+def test_an_unknown_gpu_has_no_peak(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
-def test_v100_multiplies_in_fp16_and_not_in_bf16() -> None:
+def test_v100_has_fp16_but_not_bf16() -> None:
     assert peak_flops("Tesla V100-SXM2-16GB", "float16") == 125 * TERA
     assert peak_flops("Tesla V100-PCIE-32GB", "float16") == 112 * TERA
     assert peak_flops("Tesla V100-SXM2-16GB", "bfloat16") is None
 
 
-def test_float32_is_counted_without_and_with_tf32() -> None:
+def test_float32_has_peaks_with_and_without_tf32() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5 * TERA
     assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156 * TERA

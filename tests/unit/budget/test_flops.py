@@ -1,4 +1,4 @@
-"""The FLOP formulas against what torch itself counts."""
+"""The FLOP formulas against torch's FLOP counter."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def counted(size: ModelSize, height: int, width: int, text: int) -> tuple[int, i
 
 @pytest.mark.parametrize("size", [small(), small(dual=(0, 1)), SIZES["tiny2"]], ids=["plain", "dual", "tiny2"])
 @pytest.mark.parametrize(("height", "width", "text"), [(8, 8, 7), (16, 8, 40)])
-def test_flops_are_those_that_torch_counts(size: ModelSize, height: int, width: int, text: int) -> None:
+def test_flops_match_torchs_count(size: ModelSize, height: int, width: int, text: int) -> None:
     forward, backward = counted(size, height, width, text)
     tokens = Tokens(image_tokens(8 * width, 8 * height), text)
     assert BATCH * forward_flops(size, tokens) == forward
@@ -41,13 +41,13 @@ def test_flops_are_those_that_torch_counts(size: ModelSize, height: int, width: 
 
 def test_checkpointing_costs_one_more_forward_which_utilisation_does_not_count() -> None:
     size, tokens = SIZES["sd3.5_medium"], Tokens(256, 333)
-    plain, again = (training_flops(size, tokens, checkpointing) for checkpointing in (False, True))
-    assert again.value - plain.value == forward_flops(size, tokens)
+    plain, checkpointed = (training_flops(size, tokens, checkpointing) for checkpointing in (False, True))
+    assert checkpointed.value - plain.value == forward_flops(size, tokens)
     assert step_flops(size, 256, [333]) == plain.value
     assert "4·N²·D·13" in plain.formula
 
 
-def test_a_step_counts_the_tokens_that_each_sample_has() -> None:
+def test_a_step_counts_each_samples_own_tokens() -> None:
     size = SIZES["sd3_light"]
     padded, real = step_flops(size, 256, [333] * 3), step_flops(size, 256, [20, 45, 20])
     assert padded == 3 * training_flops(size, Tokens(256, 333)).value
@@ -56,12 +56,14 @@ def test_a_step_counts_the_tokens_that_each_sample_has() -> None:
 
 
 @pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
-def test_weights_of_the_blocks_are_those_of_their_matrices(size: ModelSize) -> None:
+def test_block_weights_match_their_matrices(size: ModelSize) -> None:
     named = SD3Transformer2DModel(**size.transformer_config()).named_parameters()
-    found = block_weights(size)
-    assert found.image + found.text + found.sample == sum(p.numel() for name, p in named if is_block_matrix(name, p))
+    weights = block_weights(size)
+    assert weights.image + weights.text + weights.sample == sum(
+        p.numel() for name, p in named if is_block_matrix(name, p)
+    )
 
 
-def test_image_tokens_cover_sixteen_pixels_each_way() -> None:
+def test_an_image_token_covers_16_x_16_pixels() -> None:
     assert image_tokens(256, 256) == 256
     assert image_tokens(64, 48) == 12

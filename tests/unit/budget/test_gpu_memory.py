@@ -1,4 +1,4 @@
-"""The formula of GPU memory against what torch allocates, counted op by op as on a GPU under bf16 autocast."""
+"""The GPU memory formula against what torch allocates, counted per operation as on a GPU under bf16 autocast."""
 
 import weakref
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def small(qk_norm: bool = True, dual: tuple[int, ...] = (), layers: int = 4) -> 
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all tensors that ops made and that are still there, and the most there were."""
+    """The bytes of all live tensors that operations created, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Allocations(TorchDispatchMode):
 
     def count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        place, count = storage._cdata, storage.nbytes()
-        if place not in self._known:
-            self._known.add(place)
+        address, count = storage._cdata, storage.nbytes()
+        if address not in self._known:
+            self._known.add(address)
             self.now += count
-            weakref.finalize(storage, self._forget, place, count)
+            weakref.finalize(storage, self._release, address, count)
 
-    def _forget(self, place: int, count: int) -> None:
-        self._known.remove(place)
+    def _release(self, address: int, count: int) -> None:
+        self._known.remove(address)
         self.now -= count
 
 
 @pytest.fixture
 def norms_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's autocast runs layer norms in float32, the CPU's does not; in all else that SD3 does they agree."""
+    """CUDA's autocast runs layer norms in float32, the CPU's does not; for SD3's other operations they agree."""
     stock = functional.layer_norm
 
     def layer_norm(values: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -83,21 +83,21 @@ def norms_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "layer_norm", layer_norm)
 
 
-def allocated_in_a_step(case: TrainingSetup) -> int:
-    """The peak over a forward and a backward pass, weights not counted, gradients and inputs counted."""
-    transformer = SD3Transformer2DModel(**case.size.transformer_config()).train()
-    side = 2 * round(case.tokens.image**0.5)
-    noisy, target = torch.randn(2, case.batch, 16, side, side)
-    prompt = torch.randn(case.batch, case.tokens.text, case.size.text_width, dtype=torch.bfloat16)
-    features = [noisy, torch.rand(case.batch), prompt, torch.randn(case.batch, case.size.pooled_width)]
+def allocated_in_a_step(setup: TrainingSetup) -> int:
+    """The peak over a forward and a backward pass, without weights, with gradients and inputs."""
+    transformer = SD3Transformer2DModel(**setup.size.transformer_config()).train()
+    side = 2 * round(setup.tokens.image**0.5)
+    noisy, target = torch.randn(2, setup.batch, 16, side, side)
+    prompt = torch.randn(setup.batch, setup.tokens.text, setup.size.text_width, dtype=torch.bfloat16)
+    features = [noisy, torch.rand(setup.batch), prompt, torch.randn(setup.batch, setup.size.pooled_width)]
     with Allocations() as memory:
         for tensor in (*features, target):
             memory.count(tensor)
         for parameter in transformer.parameters():
             memory._known.add(parameter.untyped_storage()._cdata)
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.compute != "float32"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=setup.compute_dtype != "float32"):
             inputs = [feature.float() for feature in features]
-            patches = run_layers(build_layers(transformer), inputs, case.checkpointing)[0]
+            patches = run_layers(build_layers(transformer), inputs, setup.checkpointing)[0]
         flow_loss(unpatchify(patches, side, side), target).mean().backward()
     return memory.peak
 
@@ -105,13 +105,13 @@ def allocated_in_a_step(case: TrainingSetup) -> int:
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize("dual", [(), (0, 1, 2, 3)])
 @pytest.mark.parametrize("batch", [2, 12])
-def test_a_step_in_bf16_takes_what_the_formula_says(
+def test_a_step_in_bf16_allocates_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
-    case = TrainingSetup(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
-    formula = gpu_memory(case).step.value / (1 + SLACK) - next_batch_bytes(case)
-    inside_kernels = batch * FLASH_BACKWARD * case.size.width * case.tokens.joint
-    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(case), rel=0.06)
+    setup = TrainingSetup(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
+    formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
+    inside_kernels = batch * FLASH_BACKWARD * setup.size.width * setup.tokens.joint
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup), rel=0.06)
 
 
 # GiB that torch allocated on an H200 in steps of `benchmarks/step.py`: image tokens, mean text tokens, batch
@@ -126,31 +126,31 @@ MEASURED_FAST = [
 
 
 @pytest.mark.parametrize(("measured", "image", "text", "batch"), MEASURED_FAST)
-def test_fast_blocks_take_what_was_measured(measured: float, image: int, text: int, batch: int) -> None:
-    found = gpu_memory(TrainingSetup(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
-    allocated = found.total - found.context.value
+def test_fast_blocks_need_what_was_measured(measured: float, image: int, text: int, batch: int) -> None:
+    memory = gpu_memory(TrainingSetup(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
+    allocated = memory.total - memory.context.value
     assert allocated / 2**30 == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(("keep", "checkpointing"), [("all", False), ("products", "selective"), ("inputs", True)])
-def test_fast_blocks_keep_what_the_formula_counts(keep: Keep, checkpointing: Checkpointing) -> None:
-    """In float32 on a CPU, by the rows that blocks hold between their passes."""
-    case = TrainingSetup(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute="float32", fast=True)
-    transformer = SD3Transformer2DModel(**case.size.transformer_config())
-    pooled = torch.randn(2, case.size.pooled_width)
-    features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, case.size.text_width), pooled)
+def test_fast_blocks_save_what_the_formula_counts(keep: Keep, checkpointing: Checkpointing) -> None:
+    """In float32 on a CPU, by the rows that blocks hold between forward and backward."""
+    setup = TrainingSetup(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute_dtype="float32", fast=True)
+    transformer = SD3Transformer2DModel(**setup.size.transformer_config())
+    pooled = torch.randn(2, setup.size.pooled_width)
+    features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, setup.size.text_width), pooled)
     patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features)
-    size, tokens = case.size, case.tokens
-    of_inputs = size.num_layers * case.saved.stream * size.width * tokens.joint
-    expected = 2 * (of_inputs if keep == "inputs" else case.kept.of(size, tokens))
-    # less: the first block has nothing pending, and what the last one hands on is the output's to hold
+    size, tokens = setup.size, setup.tokens
+    of_inputs = size.num_layers * setup.block_activations.stream * size.width * tokens.joint
+    expected = 2 * (of_inputs if keep == "inputs" else setup.saved_activations.total(size, tokens))
+    # less: the first block has nothing pending, and the output layer holds the last block's result
     few = 2 * 4 * size.width * (tokens.joint + tokens.image)
     assert expected - few <= held_rows(patches) <= expected
 
 
 def held_rows(patches: Tensor) -> int:
-    """Bytes of all rows that blocks hold, each memory once."""
-    seen, waiting, found = set(), [patches.grad_fn], dict[int, int]()
+    """The bytes of all rows that blocks hold, each storage once."""
+    seen, waiting, sizes = set(), [patches.grad_fn], dict[int, int]()
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
@@ -158,45 +158,45 @@ def held_rows(patches: Tensor) -> int:
         seen.add(node)
         waiting += [follower for follower, _ in node.next_functions]
         if type(node).__name__ == "FastBlockBackward":
-            things: list[Any] = [*node.inputs[0][:2], *node.inputs[1][:2]]
+            tensors: list[Any] = [*node.inputs[0][:2], *node.inputs[1][:2]]
             if node.saved is not None:
                 (image, text), attention = node.saved
-                things += [*vars(image).values(), *vars(text).values(), *attention.leaves, attention.joined]
-            storages = [thing.untyped_storage() for thing in things if thing is not None]
-            found |= {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-    return sum(found.values())
+                tensors += [*vars(image).values(), *vars(text).values(), *attention.leaves, attention.joined]
+            storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+            sizes |= {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return sum(sizes.values())
 
 
 def saved_bytes(size: ModelSize, height: int, text: int, batch: int) -> int:
-    """What autograd keeps of a forward pass in float32, weights left out, each storage once."""
+    """The bytes that autograd saves in a float32 forward pass, without weights, each storage once."""
     transformer = SD3Transformer2DModel(**size.transformer_config()).train()
     prompt, pooled = torch.randn(batch, text, size.text_width), torch.randn(batch, size.pooled_width)
-    with Keeping(transformer) as kept:
+    with SavedTensors(transformer) as saved:
         transformer(torch.randn(batch, 16, height, height), prompt, pooled, torch.rand(batch), return_dict=False)
-    return kept.total
+    return saved.total
 
 
-class Keeping:
-    """Counts the storages that autograd keeps inside the block, those of ``module``'s weights left out."""
+class SavedTensors:
+    """Collects the tensors that autograd saves inside the context, without ``module``'s weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self._found: dict[int, Tensor] = {}
+        self._saved: dict[int, Tensor] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._found[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that its place is not reused
+        self._saved[tensor.untyped_storage().data_ptr()] = tensor  # referenced, so that its address is not reused
         return tensor
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        return (tensor for place, tensor in self._found.items() if place not in self._weights)
+        return (tensor for address, tensor in self._saved.items() if address not in self._weights)
 
     @property
     def total(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
-    def __enter__(self) -> "Keeping":
+    def __enter__(self) -> "SavedTensors":
         self._hooks.__enter__()
         return self
 
@@ -207,10 +207,10 @@ class Keeping:
 @pytest.mark.parametrize("dual", [(), (0, 1)])
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tuple[int, ...]) -> None:
-    case = TrainingSetup(small(qk_norm, dual), Tokens(256, 40), 2, compute="float32")
-    found = saved_bytes(case.size, 32, case.tokens.text, case.batch)
-    # on top of what autograd saves the formula counts target, loss and the bf16 text that came in
-    assert found == pytest.approx(activation_bytes(case), rel=0.02)
+    setup = TrainingSetup(small(qk_norm, dual), Tokens(256, 40), 2, compute_dtype="float32")
+    saved = saved_bytes(setup.size, 32, setup.tokens.text, setup.batch)
+    # on top of it the formula counts target, loss and the incoming bf16 text
+    assert saved == pytest.approx(activation_bytes(setup), rel=0.02)
 
 
 @pytest.mark.parametrize("dual", [(), (0, 1)])
@@ -220,21 +220,21 @@ def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, du
     image, text = (torch.randn(batch, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
     time = torch.randn(batch, size.width).bfloat16()
     torch._dynamo.reset()
-    block.compile(backend="aot_eager_decomp_partition")  # what inductor keeps, without its kernels
-    with Keeping(block) as kept, torch.autocast("cpu", torch.bfloat16):
+    block.compile(backend="aot_eager_decomp_partition")  # saves what inductor saves, without its kernels
+    with SavedTensors(block) as saved, torch.autocast("cpu", torch.bfloat16):
         inputs = [tensor.requires_grad_() for tensor in (image, text, time)]
         block(hidden_states=inputs[0], encoder_hidden_states=inputs[1], temb=inputs[2])
-    # copies of weights are the formula's own term; what has no tokens in its shape is one of those, or small
+    # copies of weights are a separate term; a tensor without tokens in its shape is one of them, or small
     counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
-    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.tensors if counts & set(tensor.shape))
-    saved = TrainingSetup(size, tokens, batch, compiled=True).saved
-    assert found == pytest.approx(batch * saved.largest(size, tokens), rel=0.02)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
+    activations = TrainingSetup(size, tokens, batch, compiled=True).block_activations
+    assert measured == pytest.approx(batch * activations.largest(size, tokens), rel=0.02)
 
 
-# --- what follows from it --------------------------------------------------------------------------
+# --- properties of the formula --------------------------------------------------------------------------
 
 
-def test_checkpointing_and_compiling_take_less() -> None:
+def test_checkpointing_and_compiling_need_less() -> None:
     plain = gpu_memory(LIGHT).total
     assert gpu_memory(replace(LIGHT, compiled=True)).total < 0.75 * plain
     assert gpu_memory(replace(LIGHT, checkpointing=True)).total < 0.5 * plain
@@ -252,7 +252,7 @@ def test_each_moment_can_be_the_costliest() -> None:
 def test_activations_grow_with_the_batch_and_shrink_in_bf16() -> None:
     one, two = (activation_bytes(replace(LIGHT, batch=batch)) for batch in (1, 2))
     assert two == 2 * one
-    assert one < activation_bytes(replace(LIGHT, batch=1, compute="float32"))
+    assert one < activation_bytes(replace(LIGHT, batch=1, compute_dtype="float32"))
 
 
 def test_state_counts_every_copy_of_the_weights() -> None:
@@ -264,7 +264,7 @@ def test_state_counts_every_copy_of_the_weights() -> None:
     assert state_bytes(replace(LIGHT, ema_tracks=1, world=4, parallel="fsdp2")).value == 16 * count // 4
 
 
-def test_optimizers_remember_more_or_less() -> None:
+def test_state_depends_on_the_optimizer() -> None:
     count, named = LIGHT.parameters, small_parameters()
     assert state_bytes(replace(LIGHT, optimizer="adamw8bit")).value == pytest.approx(6.03 * count, rel=0.001)
     matrices = sum(tensor.numel() for name, tensor in named if is_block_matrix(name, tensor))
@@ -276,17 +276,17 @@ def small_parameters() -> list[tuple[str, nn.Parameter]]:
     return list(SD3Transformer2DModel(**small().transformer_config()).named_parameters())
 
 
-def test_accumulated_gradients_are_there_in_the_forward_pass() -> None:
+def test_accumulated_gradients_exist_during_the_forward_pass() -> None:
     one, four = (gpu_memory(replace(LIGHT, accumulation=count)).step.value for count in (1, 4))
     assert four - one == pytest.approx(4 * LIGHT.parameters * (1 + SLACK), rel=0.001)
 
 
 def test_sharding_divides_the_state_and_gathers_blocks() -> None:
-    alone, cut = gpu_memory(LIGHT), gpu_memory(replace(LIGHT, world=8, parallel="fsdp2"))
-    assert cut.state.value == pytest.approx(alone.state.value / 8, rel=0.001)
-    assert cut.step.value < alone.step.value
-    assert "/ 8 GPUs" in cut.state.formula
-    assert "NCCL" in cut.context.formula
+    alone, sharded = gpu_memory(LIGHT), gpu_memory(replace(LIGHT, world=8, parallel="fsdp2"))
+    assert sharded.state.value == pytest.approx(alone.state.value / 8, rel=0.001)
+    assert sharded.step.value < alone.step.value
+    assert "/ 8 GPUs" in sharded.state.formula
+    assert "NCCL" in sharded.context.formula
 
 
 def test_the_total_is_the_sum_of_its_parts() -> None:
@@ -296,11 +296,11 @@ def test_the_total_is_the_sum_of_its_parts() -> None:
 
 def test_parameters_of_a_block() -> None:
     block = SD3Transformer2DModel(**small().transformer_config()).transformer_blocks[0]
-    case = replace(LIGHT, size=small())
-    assert case.block_parameters == sum(p.numel() for p in block.parameters())
+    setup = replace(LIGHT, size=small())
+    assert setup.block_parameters == sum(p.numel() for p in block.parameters())
 
 
-def test_copies_for_checkpoints_are_shared_by_those_that_write() -> None:
+def test_checkpoint_copies_are_divided_among_writers() -> None:
     one = replace(LIGHT, ema_tracks=2)
     assert checkpoint_copy_bytes(one).value == one.parameters * (4 + 8 + 8)
     assert checkpoint_copy_bytes(replace(one, world=4)).value == one.parameters * 20 // 4
@@ -310,5 +310,5 @@ def test_copies_for_checkpoints_are_shared_by_those_that_write() -> None:
     assert checkpoint_copy_bytes(replace(one, world=16, parallel="fsdp2")).value == one.parameters * 20 // 16
 
 
-def test_what_stays_beside_the_denoiser_is_counted() -> None:
-    assert gpu_memory(replace(LIGHT, beside=123)).total == gpu_memory(LIGHT).total + 123
+def test_other_models_are_counted() -> None:
+    assert gpu_memory(replace(LIGHT, other_models=123)).total == gpu_memory(LIGHT).total + 123

@@ -1,6 +1,6 @@
-"""The formula of GPU memory for pipeline stages, ZeRO and FSDP2: what is cut, what waits, and which stage counts.
+"""The GPU memory formula for pipeline stages, ZeRO and FSDP2: what is sharded, what is in flight, which stage counts.
 
-What processes really hold is compared in tests/distributed/test_layouts.py.
+tests/distributed/test_layouts.py compares it with what processes really hold.
 """
 
 from dataclasses import replace
@@ -30,26 +30,26 @@ SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, True)
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
 
 
-def kept(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
-    """Bytes of the tensors that some layers keep for their backward pass, weights left out; and their outputs."""
+def saved_by(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """The bytes that layers save for their backward pass, without weights; and their outputs."""
     weights = {weight.untyped_storage().data_ptr() for layer in layers for weight in layer.parameters()}
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        found[tensor.untyped_storage().data_ptr()] = tensor
+        tensors[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run_layers(layers, inputs)
-    found |= {tensor.untyped_storage().data_ptr(): tensor for tensor in outputs}  # they wait for their gradients
-    return sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in weights), outputs
+    tensors |= {tensor.untyped_storage().data_ptr(): tensor for tensor in outputs}  # they wait for their gradients
+    return sum(t.untyped_storage().nbytes() for address, t in tensors.items() if address not in weights), outputs
 
 
-def test_a_stage_keeps_what_its_layers_keep() -> None:
-    """Of first, middle and last stage, in float32; the last one's target and error are the loss's, not the layers'."""
+def test_a_stage_saves_what_its_layers_save() -> None:
+    """First, middle and last stage, in float32; the last one's target and error belong to the loss."""
     torch.manual_seed(0)
-    batch, case = 2, TrainingSetup(SMALL, Tokens(256, 100), 2, compute="float32", world=3, deepspeed=True, stages=3)
-    case = replace(case, bounds=(0, 2, 4, 6))
+    batch, keys = 2, {"world": 3, "deepspeed": True, "stages": 3, "bounds": (0, 2, 4, 6)}
+    setup = TrainingSetup(SMALL, Tokens(256, 100), batch, compute_dtype="float32", **keys)  # type: ignore[arg-type]
     layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
     pooled = torch.randn(batch, SMALL.pooled_width)
     state: tuple[Tensor, ...] = (
@@ -59,36 +59,36 @@ def test_a_stage_keeps_what_its_layers_keep() -> None:
         pooled,
     )
     for stage in range(3):
-        one = replace(case, stage=stage)
-        found, state = kept(layers[one.layers.start : one.layers.stop], state)
+        part = replace(setup, stage=stage)
+        saved, state = saved_by(layers[part.layers.start : part.layers.stop], state)
         state = tuple(tensor.detach().requires_grad_() for tensor in state)
-        assert found == pytest.approx(activation_bytes(one), rel=0.04), stage
+        assert saved == pytest.approx(activation_bytes(part), rel=0.04), stage
 
 
 def test_micro_batches_wait_on_the_first_stages() -> None:
-    """One forward, one backward in turns: as many as there are stages after it, and no more than there are."""
-    case = replace(LIGHT, stages=4, accumulation=16)
-    assert [replace(case, stage=stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
-    assert [replace(case, stage=stage, accumulation=2).in_flight for stage in range(4)] == [2, 2, 2, 1]
-    equal = replace(case, bounds=(0, 4, 8, 12, 17), batch=64)
+    """One-forward-one-backward: at most one per stage from this one on, and no more than are accumulated."""
+    setup = replace(LIGHT, stages=4, accumulation=16)
+    assert [replace(setup, stage=stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
+    assert [replace(setup, stage=stage, accumulation=2).in_flight for stage in range(4)] == [2, 2, 2, 1]
+    equal = replace(setup, bounds=(0, 4, 8, 12, 17), batch=64)
     assert gpu_memory(equal).stage == 0
     assert "of 4 micro-batches" in gpu_memory(equal).step.formula
     few, many = (gpu_memory(replace(equal, accumulation=count)).step.value for count in (4, 64))
     assert few == many
 
 
-def test_the_stage_that_takes_most_counts() -> None:
-    case = replace(LIGHT, stages=2, accumulation=8, batch=1)
-    first, last = (gpu_memory(replace(case, bounds=(0, at, 17))) for at in (13, 4))
+def test_the_stage_that_needs_most_counts() -> None:
+    setup = replace(LIGHT, stages=2, accumulation=8, batch=1)
+    first, last = (gpu_memory(replace(setup, bounds=(0, at, 17))) for at in (13, 4))
     assert (first.stage, last.stage) == (0, 1)
     assert "stage 0 (layers 0 to 12)" in first.state.formula
-    even = gpu_memory(case).total
+    even = gpu_memory(setup).total
     assert even < min(first.total, last.total)
 
 
 def test_parameters_of_stages_are_all_parameters() -> None:
-    case = replace(LIGHT, stages=4)
-    parts = [replace(case, stage=stage) for stage in range(4)]
+    setup = replace(LIGHT, stages=4)
+    parts = [replace(setup, stage=stage) for stage in range(4)]
     assert sum(part.parameters for part in parts) == SIZES["sd3_light"].num_parameters()
     assert [block for part in parts for block in part.blocks] == list(range(15))
     assert [(part.is_first, part.is_last) for part in parts] == [
@@ -100,8 +100,8 @@ def test_parameters_of_stages_are_all_parameters() -> None:
     assert [next_batch_bytes(part) > 0 for part in parts] == [True, False, False, True]
 
 
-def test_what_zero_cuts() -> None:
-    """Moments from ZeRO-1 on, gradients from ZeRO-2 on, weights and averages by ZeRO-3 alone; none of it alone."""
+def test_zero_shards_the_state() -> None:
+    """Moments from ZeRO-1 on, gradients from ZeRO-2 on, weights and averages only in ZeRO-3; nothing on one GPU."""
     count = LIGHT.parameters
     by_zero = [state_bytes(replace(LIGHT, zero=zero)).value for zero in range(4)]
     whole = (4 + 8 + 4) * count
@@ -114,15 +114,15 @@ def test_what_zero_cuts() -> None:
     assert state_bytes(pipes).value == round((4 + 8 / 4 + 4) * pipes.parameters)
 
 
-def test_gradients_are_where_the_engine_has_them() -> None:
-    """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part, twice; of ZeRO-3 they are state."""
+def test_gradients_depend_on_the_zero_stage() -> None:
+    """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part twice; ZeRO-3 holds them as state."""
     few = replace(LIGHT, batch=1, tokens=Tokens(16, 16), checkpointing=True)
     count, bucket = 4 * LIGHT.parameters, ZERO_BUCKET_BYTES
 
     def in_optimizer(**keys: Any) -> float:
-        found = gpu_memory(replace(few, **keys))
-        assert found.moment == "optimizer", keys
-        return (found.step.value - next_batch_bytes(few)) / 1.03
+        memory = gpu_memory(replace(few, **keys))
+        assert memory.moment == "optimizer", keys
+        return (memory.step.value - next_batch_bytes(few)) / 1.03
 
     assert in_optimizer(zero=0) == pytest.approx(count + 2e9, rel=0.01)
     assert in_optimizer(zero=1) == pytest.approx(count + bucket, rel=0.01)
@@ -133,7 +133,7 @@ def test_gradients_are_where_the_engine_has_them() -> None:
     assert "gradients 4" in state_bytes(replace(few, zero=3)).formula
 
 
-def test_checkpoints_are_copied_by_all_that_hold_a_part() -> None:
+def test_every_process_with_a_part_writes_checkpoints() -> None:
     count = SIZES["sd3_light"].num_parameters()
     assert checkpoint_copy_bytes(LIGHT).value == round(16 * count / 8)
     assert checkpoint_copy_bytes(replace(LIGHT, world=16, zero=0)).value == round(16 * count / 8), (
@@ -144,13 +144,13 @@ def test_checkpoints_are_copied_by_all_that_hold_a_part() -> None:
     assert checkpoint_copy_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
 
 
-def test_an_adapter_is_cut_by_its_own_weights() -> None:
+def test_stages_of_an_adapter_are_balanced_by_its_weights() -> None:
     adapter = (0, *[100] * 15, 0)
-    case = replace(LIGHT, adapter=adapter, stages=2)
-    assert case.cut in ((0, 8, 17), (0, 9, 17))
-    assert sum(replace(case, stage=stage).trained for stage in range(2)) == 1500
-    assert case.frozen_bytes == 2 * case.parameters
+    setup = replace(LIGHT, adapter=adapter, stages=2)
+    assert setup.layer_bounds in ((0, 8, 17), (0, 9, 17))
+    assert sum(replace(setup, stage=stage).trained_parameters for stage in range(2)) == 1500
+    assert setup.frozen_bytes == 2 * setup.parameters
 
 
-def test_buckets_are_those_that_the_engine_asks_for() -> None:
+def test_bucket_sizes_match_the_engine() -> None:
     assert (4 * BUCKET, 4 * LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: bounds that cover all layers, as DeepSpeed cuts them."""
+"""Pipeline stages cover all layers and match DeepSpeed's partitioning."""
 
 import random
 from typing import Any
@@ -10,32 +10,34 @@ from sd3_light.config import SIZES
 
 
 @pytest.fixture
-def theirs() -> Any:
+def deepspeed_utils() -> Any:
     pytest.importorskip("deepspeed")
     from deepspeed.runtime import utils
 
     return utils
 
 
-def test_cuts_are_deepspeeds(theirs: Any) -> None:
-    """Its own functions on the layers of every size, and on weights that are nothing like layers."""
-    chance = random.Random(0)
+def test_bounds_match_deepspeeds(deepspeed_utils: Any) -> None:
+    """On the layers of every size, and on random weights."""
+    rng = random.Random(0)
     lists = [list(size.layer_parameters()) for size in SIZES.values()]
-    lists += [[chance.randint(0, 9) for _ in range(chance.randint(1, 14))] for _ in range(60)]
+    lists += [[rng.randint(0, 9) for _ in range(rng.randint(1, 14))] for _ in range(60)]
     for weights in lists:
         for parts in (1, 2, 3, 4, 6):
             if len(weights) >= parts:
-                assert balanced(tuple(weights), parts) == tuple(theirs.partition_balanced(weights, parts)), weights
-                assert uniform(len(weights), parts) == tuple(theirs.partition_uniform(len(weights), parts))
+                assert balanced(tuple(weights), parts) == tuple(deepspeed_utils.partition_balanced(weights, parts)), (
+                    weights
+                )
+                assert uniform(len(weights), parts) == tuple(deepspeed_utils.partition_uniform(len(weights), parts))
 
 
-def test_the_config_chooses_how() -> None:
+def test_stage_bounds_by_method() -> None:
     assert stage_bounds([1] * 7, 3, "uniform") == (0, 3, 5, 7)
     assert stage_bounds([1, 1, 1, 1, 4], 2, "parameters") == (0, 4, 5)
     assert stage_bounds([1] * 7, 3, "manual", (1, 6)) == (0, 1, 6, 7)
 
 
-def test_layers_of_a_size_are_all_its_parameters() -> None:
+def test_layer_parameters_sum_to_all_parameters() -> None:
     for size in SIZES.values():
         layers = size.layer_parameters()
         assert len(layers) == size.num_layers + 2

@@ -40,11 +40,14 @@ def held_bytes(model: nn.Module) -> int:
 def test_the_base_shrinks_to_the_bytes_that_check_foretells(bits: int) -> None:
     model = stock()
     assert quantize_base(model, bits) == 25
-    case = TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0), base_bits=bits)
+    case = TrainingSetup(
+        SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0), base_bits=bits
+    )
     assert held_bytes(model) == pytest.approx(case.frozen_bytes, rel=1e-3)
     assert (
         case.frozen_bytes
-        < 0.6 * TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute="float32", adapter=(0, 1, 1, 0)).frozen_bytes
+        < 0.6
+        * TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0)).frozen_bytes
     )
 
 

@@ -106,7 +106,7 @@ def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
     text = shown(found)
     assert f"{found.parameters:,}" in text
     assert "random weights of size demo" in text
-    assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + copies that compute 2)" in text
+    assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + compute copies 2)" in text
     assert "rejected 1: no_caption" in text
     assert "64x64" in text
     assert "estimate" in text
