@@ -138,7 +138,7 @@ def _prepare_demo(out: Path, images: int) -> None:
     (out / _DEMO_MARKER).touch()
     for name, count, seed, held_out in (("train", images, 1, False), ("held_out", 96, 2, True)):
         with progress(f"draw {name}", count, "images") as bar:
-            write_dataset(out / "data" / name, count, seed, held_out=held_out, on_progress=bar.reach)
+            write_dataset(out / "data" / name, count, seed, held_out=held_out, on_progress=bar.set_done)
     shutil.copytree(DEMO, out / "model")
     for recipe in (RECIPES / "demo").glob("*.toml"):
         shutil.copy(recipe, out)

@@ -1,4 +1,4 @@
-"""What a run says: `log.jsonl` (the truth), TensorBoard and trackers (its mirrors), lines and bars for people."""
+"""The record of a run: `log.jsonl` (the truth), TensorBoard and trackers (its mirrors), messages and progress bars."""
 
 from sd3_light.runlog.bars import Bar, progress
 from sd3_light.runlog.console import info, is_main_process, quiet_libraries, set_main_process, show

@@ -1,4 +1,4 @@
-"""How far a job is: a live bar on a terminal, plain lines now and then elsewhere, nothing on other ranks."""
+"""Progress: a live bar on a terminal, occasional plain lines elsewhere, nothing on other ranks."""
 
 import sys
 import time
@@ -12,17 +12,17 @@ from rich.table import Column
 
 from sd3_light.runlog.console import console, info, is_main_process
 
-LINE_EVERY = 10.0  # seconds between plain lines, at least
-_FRAME_EVERY = 0.2  # seconds between updates of a live bar, at least
-_POINT_EVERY = 0.5  # seconds between the points that the rate is measured from, at least
+LINE_EVERY = 10.0  # minimum seconds between plain lines
+_FRAME_EVERY = 0.2  # minimum seconds between updates of a live bar
+_POINT_EVERY = 0.5  # minimum seconds between the points from which the rate is measured
 _NUM_POINTS = 60
-_WIDE = 110  # columns: on a narrower terminal the numbers need the room more than the bar does
+_WIDE = 110  # columns; narrower terminals get a short bar, so that the numbers fit
 
 Field = float | int | str
 
 
 class Bar:
-    """The count of a running job. `done`, `total` and `fields` may be read at any time."""
+    """The progress of a job. `done`, `total` and `fields` can be read at any time."""
 
     def __init__(self, title: str, total: int | None, unit: str, done: int):
         self.title = title
@@ -36,12 +36,12 @@ class Bar:
         self._next_update = 0.0
 
     def advance(self, n: int = 1, **fields: Field) -> None:
-        """Count `n` more; the latest value of each field (loss=0.5) is shown behind the count."""
+        """Add ``n`` to the count; the latest value of each field (loss=0.5) is shown after it."""
         self.fields.update(fields)
-        self.reach(self.done + n)
+        self.set_done(self.done + n)
 
-    def reach(self, done: int, total: int | None = None) -> None:
-        """Set the count; made to be given as an `on_progress(done, total)` callback."""
+    def set_done(self, done: int, total: int | None = None) -> None:
+        """Set the count; can be used as an `on_progress(done, total)` callback."""
         self.done = done
         self.total = self.total if total is None else total
         now = time.monotonic()
@@ -51,13 +51,13 @@ class Bar:
             self._next_update = now + self._display.update(self)
 
     def status(self, finished: bool = False, brief: bool = False) -> str:
-        """The count in words: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`.
+        """Return the progress as text: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`.
 
-        A field `samples_per_second` takes the place of the rate. ``brief`` leaves out the share, which a bar shows.
+        A field `samples_per_second` replaces the rate. ``brief`` omits the percentage, which a bar shows.
         """
         now = time.monotonic()
-        since, before = self._first if finished else self._points[0]
-        rate = (self.done - before) / (now - since) if now > since else 0.0
+        start, done_at_start = self._first if finished else self._points[0]
+        rate = (self.done - done_at_start) / (now - start) if now > start else 0.0
         parts = [str(self.done) if self.total is None else f"{self.done}/{self.total}"]
         fields = dict(self.fields)
         samples = fields.pop("samples_per_second", None)
@@ -68,7 +68,7 @@ class Bar:
         elif rate > 0:
             parts.append(f"{_number(rate, digits=3)} {self.unit}/s")
         if finished:
-            parts.append(f"took {_duration(now - since)}")
+            parts.append(f"took {_duration(now - start)}")
         elif self.total is not None and rate > 0:
             parts.append(f"{_duration((self.total - self.done) / rate)} left")
         return " · ".join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
@@ -76,10 +76,10 @@ class Bar:
 
 @contextmanager
 def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> Iterator[Bar]:
-    """Show how far a job is while the block runs; `done` of `total` units may be behind us already.
+    """Show the progress of a job while the block runs; `done` of `total` units may be finished already.
 
-    Bars may follow or contain one another. Elsewhere than on a terminal a first line, a last one and at most one every
-    ten seconds are printed; a block that is left by an exception says so on its last line.
+    Bars may be nested. Without a terminal, a first line, a last line and at most one line per ten seconds are
+    printed. The last line says "stopped" where an exception ended the block.
     """
     bar = Bar(title, total, unit, done)
     bar._display = _display_for(bar)
@@ -92,13 +92,13 @@ def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> 
 
 
 class _Display(Protocol):
-    """Where a bar is shown."""
+    """An output for a bar."""
 
     def update(self, bar: Bar) -> float:
-        """Show the bar as it is now; how many seconds it may stay so is returned."""
+        """Show the current state of the bar and return the seconds until the next update."""
 
     def close(self, bar: Bar, finished: bool) -> None:
-        """Show the bar for the last time."""
+        """Show the final state of the bar."""
 
 
 class _Silent:
@@ -110,7 +110,7 @@ class _Silent:
 
 
 class _Lines:
-    """Plain lines; the first one is printed before any work is done, so that a slow start is seen to be one."""
+    """Plain lines; the first is printed before any work, so that a slow start is visible."""
 
     def __init__(self, bar: Bar):
         info(f"{bar.title} {bar.status()}")
@@ -125,14 +125,14 @@ class _Lines:
 
 
 class _Live:
-    """A line of the one live display that all bars share: a bar in a bar stands below it, and goes when it ends."""
+    """A line of the live display that all bars share; a nested bar is below its parent and disappears when it ends."""
 
     _screen: Progress | None = None
 
     def __init__(self, bar: Bar):
         self._outermost = _Live._screen is None
         screen = _Live._screen or _new_screen()
-        _Live._screen = self._mine = screen
+        _Live._screen = self._own_screen = screen
         self._task: TaskID = screen.add_task(
             bar.title, total=bar.total, completed=bar.done, status=bar.status(brief=True)
         )
@@ -140,16 +140,16 @@ class _Live:
 
     def update(self, bar: Bar) -> float:
         status = bar.status(brief=True)
-        self._mine.update(self._task, total=bar.total, completed=bar.done, status=status, refresh=True)
+        self._own_screen.update(self._task, total=bar.total, completed=bar.done, status=status, refresh=True)
         return _FRAME_EVERY
 
     def close(self, bar: Bar, finished: bool) -> None:
         if not self._outermost:
-            self._mine.remove_task(self._task)
+            self._own_screen.remove_task(self._task)
             return
         status = bar.status(finished=True) + ("" if finished else " · stopped")
-        self._mine.update(self._task, total=bar.total, completed=bar.done, status=status)
-        self._mine.stop()
+        self._own_screen.update(self._task, total=bar.total, completed=bar.done, status=status)
+        self._own_screen.stop()
         _Live._screen = None
 
 
@@ -162,9 +162,9 @@ def _new_screen() -> Progress:
         BarColumn(bar_width=None, table_column=bar),
         TextColumn("{task.fields[status]}", markup=False, table_column=status),
         console=console,
-        # no thread that draws: a loader's worker that is forked while it holds the console's lock would never print
+        # no refresh thread: a worker forked while that thread holds the console's lock could never print
         auto_refresh=False,
-        # rich would send prints to stderr, where they are no longer what a pipe is waiting for
+        # rich would redirect stdout to stderr, and a pipe that reads stdout would get nothing
         redirect_stdout=sys.stdout.isatty(),
     )
 
@@ -176,7 +176,7 @@ def _display_for(bar: Bar) -> _Display:
 
 
 def _number(value: Field, digits: int = 4) -> str:
-    """A float in a few digits, anything else as it is."""
+    """Return a float with a few digits; other values unchanged."""
     if not isinstance(value, float):
         return str(value)
     if 1000 <= abs(value) < 1e9:
@@ -185,6 +185,6 @@ def _number(value: Field, digits: int = 4) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """`8:02`, or `1:08:02` from an hour on."""
+    """Return `8:02`, or `1:08:02` from one hour on."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,31 +1,31 @@
-"""Plain words to the person who watches, from the main process only."""
+"""Messages to the user, printed by the main process only."""
 
 import os
 from contextlib import suppress
 
 from rich.console import Console, RenderableType
 
-# The one console: lines that are printed while a bar is shown go above it.
+# The only console: lines printed while a progress bar is shown appear above it.
 console = Console(stderr=True)
 
 _main_process: bool | None = None
 
 
 def set_main_process(main: bool) -> None:
-    """Say whether this process is the one that speaks; until then a launcher's RANK decides."""
+    """Set whether this is the main process; by default the launcher's RANK decides."""
     global _main_process
     _main_process = main
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that speaks and keeps the log."""
+    """Return whether this process prints messages and writes the log."""
     return os.environ.get("RANK", "0") == "0" if _main_process is None else _main_process
 
 
 def info(text: str) -> None:
-    """Print a plain line to stderr, unwrapped and unstyled; other ranks are silent.
+    """Print a line to stderr, unwrapped and unstyled; other ranks print nothing.
 
-    Where nothing can be printed (a file on a full disk, a terminal that is gone) work goes on without words.
+    Failures to print (a file on a full disk, a closed terminal) are ignored.
     """
     if is_main_process():
         with suppress(OSError):
@@ -33,15 +33,15 @@ def info(text: str) -> None:
 
 
 def show(table: RenderableType) -> None:
-    """Print a table to stderr; other ranks are silent."""
+    """Print a table to stderr; other ranks print nothing."""
     if is_main_process():
         console.print(table)
 
 
 def quiet_libraries() -> None:
-    """Keep diffusers' and transformers' own bars and hints off the screen; call before they are imported.
+    """Disable the progress bars and hints of diffusers and transformers; call it before they are imported.
 
-    Their loading bars tear ours apart, and their hints are about parts that SD3 does not use.
+    Their loading bars break ours, and their hints concern parts that SD3 does not use.
     """
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")

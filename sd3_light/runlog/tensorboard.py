@@ -1,4 +1,4 @@
-"""TensorBoard beside the log: its curves, and its pictures."""
+"""TensorBoard: the curves and images of the log as event files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 LARGEST_SIDE = 2048
-"""Pixels: larger pictures are shown smaller, as event files keep every one of them."""
+"""Pixels. Larger images are scaled down, because event files keep every image."""
 
 
 class TensorBoard:
-    """A tracker that writes event files to ``folder``; nothing is written before there is something to show."""
+    """A tracker that writes event files to ``folder``, which is created with the first point or image."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -21,11 +21,11 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def begin(self, first: int) -> None:
-        """A run begins or goes on: whatever an earlier process drew at ``first`` or later is hidden.
+        """Hide what an earlier process logged at step ``first`` or later; call it when a run starts or resumes.
 
-        TensorBoard takes the first such mark in a folder for the start of it all, so a fresh run needs one too.
+        TensorBoard treats the first such mark in a folder as the start of everything, so a new run needs one too.
         """
-        assert self._writer is None, "the mark stands before the first point"
+        assert self._writer is None, "the mark must precede the first point"
         self._purge = first
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -35,28 +35,28 @@ class TensorBoard:
             writer.add_scalar(name, number, global_step=step)
 
     def image(self, name: str, image: "Image", step: int) -> None:
-        """Show a picture under a name."""
+        """Add an image under a name."""
         import numpy as np
 
-        self._open().add_image(name, np.asarray(bounded(image)), global_step=step, dataformats="HWC")
+        self._open().add_image(name, np.asarray(shrink(image)), global_step=step, dataformats="HWC")
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending data and close the file."""
         if self._writer is not None:
             self._writer.close()
 
     def _open(self) -> "SummaryWriter":
         if self._writer is None:
-            # imported here: it costs a second, which commands that train nothing need not pay
+            # imported late: it takes a second, and most commands do not need it
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=self._purge, flush_secs=10)
         return self._writer
 
 
-def bounded(image: "Image") -> "Image":
-    """The picture in RGB, no side longer than `LARGEST_SIDE`."""
-    shown = image.convert("RGB")
-    if max(shown.size) > LARGEST_SIDE:
-        shown.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-    return shown
+def shrink(image: "Image") -> "Image":
+    """Return the image in RGB, no side longer than `LARGEST_SIDE`."""
+    rgb = image.convert("RGB")
+    if max(rgb.size) > LARGEST_SIDE:
+        rgb.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    return rgb

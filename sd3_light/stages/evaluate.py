@@ -61,7 +61,7 @@ def run(
     add_loras(pipe, loras, diffusers_tensors)
     asked = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
-        result = score(pipe, asked, policy, steps, guidance, seed, batch, on_progress=bar.reach)
+        result = score(pipe, asked, policy, steps, guidance, seed, batch, on_progress=bar.set_done)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -62,7 +62,7 @@ class ClassPictures(Dataset[Any]):
                     as_user_error("make(prompt, seed)", "let it give a picture"),
                 ):
                     make(self.prompt, index).save(temporary, format="PNG")
-                bar.reach(done, len(missing))
+                bar.set_done(done, len(missing))
 
     def __len__(self) -> int:
         return self.count

@@ -66,7 +66,7 @@ def launch_data_process_task(
                 with as_user_error(f"bucket_of({index})", "let it give a name or number for every index"):
                     bucket = "all" if bucket_of is None else str(bucket_of(index))
                 writer.add(ProcessedSample(index, bucket, made_of, _storable(model.process(item), index)))
-            bar.reach(done, len(mine))
+            bar.set_done(done, len(mine))
     writer.close()
     if accelerator is not None:
         accelerator.wait_for_everyone()

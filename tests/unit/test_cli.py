@@ -169,7 +169,7 @@ def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project
         (("sample", "nowhere", "--file", "prompts.txt"), "--file: prompts.txt does not exist"),
         (("evaluate", "nowhere"), "nowhere is no diffusers folder"),
         (("inspect", "nowhere"), "no cache at nowhere"),
-        (("report", "nowhere"), "there is no such log"),
+        (("report", "nowhere"), "no such log"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

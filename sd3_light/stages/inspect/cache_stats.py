@@ -116,8 +116,10 @@ class Inspection:
 
 
 def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
-    """Read the manifest of a cache, and random shards until they hold ``samples`` samples. Raises UserError where there
-    is no cache."""
+    """Read the manifest of a cache, and random shards until they hold ``samples`` samples.
+
+    Raises UserError where ``folder`` has no cache.
+    """
     manifest = Manifest.load(folder)
     stats = ShardStats()
     real = manifest.recipe.get("text_tokens") == "real"

@@ -1,6 +1,6 @@
 """Read a run's log into a `RunReport`, in bounded memory however long the log is.
 
-The log is read twice. The first pass collects the rare events (starts, saves, evaluations): they tell which records a
+The log is read twice. The first pass collects the rare events (starts, saves, evaluations): they show which records a
 resumed run repeated, and how many records there are. The second pass builds the curves.
 """
 
@@ -156,7 +156,7 @@ class _FirstPass:
         self.evals: Counter[tuple[str, str]] = Counter()
 
     def add(self, event: LogEvent | None) -> None:
-        """Add a line; None stands for a step that was not parsed."""
+        """Add a line; None is a step that was not parsed."""
         self.lines += 1
         if event is None or event["event"] == "step":
             self.steps += 1

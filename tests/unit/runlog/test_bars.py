@@ -1,4 +1,4 @@
-"""Bars on a terminal, lines elsewhere, nothing on other ranks."""
+"""Progress: bars on a terminal, lines elsewhere, nothing on other ranks."""
 
 import io
 
@@ -39,13 +39,13 @@ def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 10
     return screen
 
 
-def test_say_prints_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_a_line_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     text = "a [bold]line[/] :smile: of 12 words " + "x" * 200
     info(text)
     assert capsys.readouterr() == ("", text + "\n")
 
 
-def test_lines_come_first_last_and_every_ten_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_first_last_and_every_ten_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 1000, "samples", done=100) as bar:
         for _ in range(25):
             clock.now += 1
@@ -59,7 +59,7 @@ def test_lines_come_first_last_and_every_ten_seconds(clock: Clock, capsys: pytes
     ]
 
 
-def test_samples_a_second_take_the_place_of_the_rate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_per_second_replace_the_rate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 1000, "steps") as bar:
         clock.now += 10
         bar.advance(20, loss=0.5, samples_per_second=1234.5678)
@@ -68,7 +68,7 @@ def test_samples_a_second_take_the_place_of_the_rate(clock: Clock, capsys: pytes
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_live_line_of_a_long_run_fits_and_shows_what_matters(
+def test_the_live_line_of_a_long_run_fits_the_terminal(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     screen = use_console(monkeypatch, terminal=True, width=width)
@@ -82,7 +82,7 @@ def test_the_live_line_of_a_long_run_fits_and_shows_what_matters(
     assert "━" in line
 
 
-def test_the_rate_forgets_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rate_ignores_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 10_000) as bar:
         clock.now += 3600
         for _ in range(70):
@@ -94,19 +94,19 @@ def test_the_rate_forgets_a_slow_start(clock: Clock, capsys: pytest.CaptureFixtu
 def test_a_job_of_unknown_length_and_a_callback(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("scan", None, "files") as bar:
         clock.now += 2
-        bar.reach(5)
+        bar.set_done(5)
         assert bar.status() == "5 · 2.5 files/s"
-        bar.reach(10, 20)
+        bar.set_done(10, 20)
     assert capsys.readouterr().err.splitlines() == ["scan 0", "scan 10/20 · 50% · 5 files/s · took 0:02"]
 
 
-def test_an_empty_job_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_job_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("nothing", 0):
         pass
     assert capsys.readouterr().err.splitlines() == ["nothing 0/0", "nothing 0/0 · took 0:00"]
 
 
-def test_a_job_that_fails_says_where_it_stopped(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_job_prints_where_it_stopped(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         with progress("train", 4) as bar:
             clock.now += 1
@@ -118,7 +118,7 @@ def test_a_job_that_fails_says_where_it_stopped(clock: Clock, capsys: pytest.Cap
     assert capsys.readouterr().err.splitlines()[-1] == "train 1/4 · 25% · 1 it/s · took 0:01 · stopped"
 
 
-def test_bars_on_a_terminal_nest_and_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_on_a_terminal_can_be_nested_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = use_console(monkeypatch, terminal=True)
     for title in ("first", "second"):
         with progress(title, 2) as outer:
@@ -137,7 +137,7 @@ def test_a_failure_in_nested_bars_leaves_the_terminal_usable(monkeypatch: pytest
     with pytest.raises(KeyError), progress("outer", 2), progress("inner", 2):
         raise KeyError
     assert "stopped" in screen.getvalue()
-    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
     with progress("next", 1) as bar:
         bar.advance()
     assert "next" in screen.getvalue()

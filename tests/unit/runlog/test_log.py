@@ -1,4 +1,4 @@
-"""The log is valid JSON line by line, survives being killed, and keeps no secret."""
+"""The log: valid JSON line by line, repaired after a kill, without secrets."""
 
 import io
 import json
@@ -31,20 +31,20 @@ def events(folder: Path) -> list[dict[str, Any]]:
 class Recorder:
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []
-        self.pictures: list[tuple[int, str, tuple[int, int]]] = []
+        self.images: list[tuple[int, str, tuple[int, int]]] = []
         self.closed = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.points.append((step, dict(values)))
 
     def image(self, name: str, image: Image.Image, step: int) -> None:
-        self.pictures.append((step, name, image.size))
+        self.images.append((step, name, image.size))
 
     def close(self) -> None:
         self.closed += 1
 
 
-def test_an_event_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
+def test_an_event_is_written_immediately(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", tensorboard=False)
     log.event("start", world=2, path=tmp_path, nested={"a": [1, 2.5, None, True]})
     (event,) = events(tmp_path / "run")
@@ -57,12 +57,12 @@ def test_an_event_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
     log.close()
 
 
-def test_numbers_that_json_does_not_know_are_words(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_strings(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("step", step=1, loss=math.nan, up=math.inf, down=-math.inf)
         log.event("step", step=2, loss=np.float32(0.5), up=torch.tensor(math.nan), down=np.int64(3))
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    read = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines]
+    read = [json.loads(line, parse_constant=lambda constant: pytest.fail(constant)) for line in lines]
     assert [[event[name] for name in ("loss", "up", "down")] for event in read] == [
         ["nan", "inf", "-inf"],
         [0.5, "nan", 3],
@@ -70,7 +70,7 @@ def test_numbers_that_json_does_not_know_are_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b'{"event": "st', b"\x00" * 200_000, b""])
-def test_a_killed_runs_last_line_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+def test_the_incomplete_last_line_of_a_killed_run_is_removed(tmp_path: Path, tail: bytes) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("start", text="ü" * 50)
     with (tmp_path / "log.jsonl").open("ab") as file:
@@ -81,13 +81,13 @@ def test_a_killed_runs_last_line_is_cut_off(tmp_path: Path, tail: bytes) -> None
     assert [event["event"] for event in events(tmp_path)] == ["start", "resume"]
 
 
-def test_a_log_that_is_one_broken_line_is_emptied(tmp_path: Path) -> None:
+def test_a_log_with_only_an_incomplete_line_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_bytes(b'{"event"')
     RunLog(tmp_path, tensorboard=False).close()
     assert (tmp_path / "log.jsonl").read_bytes() == b""
 
 
-def test_reading_names_the_broken_line_and_the_missing_log(tmp_path: Path) -> None:
+def test_an_invalid_line_and_a_missing_log_are_user_errors(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "a"}\n{oops\n{"event": "b"}\n')
     with pytest.raises(UserError, match="line 2"):
@@ -96,7 +96,7 @@ def test_reading_names_the_broken_line_and_the_missing_log(tmp_path: Path) -> No
         list(read_log(tmp_path / "other.jsonl"))
 
 
-def test_secrets_never_get_in(tmp_path: Path) -> None:
+def test_secrets_are_removed(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False, secrets=("", "abc", "abcdef")) as log:
         log.event("config", text="key=abcdef!", nested=[{"abc": ("x", "abcabc")}], path=Path("abc/run"))
     text = (tmp_path / "log.jsonl").read_text()
@@ -105,7 +105,7 @@ def test_secrets_never_get_in(tmp_path: Path) -> None:
     assert events(tmp_path)[0]["nested"] == [{"***": ["x", "******"]}]
 
 
-def test_numbers_of_steps_and_evals_are_points_of_curves_with_their_own_names(tmp_path: Path) -> None:
+def test_numbers_of_steps_and_evals_become_named_curves(tmp_path: Path) -> None:
     tracker = Recorder()
     with RunLog(tmp_path, tensorboard=False, trackers=[tracker]) as log:
         log.event("start", step=0, ignored=1)
@@ -124,7 +124,7 @@ def test_numbers_of_steps_and_evals_are_points_of_curves_with_their_own_names(tm
             "train/ema_decay/ema": 0.99,
         },
     )
-    assert [(at, list(values)) for at, values in evals] == [
+    assert [(x, list(values)) for x, values in evals] == [
         (10, ["eval/held/raw/flow", "eval/held/raw/flow@0.1"]),
         (10, ["eval/held/ema/flow", "eval/held/ema/flow@0.1"]),
         (10, ["eval/coco/ema/flow", "eval/coco/ema/flow@0.1"]),
@@ -132,63 +132,63 @@ def test_numbers_of_steps_and_evals_are_points_of_curves_with_their_own_names(tm
     assert tracker.closed == 1
 
 
-def test_a_picture_is_shown_and_adds_no_line(tmp_path: Path) -> None:
+def test_an_image_is_mirrored_and_adds_no_line(tmp_path: Path) -> None:
     tracker = Recorder()
     with RunLog(tmp_path, tensorboard=False, trackers=[tracker], x_axis="samples") as log:
         log.image("samples/ema", Image.new("RGB", (8, 4)), step=10, samples=640)
-    assert tracker.pictures == [(640, "samples/ema", (8, 4))]
+    assert tracker.images == [(640, "samples/ema", (8, 4))]
     assert events(tmp_path) == []
 
 
-def test_threads_log_whole_lines(tmp_path: Path) -> None:
+def test_threads_write_complete_lines(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log, ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda at: log.event("checkpoint", step=at, text="x" * 20_000), range(200)))
+        list(pool.map(lambda step: log.event("checkpoint", step=step, text="x" * 20_000), range(200)))
     assert sorted(event["step"] for event in events(tmp_path)) == list(range(200))
 
 
 @pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """Sets how long a file of this process may get, which a write meets as a disk without room."""
+def limit_file_size() -> Iterator[Callable[[int], None]]:
+    """Return a function that limits the file size of this process, which acts like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_lines_that_find_no_room_wait_for_it(
-    tmp_path: Path, small_files: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+def test_lines_stay_in_memory_while_the_disk_is_full(
+    tmp_path: Path, limit_file_size: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("start", text="x" * 100)
-        small_files((tmp_path / "log.jsonl").stat().st_size + 20)  # the next line is torn
+        limit_file_size((tmp_path / "log.jsonl").stat().st_size + 20)  # the next line is written in part
         for step in (1, 2, 3):
             log.event("step", step=step, loss=0.5)
         assert [event["event"] for event in events(tmp_path)] == ["start"]
-        small_files(1 << 20)
+        limit_file_size(1 << 20)
         log.event("step", step=4, loss=0.5)
         assert [event.get("step") for event in events(tmp_path)] == [None, 1, 2, 3, 4]
-        small_files(1)
+        limit_file_size(1)
         log.event("stop")
-    said = capsys.readouterr().err
-    assert said.count("log.jsonl cannot be written (File too large): its lines wait in memory") == 2
-    assert "log.jsonl lacks its last 1 lines: there was no room for them" in said
+    messages = capsys.readouterr().err
+    assert messages.count("log.jsonl (File too large); lines stay in memory until there is space") == 2
+    assert "log.jsonl: no space for the last lines, 1 lost" in messages
 
 
-def test_words_that_cannot_be_printed_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def test_a_message_that_cannot_be_printed_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:
-            tried.append(text)
+            attempts.append(text)
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    info("is anybody there?")
+    info("hello")
     monkeypatch.undo()
-    assert "is anybody there?" in "".join(tried)
-    info("")  # no other test shall meet what still waits
+    assert "hello" in "".join(attempts)
+    info("")  # flush what is pending, so that no other test prints it
 
 
-def test_a_mirror_without_room_is_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mirror_that_fails_is_disabled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Recorder):
         def log(self, values: Mapping[str, float], step: int) -> None:
             super().log(values, step)
@@ -200,7 +200,7 @@ def test_a_mirror_without_room_is_given_up(tmp_path: Path, capsys: pytest.Captur
             log.event("step", step=step, loss=0.5)
     assert [step for step, _ in other.points] == [1, 2]
     assert ([step for step, _ in full.points], full.closed) == ([1], 0)
-    assert capsys.readouterr().err == "Full is given up until the run is started again: No space left on device\n"
+    assert capsys.readouterr().err == "Full failed and is disabled until the next start: No space left on device\n"
 
 
 def test_another_field_can_be_the_x_axis(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_launchers_rank_decides_until_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_rank_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.runlog.console._main_process", None)
     monkeypatch.delenv("RANK", raising=False)
     assert is_main_process()

@@ -1,4 +1,4 @@
-"""TensorBoard shows the curves of a run once, however often it was started."""
+"""TensorBoard shows every step of a run once, however often the run is started."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from sd3_light.runlog import RunLog
-from sd3_light.runlog.tensorboard import LARGEST_SIDE, bounded
+from sd3_light.runlog.tensorboard import LARGEST_SIDE, shrink
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +19,16 @@ def _main(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds since 1970: event files are read in the order of their names, which begin with the second."""
+    """Control the time: event files are read in the order of their names, which start with the second."""
     now = [1.8e9]
     monkeypatch.setattr(time, "time", lambda: now[0])
     return now
 
 
 def read(folder: Path) -> EventAccumulator:
-    seen = EventAccumulator(str(folder / "tensorboard"))
-    seen.Reload()
-    return seen
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
 
 
 def curve(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -43,7 +43,7 @@ def steps(log: RunLog, first: int, last: int, loss: float) -> None:
 
 
 @pytest.mark.parametrize(("axis", "unit"), [("step", 1), ("samples", 64)])
-def test_a_resumed_run_draws_no_step_twice(tmp_path: Path, clock: list[float], axis: str, unit: int) -> None:
+def test_a_resumed_run_shows_no_step_twice(tmp_path: Path, clock: list[float], axis: str, unit: int) -> None:
     with RunLog(tmp_path, x_axis=axis) as log:
         log.event("start", step=0, samples=0)
         steps(log, 1, 9, loss=1.0)
@@ -51,12 +51,12 @@ def test_a_resumed_run_draws_no_step_twice(tmp_path: Path, clock: list[float], a
     with RunLog(tmp_path, x_axis=axis) as log:
         log.event("resume", step=6, samples=6 * 64)
         steps(log, 7, 7, loss=2.0)
-    # step 8, and the evaluation there, are of a life that the run did not lead
-    assert curve(tmp_path, "train/loss") == [*((at * unit, 1.0) for at in range(1, 7)), (7 * unit, 2.0)]
+    # the resumed run repeats steps after 6, so the old step 8 and its evaluation are hidden
+    assert curve(tmp_path, "train/loss") == [*((step * unit, 1.0) for step in range(1, 7)), (7 * unit, 2.0)]
     assert curve(tmp_path, "eval/held/ema/flow") == [(4 * unit, 1.0)]
 
 
-def test_a_run_that_begins_anew_in_its_folder_hides_the_first_try(tmp_path: Path, clock: list[float]) -> None:
+def test_a_new_start_in_the_same_folder_hides_the_first_run(tmp_path: Path, clock: list[float]) -> None:
     for loss in (1.0, 2.0):
         clock[0] += 10
         with RunLog(tmp_path) as log:
@@ -67,7 +67,7 @@ def test_a_run_that_begins_anew_in_its_folder_hides_the_first_try(tmp_path: Path
     assert curve(tmp_path, "eval/held/raw/flow") == [(0, 2.0)]
 
 
-def test_a_picture_is_there_as_it_was(tmp_path: Path) -> None:
+def test_an_image_is_stored_unchanged(tmp_path: Path) -> None:
     image = Image.fromarray(np.arange(8 * 5 * 3, dtype=np.uint8).reshape(8, 5, 3))
     with RunLog(tmp_path) as log:
         log.image("samples/ema", image, step=42)
@@ -79,10 +79,10 @@ def test_a_picture_is_there_as_it_was(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(image))
 
 
-def test_a_large_picture_is_shown_smaller_and_is_not_touched() -> None:
+def test_a_large_image_is_scaled_down_in_a_copy() -> None:
     image = Image.new("RGBA", (2 * LARGEST_SIDE, 30))
-    shown = bounded(image)
-    assert (shown.size, shown.mode) == ((LARGEST_SIDE, 15), "RGB")
+    small = shrink(image)
+    assert (small.size, small.mode) == ((LARGEST_SIDE, 15), "RGB")
     assert (image.size, image.mode) == ((2 * LARGEST_SIDE, 30), "RGBA")
 
 

@@ -1,4 +1,4 @@
-"""Trackers show what the log holds, keep to one run, keep no secret, and never stop training."""
+"""Trackers mirror the log, use one run per folder, store no secret, and never stop training."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_API_KEY", "none")  # so that it is put back after a test that sets it
+    monkeypatch.setenv("WANDB_API_KEY", "none")  # so that monkeypatch restores it after a test that sets it
     monkeypatch.delenv("WANDB_API_KEY")
 
 
@@ -60,7 +60,7 @@ class FakeRun:
 
 
 class FakeWandb(ModuleType):
-    """The part of wandb 0.30 that is used, by its own signatures."""
+    """The part of wandb 0.30 that is used, with its signatures."""
 
     Error = Fault
     errors = SimpleNamespace(UsageError=UsageFault, AuthenticationError=LoginFault)
@@ -76,8 +76,8 @@ class FakeWandb(ModuleType):
         return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
 
     def login(self, key: str | None = None, *, verify: bool = True, prompt: bool = True) -> bool:
-        assert key is None, "a key that is given here goes to the user's .netrc"
-        assert not prompt, "nobody may be there to answer"
+        assert key is None, "a key passed here is written to the user's .netrc"
+        assert not prompt, "a prompt would block a run without a user"
         self.key = os.environ.get("WANDB_API_KEY")
         return self.account
 
@@ -105,7 +105,7 @@ class FakeWandb(ModuleType):
 
     @staticmethod
     def Image(image: Image.Image) -> tuple[str, tuple[int, int]]:  # noqa: N802
-        return "picture", image.size
+        return "image", image.size
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def wish(**keys: Any) -> MonitoringConfig:
+def monitoring_config(**keys: Any) -> MonitoringConfig:
     return MonitoringConfig.model_validate(keys)
 
 
 def train(folder: Path, monitoring: MonitoringConfig, first: int, last: int) -> None:
-    """A short run: a step each, and at the end an evaluation and a picture."""
+    """Log a short run: steps, then an evaluation and an image."""
     trackers = open_trackers(monitoring, folder, CONFIG)
     with RunLog(folder, tensorboard=False, trackers=trackers) as log:
         log.event("start" if first == 1 else "resume", step=first - 1)
@@ -130,23 +130,23 @@ def train(folder: Path, monitoring: MonitoringConfig, first: int, last: int) -> 
         log.image("samples/ema", Image.new("RGB", (8, 4)), step=last)
 
 
-def test_nothing_is_opened_unasked_or_on_other_ranks(tmp_path: Path, wandb: FakeWandb) -> None:
-    assert open_trackers(wish(), tmp_path, CONFIG) == []
+def test_no_tracker_is_opened_by_default_or_on_other_ranks(tmp_path: Path, wandb: FakeWandb) -> None:
+    assert open_trackers(monitoring_config(), tmp_path, CONFIG) == []
     set_main_process(False)
-    assert open_trackers(wish(enable_wandb=True), tmp_path, CONFIG) == []
+    assert open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG) == []
     assert not (tmp_path / TRACKER_IDS).exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_package_is_the_users_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_package_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr("sd3_light.runlog.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"monitoring.enable_{name}: .* pip install 'sd3-light\[{name}\]'"):
-        open_trackers(wish(**{f"enable_{name}": True}), tmp_path, CONFIG)
+        open_trackers(monitoring_config(**{f"enable_{name}": True}), tmp_path, CONFIG)
 
 
-def test_wandb_gets_the_points_and_the_pictures(tmp_path: Path, wandb: FakeWandb) -> None:
-    train(tmp_path / "my_run", wish(enable_wandb=True, wandb_tracker_name="project"), 1, 3)
+def test_wandb_gets_points_and_images(tmp_path: Path, wandb: FakeWandb) -> None:
+    train(tmp_path / "my_run", monitoring_config(enable_wandb=True, wandb_tracker_name="project"), 1, 3)
     (run,) = wandb.runs
     assert (run.init["project"], run.init["name"], run.init["config"]) == ("project", "my_run", CONFIG)
     assert run.logged == [
@@ -154,13 +154,13 @@ def test_wandb_gets_the_points_and_the_pictures(tmp_path: Path, wandb: FakeWandb
         (2, {"train/loss": 0.5}),
         (3, {"train/loss": 1 / 3}),
         (3, {"eval/held/ema/flow": 0.25}),
-        (3, {"samples/ema": ("picture", (8, 4))}),
+        (3, {"samples/ema": ("image", (8, 4))}),
     ]
     assert run.finished == 1
 
 
-def test_a_restart_goes_on_with_the_same_wandb_run_and_repeats_nothing(tmp_path: Path, wandb: FakeWandb) -> None:
-    monitoring = wish(enable_wandb=True, wandb_run_name="named")
+def test_a_restart_continues_the_same_wandb_run_without_repeats(tmp_path: Path, wandb: FakeWandb) -> None:
+    monitoring = monitoring_config(enable_wandb=True, wandb_run_name="named")
     train(tmp_path, monitoring, 1, 5)
     wandb.last_step = 5
     train(tmp_path, monitoring, 3, 6)
@@ -172,57 +172,57 @@ def test_a_restart_goes_on_with_the_same_wandb_run_and_repeats_nothing(tmp_path:
     assert wandb.runs[2].init["id"] != first["id"]
 
 
-def test_offline_wandb_asks_nobody(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_offline_wandb_does_not_resume(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.mode, wandb.account = "offline", False
-    train(tmp_path, wish(enable_wandb=True), 1, 1)
+    train(tmp_path, monitoring_config(enable_wandb=True), 1, 1)
     assert wandb.runs[0].init["resume"] is None
 
 
-def test_the_key_reaches_wandb_by_the_environment_and_no_file(tmp_path: Path, wandb: FakeWandb) -> None:
-    train(tmp_path, wish(enable_wandb=True, wandb_api_key=SECRET), 1, 1)
+def test_the_api_key_is_passed_by_the_environment_and_written_nowhere(tmp_path: Path, wandb: FakeWandb) -> None:
+    train(tmp_path, monitoring_config(enable_wandb=True, wandb_api_key=SECRET), 1, 1)
     assert wandb.key == SECRET
     assert [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize("fault", [UsageFault("no key"), LoginFault("wrong key"), None])
-def test_no_account_is_the_users_fault(tmp_path: Path, wandb: FakeWandb, fault: Any) -> None:
+def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, fault: Any) -> None:
     wandb.fault, wandb.account = fault, fault is not None
     with pytest.raises(UserError, match="WANDB_API_KEY"):
-        open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
+        open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
 
 
-def test_a_wandb_that_does_not_answer_is_done_without(
+def test_training_continues_when_wandb_is_not_reachable(
     tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb.fault = Fault("no network\nmore")
-    train(tmp_path, wish(enable_wandb=True), 1, 2)
-    assert "wandb does not answer (no network); training goes on" in capsys.readouterr().err
+    train(tmp_path, monitoring_config(enable_wandb=True), 1, 2)
+    assert "wandb is not reachable (no network); training continues" in capsys.readouterr().err
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("fault", [Fault("gone"), ConnectionResetError("gone")])
-def test_a_wandb_that_fails_later_is_said_once(
+def test_a_later_failure_of_wandb_is_reported_once(
     tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], fault: Exception
 ) -> None:
-    trackers = open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
+    trackers = open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
     wandb.runs[0].fault = fault
     with RunLog(tmp_path, tensorboard=False, trackers=trackers) as log:
         for step in range(3):
             log.event("step", step=step, loss=1.0)
         log.image("samples/ema", Image.new("RGB", (8, 4)), step=2)
-    assert capsys.readouterr().err.count("wandb fails (gone)") == 1
+    assert capsys.readouterr().err.count("wandb failed (gone)") == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_fault_of_ours_is_not_hidden(tmp_path: Path, wandb: FakeWandb) -> None:
-    trackers = open_trackers(wish(enable_wandb=True), tmp_path, CONFIG)
-    wandb.runs[0].fault = TypeError("ours")
+def test_a_bug_is_not_hidden(tmp_path: Path, wandb: FakeWandb) -> None:
+    trackers = open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
+    wandb.runs[0].fault = TypeError("bug")
     with pytest.raises(TypeError):
         trackers[0].log({"train/loss": 1.0}, step=1)
 
 
 class FakeTrackio(ModuleType):
-    """The part of trackio 0.43 that is used, by its own signatures."""
+    """The part of trackio 0.43 that is used, with its signatures."""
 
     def __init__(self) -> None:
         super().__init__("trackio")
@@ -267,16 +267,16 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
     return module
 
 
-def test_trackio_gets_the_points_under_a_name_of_its_own(
+def test_trackio_gets_the_points_under_a_unique_name(
     tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monitoring = wish(enable_trackio=True)
+    monitoring = monitoring_config(enable_trackio=True)
     train(tmp_path / "my_run", monitoring, 1, 5)
     train(tmp_path / "my_run", monitoring, 3, 6)
     train(tmp_path / "elsewhere" / "my_run", monitoring, 1, 1)
     first, second, other = trackio.runs
     assert first.logged[0] == (1, {"train/loss": 1.0})
-    assert first.logged[-2:] == [(5, {"eval/held/ema/flow": 0.25}), (5, {"samples/ema": ("picture", (8, 4))})]
+    assert first.logged[-2:] == [(5, {"eval/held/ema/flow": 0.25}), (5, {"samples/ema": ("image", (8, 4))})]
     assert first.init == second.init
     assert first.init[0] == "sd3-light"
     assert str(first.init[1]).startswith("my_run-")
@@ -287,43 +287,43 @@ def test_trackio_gets_the_points_under_a_name_of_its_own(
     assert capsys.readouterr().out == "", "stdout is for results"
 
 
-def test_a_trackio_that_does_not_answer_is_done_without(
+def test_training_continues_when_trackio_is_not_reachable(
     tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trackio.fault = OSError("no token")
-    assert open_trackers(wish(enable_trackio=True), tmp_path, CONFIG) == []
-    assert "trackio does not answer (no token)" in capsys.readouterr().err
+    assert open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG) == []
+    assert "trackio is not reachable (no token)" in capsys.readouterr().err
     trackio.fault = ValueError("server_url must be a full URL")
     with pytest.raises(UserError, match="full URL"):
-        open_trackers(wish(enable_trackio=True), tmp_path, CONFIG)
+        open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG)
 
 
 def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pytest.importorskip("wandb", reason="needs wandb: pip install 'sd3-light[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    real.teardown()  # its settings are read once a process
+    real.teardown()  # its settings are read once per process
     folder = tmp_path / "my_run"
-    train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 1, 3)
-    train(folder, wish(enable_wandb=True, wandb_api_key=SECRET), 3, 4)
+    train(folder, monitoring_config(enable_wandb=True, wandb_api_key=SECRET), 1, 3)
+    train(folder, monitoring_config(enable_wandb=True, wandb_api_key=SECRET), 3, 4)
     real.teardown()
-    known = json.loads((folder / TRACKER_IDS).read_text())["wandb_id"]
-    assert len(list(folder.glob(f"wandb/offline-run-*-{known}"))) in (1, 2)  # named by the second
+    run_id = json.loads((folder / TRACKER_IDS).read_text())["wandb_id"]
+    assert len(list(folder.glob(f"wandb/offline-run-*-{run_id}"))) in (1, 2)  # the name has the second of the start
     data = b"".join(path.read_bytes() for path in folder.glob("wandb/*/run-*.wandb"))
     for text in (b"train/loss", b"eval/held/ema/flow", b"samples/ema", b"tiny2"):
         assert text in data
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert written == []
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert leaks == []
 
 
 def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read when the package is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the package is imported
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
     pytest.importorskip("trackio", reason="needs trackio: pip install 'sd3-light[trackio]'")
     folder = tmp_path / "my_run"
-    train(folder, wish(enable_trackio=True), 1, 3)
-    train(folder, wish(enable_trackio=True), 3, 4)
+    train(folder, monitoring_config(enable_trackio=True), 1, 3)
+    train(folder, monitoring_config(enable_trackio=True), 3, 4)
     with sqlite3.connect(tmp_path / "trackio" / "sd3-light.db") as data:
         points = data.execute("select run_name, step, metrics from metrics").fetchall()
     assert {name for name, _, _ in points} == {json.loads((folder / TRACKER_IDS).read_text())["trackio_name"]}

@@ -231,7 +231,7 @@ def test_require_raises_all_faults_in_one_report(place: Any) -> None:
 def test_a_tracker_that_is_not_installed_is_a_fault(
     place: Any, only_fault: Single, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr("sd3_light.runlog.trackers._is_there", lambda name: name != package)
+    monkeypatch.setattr("sd3_light.runlog.trackers._is_installed", lambda name: name != package)
     fault = only_fault(tables="[monitoring]\nenable_wandb = true\nenable_trackio = true")
     assert fault.key == f"monitoring.enable_{package}"
     assert f"pip install 'sd3-light[{package}]'" in str(fault)
