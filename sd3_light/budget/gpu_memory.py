@@ -33,7 +33,7 @@ FLASH_BACKWARD = 4
 """Bytes per token and unit of width inside the backward kernel of attention: the queries' gradients in float32."""
 
 ZERO_BUCKET_BYTES = 4 * 50_000_000
-"""ZeRO's reduce bucket. Tests compare it with `engines/deepspeed/setup.py`."""
+"""ZeRO's reduce bucket. Tests compare it with `engines/deepspeed/runtime.py`."""
 
 ZERO3_LIVE_BYTES = 4 * ZERO_BUCKET_BYTES
 """Upper bound of the weights that ZeRO-3 gathers at once, in float32. Tests compare it too."""

@@ -1,4 +1,4 @@
-"""What runs a step: one small protocol, one engine a file."""
+"""Engines that run training steps behind one small protocol: one engine per file."""
 
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import Engine, StepResult

@@ -1,4 +1,4 @@
-"""How the torch engine's weights lie over its processes: all of them on each (DDP), or some rows on each (FSDP2)."""
+"""How the torch engine distributes weights over processes: all of them on each (DDP), or some rows on each (FSDP2)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,38 +16,38 @@ from sd3_light.engines.launch import Launch
 
 
 class Layout(Protocol):
-    """What differs between whole and cut weights. ``run`` is the module to call in training."""
+    """What differs between replicated and sharded weights. ``run`` is the module to call in training."""
 
     run: nn.Module
     writers: int
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch: only the last of a step makes the processes talk."""
+        """Return the context of a micro-batch: only the last one of a step synchronizes gradients."""
 
     def held(self, tensor: Tensor) -> Tensor:
-        """This process's part of a weight, gradient or optimizer tensor, sharing its memory."""
+        """Return this process's part of a weight, gradient or optimizer tensor, sharing its memory."""
 
     def start(self, weight: Tensor) -> int:
-        """The first element of a weight that this process holds."""
+        """Return the index of the first element of a weight that this process holds."""
 
     def writes(self, writer: int) -> bool:
-        """Whether this process writes its part of a weight that is ``writer``'s where all have it alike."""
+        """Whether this process writes its part of a weight; ``writer`` writes it if it is replicated."""
 
-    def add_parts(self, value: Tensor) -> Tensor:
-        """The sum over processes of what each computed from its own parts."""
+    def sum_parts(self, value: Tensor) -> Tensor:
+        """Sum values that each process computed from its own parts."""
 
     def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """A tensor that lies as ``weight`` does, all of it; every process calls it."""
+        """Return the full tensor of one laid out like ``weight``; all processes must call it."""
 
 
 class Replicas:
-    """Every process holds all weights, and DDP averages their gradients."""
+    """Every process holds all weights; DDP averages their gradients."""
 
     def __init__(self, module: nn.Module, launch: Launch, device: torch.device, writers: int) -> None:
         self.run: nn.Module = module
         self.rank, self.writers = launch.rank, writers
         if launch.world > 1:
-            # without device_ids: the engine has moved what belongs on the device, and lengths stay on the host
+            # without device_ids: the engine has already moved tensors to the device, and lengths stay on the host
             self.run = DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class Replicas:
         """See `Layout`."""
         return writer == self.rank
 
-    def add_parts(self, value: Tensor) -> Tensor:
+    def sum_parts(self, value: Tensor) -> Tensor:
         """See `Layout`."""
         return value
 
@@ -78,17 +78,17 @@ class Replicas:
 
 
 class Shards:
-    """Every process holds some rows of each weight and its state (FSDP2); blocks are gathered one at a time."""
+    """Every process holds some rows of each weight and its optimizer state (FSDP2); blocks are gathered one by one."""
 
     def __init__(self, module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> None:
         self.run, self.rank, self.writers = module, launch.rank, launch.world
         mesh = init_device_mesh(device.type, (launch.world,))
-        # inputs are not cast: times of up to 1000 and targets would lose their last digits; autocast casts inside
+        # inputs are not cast: timesteps up to 1000 and targets would lose digits; autocast casts inside
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if bf16:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         denoiser: Any = module.transformer
-        # also the root is cut again after each forward: an evaluation swaps the weights under it
+        # the root is resharded after each forward too, because an evaluation swaps the weights
         for part in (*denoiser.transformer_blocks, module):
             fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         if hasattr(module, "denoise"):
@@ -107,7 +107,7 @@ class Shards:
     def start(self, weight: Tensor) -> int:
         """See `Layout`."""
         assert isinstance(weight, DTensor)
-        # rows are cut as torch.chunk cuts them: all parts but the last ones are equal
+        # rows are split as by torch.chunk: all parts but the last ones are equal
         rows = -(-weight.shape[0] // self.writers)
         return min(self.rank * rows, weight.shape[0]) * (weight.numel() // weight.shape[0])
 
@@ -115,7 +115,7 @@ class Shards:
         """See `Layout`."""
         return True
 
-    def add_parts(self, value: Tensor) -> Tensor:
+    def sum_parts(self, value: Tensor) -> Tensor:
         """See `Layout`."""
         total = value.clone()
         dist.all_reduce(total)

@@ -1,7 +1,7 @@
-"""Micro-batches on their way to the GPU while it computes: copied from pinned memory by a stream of their own.
+"""Copy micro-batches to the GPU ahead of the computation, from pinned memory on a separate stream.
 
-Two buffers on the device take turns. A copy waits, on the device, until what the buffer held before has been used, and
-the computation waits until the copy is there; the host waits for neither. So the GPU's memory for inputs is that of two
+Two device buffers alternate. A copy waits, on the device, until the previous content of its buffer has been used, and
+the computation waits until the copy has arrived; the host waits for neither. The GPU memory for inputs is that of two
 micro-batches (law 10), however far the host runs ahead.
 """
 
@@ -18,72 +18,71 @@ from sd3_light.engines.protocol import MicroBatch
 NUM_BUFFERS = 2
 
 
-class _Buffer:
-    """Flat memory on the device, with the moments between which it may not be written."""
+class _DeviceBuffer:
+    """Flat device memory, and the events between which it must not be written."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
         self.used: torch.cuda.Event | None = None
-        self.source: Any = None  # host memory that the copy reads, kept until it has
+        self.source: Any = None  # host memory that the copy reads, kept until the copy is done
 
-    def room(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory that holds so many bytes."""
+    def reserve(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory of at least ``nbytes`` bytes."""
         if self.memory is None or len(self.memory) < nbytes:
-            self.memory = self.used = None  # before the larger one is asked for
+            self.memory = self.used = None  # freed before the larger one is allocated
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self.memory
 
 
-class Sender:
+class DeviceSender:
     """Sends micro-batches to a CUDA device, one ahead of the computation. Counts (int64) stay on the host.
 
-    What `send` returned may be used, by work that the caller gives to the current stream, until `send` has been called
-    for the micro-batch after the next.
+    Work on the current stream may use a sent micro-batch until `send` is called for the micro-batch after the next.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
-        self._turn = 0
+        self._buffers = [_DeviceBuffer() for _ in range(NUM_BUFFERS)]
+        self._current = 0
 
-    def send(self, prepared: MicroBatch) -> MicroBatch:
-        """The micro-batch on the device; what the caller computes with it waits for it there."""
+    def send(self, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch on the device; later work of the current stream waits for the copy."""
         buffer = self._next_buffer()
-        tensors = [tensor for part in prepared for tensor in part if _travels(tensor)]
+        tensors = [tensor for part in batch for tensor in part if _goes_to_device(tensor)]
         starts, end = [], 0
         for tensor in tensors:
             starts.append(aligned(end))
             end = starts[-1] + tensor.nbytes
-        memory = buffer.room(end, self.device)
-        there = {
+        memory = buffer.reserve(end, self.device)
+        copies = {
             id(tensor): memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(tensors, starts, strict=True)
         }
-        self._copy([(there[id(tensor)], tensor) for tensor in tensors], buffer)
-        buffer.source = prepared
-        features, label = (tuple(there.get(id(tensor), tensor) for tensor in part) for part in prepared)
+        self._copy([(copies[id(tensor)], tensor) for tensor in tensors], buffer)
+        buffer.source = batch
+        features, label = (tuple(copies.get(id(tensor), tensor) for tensor in part) for part in batch)
         return features, label
 
     def release(self) -> None:
-        """Give the host memory of what was sent back to who owns it; the copies are long done, or waited for."""
+        """Drop the host memory of sent micro-batches, after waiting for copies in progress."""
         for buffer in self._buffers:
             if buffer.arrived is not None:
                 buffer.arrived.synchronize()
             buffer.source = None
 
-    def _next_buffer(self) -> _Buffer:
-        """The buffer whose turn it is; the other one is used by all that was asked of the device so far."""
-        current = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % NUM_BUFFERS
+    def _next_buffer(self) -> _DeviceBuffer:
+        """Return the buffer to fill next; the other one is in use by all work queued so far."""
+        current = self._buffers[self._current]
+        self._current = (self._current + 1) % NUM_BUFFERS
         if self._stream is not None and current.memory is not None:
             current.used = torch.cuda.Event()
             current.used.record(torch.cuda.current_stream(self.device))
         self.release()
-        return self._buffers[self._turn]
+        return self._buffers[self._current]
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], buffer: _Buffer) -> None:
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], buffer: _DeviceBuffer) -> None:
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -92,7 +91,7 @@ class Sender:
         if buffer.used is not None:
             self._stream.wait_event(buffer.used)
         else:
-            self._stream.wait_stream(current)  # the memory is new: whoever had it before must be done
+            self._stream.wait_stream(current)  # new memory: its previous users must be done
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -101,29 +100,31 @@ class Sender:
         current.wait_event(buffer.arrived)
 
 
-def to_device(prepared: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the device, by the computation's own stream; what `Sender` has sent there stays as it is."""
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch on the device, copied on the current stream; tensors already there are not copied."""
     features, label = (
-        tuple(value.to(device, non_blocking=True) if _travels(value) else value for value in part) for part in prepared
+        tuple(value.to(device, non_blocking=True) if _goes_to_device(value) else value for value in part)
+        for part in batch
     )
     return features, label
 
 
-def _travels(value: Any) -> bool:
-    """Counts stay on the host: who needs them there would have to wait for the device."""
+def _goes_to_device(value: Any) -> bool:
+    """Counts stay on the host: reading them back would wait for the device."""
     return isinstance(value, Tensor) and value.dtype != torch.int64
 
 
-class Step(Sequence[MicroBatch]):
-    """The micro-batches of an optimizer step, sent to the device one after another as they are asked for.
+class PrefetchedStep(Sequence[MicroBatch]):
+    """The micro-batches of an optimizer step, sent to the device one by one as they are requested.
 
-    It can be walked once with data; after that it shows what they were, on no device: shapes and types, and counts.
+    The first iteration yields the data. Afterwards it yields the same tensors on the meta device: shapes and dtypes,
+    and the counts.
     """
 
-    def __init__(self, source: Iterator[MicroBatch], count: int, sender: Sender) -> None:
+    def __init__(self, source: Iterator[MicroBatch], count: int, sender: DeviceSender) -> None:
         self._source, self._count, self._sender = source, count, sender
         self._first: MicroBatch | None = self._next()
-        self._shown: list[MicroBatch] = []
+        self._metadata: list[MicroBatch] = []
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -132,60 +133,62 @@ class Step(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
 
     def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
-        return self._shown[index]
+        return self._metadata[index]
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if len(self._shown) == self._count:
-            yield from self._shown
+        if len(self._metadata) == self._count:
+            yield from self._metadata
             return
-        assert self._first is not None, "a step is walked once"
+        assert self._first is not None, "a step can be iterated only once with data"
         for number in range(self._count):
-            prepared = self._next() if self._first is None else self._first
+            batch = self._next() if self._first is None else self._first
             self._first = None
-            assert number == 0 or _shapes(prepared) == _shapes(self._shown[0]), "micro-batches of a step must be equal"
-            self._shown.append(_shown(prepared))
-            yield prepared
-            del prepared
+            assert number == 0 or _shape(batch) == _shape(self._metadata[0]), "micro-batches of a step must be equal"
+            self._metadata.append(_metadata(batch))
+            yield batch
+            del batch
 
     def _next(self) -> MicroBatch:
-        self._sender.release()  # its memory may be what the next one waits for
+        self._sender.release()  # the source may be waiting for this memory
         return self._sender.send(next(self._source))
 
 
-def _shapes(prepared: MicroBatch) -> tuple[int, ...]:
-    return tuple(prepared[0][0].shape)
+def _shape(batch: MicroBatch) -> tuple[int, ...]:
+    return tuple(batch[0][0].shape)
 
 
-def _shown(prepared: MicroBatch) -> MicroBatch:
-    features, label = (tuple(tensor.to("meta") if _travels(tensor) else tensor for tensor in part) for part in prepared)
+def _metadata(batch: MicroBatch) -> MicroBatch:
+    features, label = (
+        tuple(tensor.to("meta") if _goes_to_device(tensor) else tensor for tensor in part) for part in batch
+    )
     return features, label
 
 
 def prefetch_steps(
     source: Generator[MicroBatch, None, None], count: int, device: torch.device
-) -> Generator[Step, None, None]:
-    """Step after step of ``count`` micro-batches; the first of each is on its way when the step is handed out.
+) -> Generator[PrefetchedStep, None, None]:
+    """Yield steps of ``count`` micro-batches; the first micro-batch of each is already being copied.
 
-    Closing it closes the source, whoever still holds a step.
+    Closing the generator closes the source, even while a step is still referenced.
     """
-    sender = Sender(device)
+    sender = DeviceSender(device)
     with closing(source):
         while True:
             try:
-                step = Step(source, count, sender)
+                step = PrefetchedStep(source, count, sender)
             except StopIteration:
                 return
             yield step
 
 
 def pin_host_memory(address: int, nbytes: int) -> Callable[[], Any] | None:
-    """Let the GPU read host memory by itself; gives what undoes it, or None where the driver refuses."""
+    """Pin existing host memory for the GPU; return a function that unpins it, or None if the driver refuses."""
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
         return lambda: runtime.cudaHostUnregister(address)
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # the first kernel after a refusal is told of it
+        torch.zeros(1, device="cuda")  # the first kernel after the refusal raises the pending error: clear it here
     return None

@@ -1,4 +1,4 @@
-"""What the loop and the checkpoint ask of an engine."""
+"""The protocol between an engine and the training loop and checkpoints."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from torch import Tensor
 from sd3_light.flow.bands import NUM_BANDS
 
 MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""(features, label)."""
 StepStream = Generator[Sequence[MicroBatch], None, None]
-"""The micro-batches of one optimizer step after another; closing it lets go of who makes them."""
+"""Yields the micro-batches of each optimizer step; closing it also closes their source."""
 
 PARAM_KIND = "param"
 """The kind under which a checkpoint stores the weights themselves."""
@@ -21,8 +22,8 @@ PARAM_KIND = "param"
 class StepNumbers:
     """One optimizer step: losses (means over micro-batches and ranks), gradient norm, and whether it was taken.
 
-    A step whose loss or gradient is not finite is not taken. ``bands`` are the sums of the samples' losses by their
-    time, and ``band_counts`` how many there were, both as shares of the step.
+    A step with a non-finite loss or gradient is skipped. ``bands`` are sums of the sample losses per band of timesteps
+    and ``band_counts`` the number of samples per band, both divided by the number of micro-batches and ranks.
     """
 
     losses: dict[str, float]
@@ -33,7 +34,7 @@ class StepNumbers:
 
 
 class StepResult:
-    """A step's numbers on their way from the device: nobody waits for them until they are read."""
+    """A step's numbers, copied from the device asynchronously: only `read` waits for them."""
 
     def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
         self.names = tuple(names)
@@ -48,16 +49,16 @@ class StepResult:
 
     @staticmethod
     def pack(losses: Mapping[str, Tensor], bands: Tensor) -> Tensor:
-        """Losses and bands as one vector, so that ranks add them up at once."""
+        """Pack losses and bands into one vector, so that ranks sum them in one collective."""
         return torch.cat([torch.stack([loss.detach().float() for loss in losses.values()]), bands.flatten()])
 
     @property
     def ready(self) -> bool:
-        """Whether reading would not wait."""
+        """Whether `read` would return without waiting."""
         return self._event is None or self._event.query()
 
     def read(self) -> StepNumbers:
-        """The numbers; waits for the device where it must."""
+        """Return the numbers, waiting for the device if necessary."""
         if self._event is not None:
             self._event.synchronize()
         *values, grad_norm, taken = self._host.tolist()
@@ -71,8 +72,8 @@ class StepResult:
 class TensorPiece:
     """A flat part of one tensor of the run that this rank holds.
 
-    ``values`` is a 1-D view of live memory: elements ``start`` to ``start + len(values)`` of a tensor of ``shape``. Of
-    replicas one ``writes``. The name is ``KIND/NAME`` with the stock denoiser's parameter name.
+    ``values`` is a 1-D view of live memory: elements ``start`` to ``start + len(values)`` of a tensor of ``shape``.
+    Among replicas only one ``writes``. The name is ``KIND/NAME`` with the stock denoiser's parameter name.
     """
 
     name: str
@@ -83,7 +84,7 @@ class TensorPiece:
 
 
 class Engine(Protocol):
-    """Runs steps; shows what it holds of weights and optimizer state by canonical names.
+    """Runs steps and exposes its part of the weights and optimizer state by canonical name.
 
     Ranks 0 to ``writers`` - 1 write their pieces of a checkpoint. ``sequential_micro_batches``: the engine takes a
     step's micro-batches one after another and needs at most two of them on the device at a time.
@@ -96,33 +97,33 @@ class Engine(Protocol):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What this rank holds of the trainable float32 weights, live, by the stock denoiser's parameter names."""
+        """This rank's part of the trainable float32 weights, live, by the stock denoiser's parameter names."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every trainable weight of the model, whichever rank holds it."""
+        """The full shape of every trainable weight of the model, on any rank."""
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """One optimizer step over equal micro-batches."""
+        """Run one optimizer step over equally sized micro-batches."""
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """[sum of the samples' flow losses, number of samples] of this rank's micro-batch; nothing is learned."""
+        """Return [sum of the sample flow losses, number of samples] of this rank's micro-batch, without training."""
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Numbers of all ranks added up."""
+        """Sum numbers over all ranks."""
 
     def weight_norm(self) -> float:
-        """The norm over all trainable weights."""
+        """Return the norm over all trainable weights."""
 
     def pieces(self) -> Iterator[TensorPiece]:
-        """This rank's part of weights and optimizer state; copying into them loads."""
+        """Yield this rank's part of weights and optimizer state; copying into the values loads a checkpoint."""
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        """Pieces of tensors that lie as the weights do, such as an average of them."""
+        """Yield the pieces of tensors laid out like the weights, such as their averages."""
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Tensors that lie as the weights do, brought together in rank 0's host memory; None elsewhere. All ranks
-        call it."""
+        """Gather tensors laid out like the weights in rank 0's host memory; returns None on other ranks. All ranks
+        must call it."""
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
-        """The predicted velocity, for sampling; all ranks call it equally often."""
+        """Return the predicted velocity, for sampling; all ranks must call it equally often."""

@@ -1,4 +1,4 @@
-"""torch's own engine: one process, or several under torchrun with whole (DDP) or cut (FSDP2) weights."""
+"""The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,12 +19,12 @@ from sd3_light.optim.build import make_optimizer
 
 
 class TorchEngine:
-    """Steps over float32 weights.
+    """Trains float32 weights.
 
     ``module(features, label)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample;
-    its trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step whose loss
-    or gradient is not finite is not taken, which the device decides by itself. Of whole weights the first ``writers``
-    processes write their shares of a checkpoint.
+    its trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step with a
+    non-finite loss or gradient is skipped; the device decides that without a synchronization. With replicated weights
+    ranks 0 to ``writers`` - 1 share the writing of checkpoints.
     """
 
     sequential_micro_batches = True
@@ -52,31 +52,31 @@ class TorchEngine:
 
     @staticmethod
     def engine_name(config: TrainConfig, launch: Launch) -> str:
-        """Engine and layout in a few words, for the log."""
+        """Return a short name of engine and layout, for the log."""
         return f"torch {config.parallel}" if launch.world > 1 else "torch"
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What this process holds of the trainable float32 weights, live, by canonical name."""
+        """This process's part of the trainable float32 weights, live, by canonical name."""
         return self._weights
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every trainable weight."""
+        """The full shape of every trainable weight."""
         return {name: tuple(weight.shape) for name, weight in self._parameters.items()}
 
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, clip by the global norm, step."""
+        """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
         for weight in self._parameters.values():
             weight.grad = None
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
         shapes = set()
-        for number, prepared in enumerate(batches):
-            features, label = to_device(prepared, self.device)
+        for number, batch in enumerate(batches):
+            features, label = to_device(batch, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             with self.layout.accumulating(last=number == len(batches) - 1):
@@ -94,7 +94,7 @@ class TorchEngine:
         return StepResult(names, torch.cat([numbers, norm.float().view(1), finite.float().view(1)]))
 
     def _clipped_norm(self) -> Tensor:
-        """The norm of all gradients together, before they are scaled down to the limit."""
+        """Clip the gradients and return their global norm before clipping."""
         missing = [name for name, weight in self._parameters.items() if weight.grad is None]
         assert not missing, f"no gradient reached {missing[:3]}"
         grads = [self.layout.held(weight.grad) for weight in self._parameters.values() if weight.grad is not None]
@@ -105,15 +105,15 @@ class TorchEngine:
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         squares = torch.stack(torch._foreach_norm(list(parts))).square().sum()
-        return self.layout.add_parts(squares).sqrt()
+        return self.layout.sum_parts(squares).sqrt()
 
     def weight_norm(self) -> float:
-        """The norm over all trainable weights."""
+        """Return the norm over all trainable weights."""
         return float(self._norm(list(self._weights.values())))
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
+        """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         features, label = to_device(batch, self.device)
         each = self.module(features, label)["each"].double()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
@@ -121,12 +121,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
-        """The predicted velocity, for sampling; all processes call it equally often."""
+        """Return the predicted velocity, for sampling; all processes must call it equally often."""
         velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
         return velocity
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Numbers of all processes added up."""
+        """Sum numbers over all processes."""
         if self.world > 1:
             dist.all_reduce(numbers)
         return numbers
@@ -134,25 +134,25 @@ class TorchEngine:
     # --- state ---------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[TensorPiece]:
-        """Weights, then what the optimizer remembers of each."""
+        """Yield the weights, then the optimizer state of each."""
         yield from self.like_weights(PARAM_KIND, self._weights)
         self.optimizer.prepare_state()
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
                 if value.shape == weight.shape:
                     yield self._piece(f"{kind}/{name}", self.layout.held(value), writer, weight)
-                else:  # a count or a table of its own: every process has it whole
+                else:  # a counter or another table: every process holds all of it
                     shape = tuple(value.shape)
                     yield TensorPiece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        """Pieces of tensors that lie as the weights do."""
+        """Yield the pieces of tensors laid out like the weights."""
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             yield self._piece(f"{kind}/{name}", held[name], writer, weight)
 
     @cached_property
     def _writer_of(self) -> list[int]:
-        """Of each weight who writes what all processes have alike."""
+        """The writer of each weight, for tensors that all processes hold."""
         return assign_writers([weight.numel() for weight in self._parameters.values()], self.writers)
 
     def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> TensorPiece:
@@ -162,13 +162,13 @@ class TorchEngine:
         )
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """All of what lies as the weights do, in rank 0's host memory; a copy."""
-        found = {}
+        """Gather copies of tensors laid out like the weights in rank 0's host memory."""
+        gathered = {}
         for name, weight in self._parameters.items():
             tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
-                found[name] = tensor.to("cpu", copy=True)
-        return found if self.rank == 0 else None
+                gathered[name] = tensor.to("cpu", copy=True)
+        return gathered if self.rank == 0 else None
 
 
 def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:

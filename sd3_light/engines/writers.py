@@ -1,16 +1,17 @@
-"""Who writes what of that which several processes have alike."""
+"""Which rank writes which of the tensors that several ranks hold as equal copies."""
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 
 def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:
-    """The writer of each tensor, so that all write about as much: the largest first, each to who has least so far."""
-    taken = [(0, writer) for writer in range(writers)]
-    heapify(taken)
-    found = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # of equal ones the first first
-        total, writer = taken[0]
-        found[number] = writer
-        heapreplace(taken, (total + sizes[number], writer))
-    return found
+    """Return the writer of each tensor, balanced by size: the largest first, each to the writer with the least so
+    far."""
+    totals = [(0, writer) for writer in range(writers)]
+    heapify(totals)
+    assigned = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # stable: ties keep their order
+        total, writer = totals[0]
+        assigned[number] = writer
+        heapreplace(totals, (total + sizes[number], writer))
+    return assigned

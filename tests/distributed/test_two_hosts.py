@@ -247,7 +247,9 @@ def test_our_own_meeting_is_bounded_and_says_where(hosts: Hosts, project: Projec
     job = hosts.start(1, plain(project, dist_timeout_sec=6), **variables(1, address))
     assert job.end(60) == 2
     last = job.words.splitlines()[-1]
-    assert last.startswith(f"error: rank 1 of 2 on beta does not meet the others at {address}:{PORT} within")
+    assert last.startswith(
+        f"error: rank 1 of 2 on beta could not connect to the other ranks at {address}:{PORT} within"
+    )
     assert "dist_timeout_sec = 6" in last
     assert "GLOO_SOCKET_IFNAME" in last
 
@@ -265,7 +267,7 @@ def test_a_wrong_network_device_is_told(hosts: Hosts, project: Project, device: 
     ended = [job.end(100) for job in jobs]
     assert 2 in ended
     assert 0 not in ended
-    told = [job.words for job in jobs if "does not meet the others" in job.words]
+    told = [job.words for job in jobs if "could not connect to the other ranks" in job.words]
     assert told
     assert all("GLOO_SOCKET_IFNAME" in words.splitlines()[-1] for words in told)
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's engine, for `train.py --deepspeed`: pipeline stages times data parallel, with ZeRO.
+"""The DeepSpeed engines, for `train.py --deepspeed`: pipeline stages times data parallel, with ZeRO.
 
-DeepSpeed is an optional extra, so nothing here imports it before an engine is made.
+DeepSpeed is an optional extra, so it is imported only when an engine is created.
 """
 
 import importlib.util
@@ -21,29 +21,29 @@ __all__ = ["all_write", "engine_name", "make_engine", "make_task_engine", "requi
 
 
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
-    """Refuse what the engine that ``--deepspeed`` chooses (or does not choose) cannot do, in one line each."""
+    """Raise a one-line `UserError` if the config does not fit the engine; ``wanted``: ``--deepspeed`` was given."""
     stages = config.pipeline_stages
     if not wanted:
         if stages > 1:
-            raise UserError(f"pipeline_stages = {stages} is for the DeepSpeed engine; add --deepspeed, or write 1")
+            raise UserError(f"pipeline_stages = {stages} needs the DeepSpeed engine; add --deepspeed, or set it to 1")
         return
     _require_installed("--deepspeed")
     if problem := deepspeed_problem(config, launch.world):
         raise UserError(problem)
 
 
-def _require_installed(who: str) -> None:
+def _require_installed(option: str) -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError(f"{who} needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
+        raise UserError(f"{option} needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
 
 
 def all_write(config: TrainConfig) -> bool:
-    """Whether every process holds something that no other does, and so writes a part of each checkpoint."""
+    """Whether every process holds unique state and so writes a part of each checkpoint."""
     return config.pipeline_stages > 1 or config.zero_stage > 0
 
 
 def engine_name(config: TrainConfig, launch: Launch) -> str:
-    """Engine and layout in a few words, for the log."""
+    """Return a short name of engine and layout, for the log."""
     stages = config.pipeline_stages
     return f"deepspeed pp{stages} dp{launch.world // stages} zero{config.zero_stage}"
 
@@ -51,14 +51,14 @@ def engine_name(config: TrainConfig, launch: Launch) -> str:
 def make_engine(
     module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
 ) -> "Engine":
-    """The engine that ``pipeline_stages`` and ``zero_stage`` ask for; all processes call it together.
+    """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
     ZeRO 0 and 1 run as a pipeline, of one stage or more; ZeRO 2 and 3 run the module as a whole.
     """
-    from sd3_light.engines.deepspeed.setup import prepare
+    from sd3_light.engines.deepspeed.runtime import prepare
 
     prepare(launch, device)
-    if launch.world == 1 and config.zero_stage == 1:  # nobody to share with: its copies would only cost time
+    if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
         config = config.model_copy(update={"zero_stage": 0})
     if config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
@@ -77,9 +77,9 @@ def make_task_engine(
     launch: Launch,
     device: torch.device,
 ) -> "Engine":
-    """The engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
+    """Return the engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
     _require_installed('engine="deepspeed"')
-    from sd3_light.engines.deepspeed.setup import prepare
+    from sd3_light.engines.deepspeed.runtime import prepare
 
     prepare(launch, device)
     from sd3_light.engines.deepspeed.tasks import TaskZeroEngine

@@ -1,4 +1,4 @@
-"""The instructions of DeepSpeed's pipeline schedule that are carried out otherwise than it does."""
+"""Our replacements for some instructions of DeepSpeed's pipeline schedule."""
 
 from collections.abc import Callable
 from itertools import compress
@@ -11,49 +11,49 @@ Instructions = dict[type, Callable[..., None]]
 
 
 def instructions(engine: Any, before_reduction: Callable[[], None], step: Callable[[Any], None]) -> Instructions:
-    """DeepSpeed's map of instructions with ours in it.
+    """Return DeepSpeed's instruction map with our replacements.
 
-    ``before_reduction`` looks at the gradients, and ``step(take)`` decides about the step that ``take()`` takes.
+    ``before_reduction()`` checks the gradients; ``step(take)`` wraps the optimizer step, which ``take()`` runs.
     """
-    known: Instructions = engine._INSTRUCTION_MAP
+    stock: Instructions = engine._INSTRUCTION_MAP
 
     def reduce(self: Any) -> None:
         before_reduction()
-        if self.dp_world_size > 1 or self.zero_optimization():  # alone it would only copy all gradients, twice
-            known[schedule.ReduceGrads](self)
+        if self.dp_world_size > 1 or self.zero_optimization():  # a single process would only copy all gradients twice
+            stock[schedule.ReduceGrads](self)
 
     def take_step(self: Any) -> None:
-        step(lambda: known[schedule.OptimizerStep](self))
+        step(lambda: stock[schedule.OptimizerStep](self))
 
-    def back(self: Any, buffer_id: int) -> None:
+    def backward(self: Any, buffer_id: int) -> None:
         if self.is_last_stage():
-            known[schedule.BackwardPass](self, buffer_id)
+            stock[schedule.BackwardPass](self, buffer_id)
         else:
-            _backward(self, buffer_id)
+            _stage_backward(self, buffer_id)
 
-    def send_back(self: Any, buffer_id: int) -> None:
+    def send_grads(self: Any, buffer_id: int) -> None:
         _fill_gradients(self, buffer_id)
-        known[schedule.SendGrad](self, buffer_id)
+        stock[schedule.SendGrad](self, buffer_id)
 
     ours: Instructions = {
         schedule.ReduceGrads: reduce,
         schedule.OptimizerStep: take_step,
-        schedule.BackwardPass: back,
-        schedule.SendGrad: send_back,
+        schedule.BackwardPass: backward,
+        schedule.SendGrad: send_grads,
     }
-    return {**known, **ours}
+    return {**stock, **ours}
 
 
-def _backward(engine: Any, buffer_id: int) -> None:
-    """One backward pass from all outputs of a stage at once; DeepSpeed makes one for each of them, through the same
-    layers. An output without a gradient, such as text that is kept to be compared, takes none."""
+def _stage_backward(engine: Any, buffer_id: int) -> None:
+    """Run one backward pass from all outputs of a stage; DeepSpeed runs one per output through the same layers.
+    Outputs without a gradient, such as text kept for reconstruction, are skipped."""
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     floats = [tensor for tensor in outputs if tensor.is_floating_point()]
     grads = list(engine.grad_layer)
-    learning = [out.requires_grad for out in floats]
+    needs_grad = [out.requires_grad for out in floats]
     engine._running_engine_backward = True
     try:
-        torch.autograd.backward(list(compress(floats, learning)), list(compress(grads, learning)))
+        torch.autograd.backward(list(compress(floats, needs_grad)), list(compress(grads, needs_grad)))
     finally:
         engine._running_engine_backward = False
     engine.pipe_buffers["output_tensors"][buffer_id] = None
@@ -61,7 +61,7 @@ def _backward(engine: Any, buffer_id: int) -> None:
 
 
 def _fill_gradients(engine: Any, buffer_id: int) -> None:
-    """Zeros for the inputs of a stage that its outputs do not depend on: the stage before waits for one of each."""
+    """Set zero gradients for inputs that no output depends on: the previous stage expects one for each."""
     for tensor in engine.pipe_buffers["inputs"][buffer_id]:
         if tensor.is_floating_point() and tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline over the list of layers: stages times data parallel, ZeRO 0 or 1."""
+"""DeepSpeed's pipeline over the list of layers: stages times data parallel, with ZeRO 0 or 1."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.deepspeed.base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
-from sd3_light.engines.deepspeed.setup import quiet, settings
+from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import to_device
@@ -28,19 +28,19 @@ from sd3_light.optim.build import make_optimizer
 
 
 class _Stages(PipelineModule):
-    """The layers of one stage, cut as the config says and without telling about it.
+    """The layers of one stage, partitioned as configured and without DeepSpeed's printout.
 
-    Where there is only one stage ``whole()`` runs all layers, whatever DeepSpeed hands in.
+    With a single stage ``run_all()`` runs all layers and DeepSpeed's input is ignored.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], config: TrainConfig, loss: Any, whole: Callable[[], Any]) -> None:
-        self._config, self._whole = config, whole
+    def __init__(self, layers: Sequence[nn.Module], config: TrainConfig, loss: Any, run_all: Callable[[], Any]) -> None:
+        self._config, self._run_all = config, run_all
         with quiet():
             super().__init__(layers=list(layers), num_stages=config.pipeline_stages, loss_fn=loss)
 
     def forward(self, state: Any) -> Any:
-        """What the last layer of the stage gives."""
-        return self._whole() if self.num_stages == 1 else super().forward(state)
+        """Return the output of the stage's last layer."""
+        return self._run_all() if self.num_stages == 1 else super().forward(state)
 
     def _partition_layers(self, method: str = "") -> None:
         method, stages = self._config.partition_method, self._config.pipeline_stages
@@ -54,7 +54,7 @@ class _Stages(PipelineModule):
         for number, (start, stop) in enumerate(pairwise(self.parts)):
             if not sum(self._count_layer_params()[start:stop]):
                 raise UserError(
-                    f"pipeline stage {number} (layers {start} to {stop - 1}) would have nothing to train; lower "
+                    f"pipeline stage {number} (layers {start} to {stop - 1}) has nothing to train; lower "
                     "pipeline_stages, choose another partition_method, or freeze less"
                 )
         stage = self._topo.get_coord(self.global_rank).pipe
@@ -62,12 +62,12 @@ class _Stages(PipelineModule):
 
 
 class PipelineEngine(DeepSpeedBase[StageState]):
-    """Steps over float32 weights, each process holding one stage of the model.
+    """Trains float32 weights; each process holds one stage of the model.
 
-    ``module`` is a `SD3TrainingModule`: its layers are cut, and its losses are computed by the last stage, from
-    where they reach all. One stage alone runs the module as torch's engine does. All processes of a pipeline are given
-    the same micro-batches; the first stage takes their features and the last their labels, so nothing of them is sent.
-    A step whose loss or gradient is not finite is not taken.
+    ``module`` is an `SD3TrainingModule`: its layers are partitioned, and the last stage computes the losses and sends
+    them to all. A single stage runs the module as the torch engine does. All stages of a pipeline read the same
+    micro-batches: the first takes the features and the last the labels, so neither is sent between processes. A step
+    with a non-finite loss or gradient is skipped.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         names = {
             id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad
         }
-        stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._whole)
+        stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._run_all_layers)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
@@ -94,19 +94,19 @@ class PipelineEngine(DeepSpeedBase[StageState]):
                 config=settings(config),
                 dist_init_required=False,
             )[0]
-        self.engine.timers = NoopTimer()  # they would collect events that nobody reads
+        self.engine.timers = NoopTimer()  # its timers would collect events that are never read
         self.engine._INSTRUCTION_MAP = instructions(self.engine, self._before_reduction, self._step)
         if config.zero_stage:
             self.engine.optimizer.scaled_global_norm = self._zero_norm
         self.pipe = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
-        self.state = self._state(stages, parameters, names, config.zero_stage, writers)
+        self.state = self._make_state(stages, parameters, names, config.zero_stage, writers)
         self.writers = self.state.writers
         self._features: deque[tuple[Tensor, ...]] = deque()
         self._labels: deque[tuple[Tensor, tuple[Tensor | None, ...]]] = deque()
-        self._purpose = self._learn
-        self._share = 1.0
+        self._handle_outputs = self._train_loss
+        self._weight = 1.0
 
-    def _state(
+    def _make_state(
         self,
         stages: _Stages,
         parameters: Mapping[str, nn.Parameter],
@@ -114,7 +114,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         zero_stage: int,
         writers: int,
     ) -> StageState:
-        """What this process holds; the layers of other stages are let go."""
+        """Return this process's state, and free the layers of other stages."""
         stage_of, shapes = {}, {}
         for index, layer in enumerate(stages._layer_specs):
             for weight in layer.parameters():
@@ -125,7 +125,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
             if stages.stage_owner(index) != self.grid.stage:
                 layer.to("meta")
         zero = self.engine.optimizer if zero_stage else None
-        everybody = self.grid.stages > 1 or zero is not None
+        all_write = self.grid.stages > 1 or zero is not None
         return StageState(
             self.grid,
             parameters,
@@ -133,61 +133,61 @@ class PipelineEngine(DeepSpeedBase[StageState]):
             shapes,
             self.optimizer.torch_optimizer,
             zero,
-            self.world if everybody else writers,
+            self.world if all_write else writers,
         )
 
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """The micro-batches through the pipeline and back, then a step clipped by the norm over all stages."""
+        """Run the micro-batches through the pipeline and back, then step, clipped by the norm over all stages."""
         self.optimizer.set_rate(lr)
         self._numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
-        self._purpose, self._share = self._learn, 1 / len(batches)
+        self._handle_outputs, self._weight = self._train_loss, 1 / len(batches)
         self.engine.reset_activation_shape()
         self.engine.train_batch(self._feed(batches))
         return StepResult(self.names, self._numbers)
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """Micro-batches as DeepSpeed takes them: on the device, or it would wait for its end to copy them.
+        """Yield micro-batches for DeepSpeed, already on the device: its own copies would synchronize.
 
-        Labels wait here, as its own cannot be without a mask, and so do the features of a stage that is alone, which
-        it would copy twice. Those of a first stage of several are its copies: they must outlast other micro-batches.
+        Labels are queued here, because DeepSpeed's need a mask, and so are the features of a single stage, which it
+        would copy twice. The first of several stages gets copies, which must outlive other micro-batches.
         """
         first, last = self.grid.stage == 0, self.grid.stage == self.grid.stages - 1
         shapes = set()
-        for features, label in batches if self.sequential_micro_batches else _even(batches):
+        for features, label in batches if self.sequential_micro_batches else _pad_texts(batches):
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
-            mine, label = to_device((features if first else features[1:2], label), self.device)
-            times = mine[1] if first else mine[0]
+            own_features, label = to_device((features if first else features[1:2], label), self.device)
+            times = own_features[1] if first else own_features[0]
             if last:
                 self._labels.append((times, label))
             if self.sequential_micro_batches:
-                self._features.append(mine)
-            whole = first and not last
-            yield tuple(part.to(self.device, non_blocking=True) for part in mine) if whole else (times,), times
+                self._features.append(own_features)
+            inputs = own_features if first and not last else (times,)
+            yield tuple(part.to(self.device, non_blocking=True) for part in inputs), times
 
-    def _whole(self) -> Any:
-        """All layers, for the micro-batch whose turn it is."""
+    def _run_all_layers(self) -> Any:
+        """Run all layers on the next queued micro-batch."""
         return self.module.run(self._features.popleft())
 
     def _loss(self, outputs: tuple[Tensor, ...], _: object) -> Tensor:
-        """Called on the last stage, for each micro-batch in its turn."""
+        """Handle the outputs of the next micro-batch; DeepSpeed calls it on the last stage."""
         times, label = self._labels.popleft()
-        return self._purpose(outputs, times, label)
+        return self._handle_outputs(outputs, times, label)
 
-    def _learn(self, outputs: tuple[Tensor, ...], times: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
+    def _train_loss(self, outputs: tuple[Tensor, ...], times: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
         losses: dict[str, Tensor] = dict(self.module.losses(outputs, label))
         bands = sum_by_band(losses.pop("each"), times / 1000)
-        self._numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) * self._share
+        self._numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) * self._weight
         return losses["loss"]
 
     def _before_reduction(self) -> None:
         missing = [name for name, weight in self.state.parameters.items() if weight.grad is None]
-        assert not missing, f"no gradient reached {missing[:3]}"  # DeepSpeed would make it zero, and decay the weight
+        assert not missing, f"no gradient reached {missing[:3]}"  # DeepSpeed would use zeros, and decay the weight
 
     def _step(self, take: Any) -> None:
-        """Take the step if it is finite. The last stage's numbers reach all others first."""
+        """Share the last stage's numbers with all stages, then step if they are finite."""
         self._numbers = self.sum_over_ranks(self._numbers) / self.grid.replicas
         self._finite = torch.isfinite(self._numbers[: len(self.names)]).all()
         if self.state.zero is None:
@@ -196,23 +196,23 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         self._numbers = torch.cat([self._numbers, self._norm.float().view(1), self._finite.float().view(1)])
 
     def _clip(self) -> None:
-        """Without ZeRO: scale all gradients down to the limit."""
+        """Clip the gradients by their global norm (without ZeRO)."""
         grads: Any = [weight.grad for weight in self.state.parameters.values()]
-        norm = self._judge_norm(torch.stack(torch._foreach_norm(grads)).square().sum())
+        norm = self._record_norm(torch.stack(torch._foreach_norm(grads)).square().sum())
         if self.clip:
             torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
 
     def _zero_norm(self) -> Tensor:
-        """The norm of all gradients together, by which ZeRO clips.
+        """Return the global gradient norm, by which ZeRO clips.
 
-        Its own way is a sum over the stages for each group of weights, which hangs or adds up different groups where
-        stages have other numbers of them: embeddings do not decay.
+        ZeRO's own version reduces over stages per parameter group. That hangs or mixes up groups when stages have
+        different numbers of them, as here: embeddings are not decayed.
         """
         grads = [grad for group in self.engine.optimizer.averaged_gradients.values() for grad in group]
-        return self._judge_norm(self.sum_over_ranks(torch.stack(torch._foreach_norm(grads)).square().sum()))
+        return self._record_norm(self.sum_over_ranks(torch.stack(torch._foreach_norm(grads)).square().sum()))
 
-    def _judge_norm(self, squares: Tensor) -> Tensor:
-        """The norm; a step with one that is not finite, or with such a loss, will not be taken."""
+    def _record_norm(self, squares: Tensor) -> Tensor:
+        """Return the norm from its squares, and skip the step if the norm or the loss is not finite."""
         self._norm = squares.sqrt()
         self._finite = self._finite & torch.isfinite(self._norm)
         optimizer: Any = self.optimizer.torch_optimizer
@@ -220,19 +220,19 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         return self._norm
 
     def weight_norm(self) -> float:
-        """The norm over all trainable weights."""
+        """Return the norm over all trainable weights."""
         return self.state.norm(self.pipe)
 
-    # --- without learning ----------------------------------------------------------------------
+    # --- without training ----------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """[sum of the flow losses, number of samples] on the last stage, zeros on others; padding weighs nothing."""
+        """Return [sum of flow losses, number of samples] on the last stage, zeros elsewhere; padding has weight 0."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self._run(_split(batch, self.eval_pieces), self._judge)
+        self._run(_split(batch, self.eval_pieces), self._eval_loss)
         return self._sums
 
-    def _judge(self, outputs: tuple[Tensor, ...], _: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
+    def _eval_loss(self, outputs: tuple[Tensor, ...], _: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
         each: Tensor = self.module.losses(outputs, label)["each"].double()
         weight = torch.ones_like(each) if len(label) < 3 or label[2] is None else label[2].double()
         self._sums += torch.stack([(each * weight).sum(), weight.sum()])
@@ -240,21 +240,21 @@ class PipelineEngine(DeepSpeedBase[StageState]):
 
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
-        """The predicted velocity, on all stages; all processes call it equally often."""
+        """Return the predicted velocity on all stages; all processes must call it equally often."""
         size = tuple(features[0].shape)
         self._velocity = torch.empty(size, device=self.device)
-        self._run([(features, ())], partial(self._show, size[-2:]))
+        self._run([(features, ())], partial(self._keep_velocity, size[-2:]))
         if self.pipe is not None:
             last = self.grid.first_of(self.grid.stages - 1) + self.grid.replica
             dist.broadcast(self._velocity, last, group=self.pipe)
         return self._velocity
 
-    def _show(self, size: Sequence[int], outputs: tuple[Tensor, ...], *_: object) -> Tensor:
+    def _keep_velocity(self, size: Sequence[int], outputs: tuple[Tensor, ...], *_: object) -> Tensor:
         self._velocity = self.module.velocity(outputs, size)
         return self._velocity.mean()
 
-    def _run(self, batches: Sequence[MicroBatch], purpose: Any) -> None:
-        self._purpose = purpose
+    def _run(self, batches: Sequence[MicroBatch], handle_outputs: Any) -> None:
+        self._handle_outputs = handle_outputs
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
             self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
@@ -262,12 +262,12 @@ class PipelineEngine(DeepSpeedBase[StageState]):
 
 
 def _any(module: nn.Module) -> Any:
-    """A module whose attributes are not for the type checker to guess."""
+    """Return the module as Any: the type checker cannot know its attributes."""
     return module
 
 
 def _split(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """A micro-batch as up to ``pieces`` equal ones, so that the stages have work at the same time."""
+    """Split a micro-batch into ``pieces`` equal ones if it is divisible, so that all stages work in parallel."""
     features, label = batch
     pieces = pieces if len(features[0]) % pieces == 0 else 1
     parts = zip(*(tensor.chunk(pieces) for tensor in features), strict=True)
@@ -275,10 +275,10 @@ def _split(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     return list(zip(parts, labels, strict=True))
 
 
-def _even(batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Texts of one length: stages tell each other shapes once a step. What real text is followed by changes nothing."""
+def _pad_texts(batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    """Pad texts to one length, because stages exchange shapes once per step. Padding of real text is masked."""
     longest = max(features[2].shape[1] for features, _ in batches)
     for features, label in batches:
         noisy, times, prompt, *rest = features
-        more = longest - prompt.shape[1]
-        yield (noisy, times, nn.functional.pad(prompt, (0, 0, 0, more)) if more else prompt, *rest), label
+        missing = longest - prompt.shape[1]
+        yield (noisy, times, nn.functional.pad(prompt, (0, 0, 0, missing)) if missing else prompt, *rest), label

@@ -1,4 +1,4 @@
-"""What a process holds of a run under ZeRO-3: one flat part of every weight and of its optimizer state."""
+"""State of a process under ZeRO-3: one flat part of every weight and of its optimizer state."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from sd3_light.optim.build import create_adamw_state
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``start`` to ``start + length`` of a weight; their state lies from ``at`` on in the tensor ``flat``.
+    """Elements ``start`` to ``start + length`` of a weight; their state starts at index ``offset`` of ``flat``.
 
-    Every process has room for ``room`` elements, of which the last ones may hold fewer, or none.
+    Every process reserves ``capacity`` elements; the last processes may use fewer, or none.
     """
 
     start: int
     length: int
-    room: int
+    capacity: int
     flat: Any
-    at: int
+    offset: int
 
 
 class ShardState:
-    """Parts of all trainable weights and their optimizer state, by canonical names. ``zero`` is DeepSpeed's ZeRO-3."""
+    """Parts of all trainable weights and their optimizer state, by canonical name. ``zero``: DeepSpeed's ZeRO-3."""
 
     def __init__(
         self,
@@ -44,54 +44,59 @@ class ShardState:
             flat.data = weights.data  # float32 weights are their own master copies
         parts = {id(weight): part for weight, part in _parts(zero, grid)}
         self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}
-        self.weights = {name: part.flat.detach()[part.at : part.at + part.length] for name, part in self._parts.items()}
+        self.weights = {
+            name: part.flat.detach()[part.offset : part.offset + part.length] for name, part in self._parts.items()
+        }
 
     def pieces(self) -> Iterator[TensorPiece]:
-        """Weights, then what the optimizer remembers of each."""
+        """Yield the weights, then the optimizer state of each."""
         yield from self.like_weights(PARAM_KIND, self.weights)
         for name, part in self._parts.items():
             if not self.optimizer.state.get(part.flat):
                 create_adamw_state(self.optimizer, part.flat)
             for kind, value in self.optimizer.state[part.flat].items():
                 if value.dim():
-                    yield self._piece(f"{kind}/{name}", value[part.at : part.at + part.length], name)
-                else:  # a count, of the whole group
+                    yield self._piece(f"{kind}/{name}", value[part.offset : part.offset + part.length], name)
+                else:  # a counter of the whole group
                     yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.grid.rank == 0)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        """Pieces of tensors that lie as the weights do."""
+        """Yield the pieces of tensors laid out like the weights."""
         for name in self._parts:
             yield self._piece(f"{kind}/{name}", held[name], name)
 
-    def _piece(self, title: str, values: Tensor, name: str) -> TensorPiece:
+    def _piece(self, full_name: str, values: Tensor, name: str) -> TensorPiece:
         part = self._parts[name]
-        return TensorPiece(title, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0)
+        return TensorPiece(
+            full_name, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0
+        )
 
     def norm(self, _: object) -> float:
-        """The norm over all weights."""
+        """Return the norm over all weights."""
         squares = torch.stack(torch._foreach_norm(list(self.weights.values()))).square().sum()
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """All of what lies as the weights do, in rank 0's host memory; a copy. One tensor at a time travels."""
-        found = {}
+        """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
+        gathered = {}
         for name, part in self._parts.items():
-            mine = nn.functional.pad(held[name], (0, part.room - part.length))
-            received = [torch.empty_like(mine) for _ in range(self.grid.replicas)] if self.grid.rank == 0 else None
-            dist.gather(mine, received, dst=0)
+            padded = nn.functional.pad(held[name], (0, part.capacity - part.length))
+            received = [torch.empty_like(padded) for _ in range(self.grid.replicas)] if self.grid.rank == 0 else None
+            dist.gather(padded, received, dst=0)
             if received is not None:
                 shape = self.shapes[name]
-                found[name] = torch.cat(received)[: torch.Size(shape).numel()].view(shape).to("cpu", copy=True)
-        return found if self.grid.rank == 0 else None
+                gathered[name] = torch.cat(received)[: torch.Size(shape).numel()].view(shape).to("cpu", copy=True)
+        return gathered if self.grid.rank == 0 else None
 
 
 def _parts(zero: Any, grid: PipelineGrid) -> Iterator[tuple[nn.Parameter, _Part]]:
-    """Every weight with this process's part: groups are flat tensors of their weights' parts, one after another."""
+    """Yield every weight with this process's part: a group is one flat tensor of its weights' parts in sequence."""
     for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-        at = 0
+        offset = 0
         for weight in weights:
-            room = weight.partition_numel()
-            start = grid.rank * room
-            yield weight, _Part(start, max(0, min(room, weight.ds_numel - start)), room, flat, at)
-            at += room
+            capacity = weight.partition_numel()
+            start = grid.rank * capacity
+            length = max(0, min(capacity, weight.ds_numel - start))
+            yield weight, _Part(start, length, capacity, flat, offset)
+            offset += capacity

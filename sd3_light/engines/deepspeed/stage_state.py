@@ -1,4 +1,4 @@
-"""What a process holds of a run under DeepSpeed: the weights of its stage, and optimizer state whole or cut by ZeRO."""
+"""State of a process under DeepSpeed: the weights of its stage, and their optimizer state, full or sharded by ZeRO."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sd3_light.optim.build import create_adamw_state
 
 @dataclass(frozen=True)
 class PipelineGrid:
-    """Where a process stands: ranks 0 to ``replicas`` - 1 are the first stage, the next as many the second, ..."""
+    """Position of a process: ranks 0 to ``replicas`` - 1 are the first stage, the next ``replicas`` the second, ..."""
 
     rank: int
     stages: int
@@ -28,19 +28,19 @@ class PipelineGrid:
 
     @property
     def replica(self) -> int:
-        """Which of the equal pipelines it belongs to."""
+        """The index of this process's pipeline among the replicas."""
         return self.rank % self.replicas
 
     def first_of(self, stage: int) -> int:
-        """The rank of the first pipeline's process of a stage."""
+        """Return the rank of a stage in the first pipeline."""
         return stage * self.replicas
 
 
 class StageState:
-    """The trainable weights of one stage and their optimizer state, by canonical names.
+    """The trainable weights of one stage and their optimizer state, by canonical name.
 
-    ``stage_of`` says for every trainable weight of the model, in the model's order, which stage has it, and ``shapes``
-    its shape. ``zero`` is DeepSpeed's ZeRO-1 or 2 optimizer; without it ``optimizer`` steps on the weights themselves.
+    ``stage_of`` gives the stage of every trainable weight of the model, in the model's order, and ``shapes`` its shape.
+    ``zero`` is DeepSpeed's ZeRO-1 or 2 optimizer; without it ``optimizer`` updates the weights directly.
     """
 
     def __init__(
@@ -56,70 +56,72 @@ class StageState:
         self.grid, self.parameters, self.optimizer, self.zero = grid, dict(parameters), optimizer, zero
         self.stage_of, self.shapes, self.writers = stage_of, shapes, writers
         if zero is not None:
-            own_masters(zero)
+            alias_master_weights(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
-        alone = grid.stages == 1 and zero is None  # then the first ``writers`` processes write, else all of them
-        who = assign_writers(
-            [weight.numel() for weight in self.parameters.values()], writers if alone else grid.replicas
-        )
-        self._mine = {name for name, one in zip(self.parameters, who, strict=True) if one == grid.replica}
+        is_replicated = grid.stages == 1 and zero is None  # then the first ``writers`` processes write, else all
+        num_writers = writers if is_replicated else grid.replicas
+        assigned = assign_writers([weight.numel() for weight in self.parameters.values()], num_writers)
+        self._written = {name for name, writer in zip(self.parameters, assigned, strict=True) if writer == grid.replica}
 
     def writes(self, name: str) -> bool:
-        """Whether this process writes this weight of its stage, of which its replicas have the same."""
-        return name in self._mine
+        """Whether this process, among its replicas, writes this weight."""
+        return name in self._written
 
     def pieces(self) -> Iterator[TensorPiece]:
-        """Weights, then what the optimizer remembers of each."""
+        """Yield the weights, then the optimizer state of each."""
         yield from self.like_weights(PARAM_KIND, self.weights)
         for group in self.optimizer.param_groups:
-            for held in group["params"]:
-                if not self.optimizer.state.get(held):
-                    create_adamw_state(self.optimizer, held)
+            for parameter in group["params"]:
+                if not self.optimizer.state.get(parameter):
+                    create_adamw_state(self.optimizer, parameter)
         for name, weight in self.parameters.items():
-            yield from self._whole(name, weight) if self.zero is None else self._fragment(name, weight)
+            yield from self._full_state(name, weight) if self.zero is None else self._fragment(name, weight)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        """Pieces of tensors that lie as the weights do."""
+        """Yield the pieces of tensors laid out like the weights."""
         for name, weight in self.parameters.items():
             yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(name))
 
-    def _whole(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
+    def _full_state(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         for kind, value in self.optimizer.state[weight].items():
             yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(name))
 
     def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
-        """The part of a weight's state in this process's share of its group, which is one flat tensor."""
+        """Yield the part of a weight's state in this process's partition of its group, which is one flat tensor."""
         assert self.zero is not None
-        place: Any = weight._hp_mapping  # type: ignore[attr-defined]
-        if place is None:
+        mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
             return
-        flat, address = self.zero.single_partition_of_fp32_groups[place.param_group_index], place.hp_fragment_address
-        start = place.lp_fragment_address.start
+        flat, address = (
+            self.zero.single_partition_of_fp32_groups[mapping.param_group_index],
+            mapping.hp_fragment_address,
+        )
+        start = mapping.lp_fragment_address.start
         for kind, value in self.optimizer.state[flat].items():
             if value.dim():
                 part = value[address.start : address.start + address.numel]
                 yield TensorPiece(f"{kind}/{name}", part, start, tuple(weight.shape))
-            else:  # a count, of the whole group: who has a weight's first element tells it
+            else:  # a counter of the whole group, written by the process with the weight's first element
                 yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
 
     def norm(self, pipe: dist.ProcessGroup | None) -> float:
-        """The norm over the weights of all stages."""
+        """Return the norm over the weights of all stages."""
         squares = torch.stack(torch._foreach_norm(list(self.weights.values()))).square().sum()
         if pipe is not None:
             dist.all_reduce(squares, group=pipe)
         return float(squares.sqrt())
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """What lies as the weights do, of all stages, in rank 0's host memory; a copy. One tensor at a time travels."""
-        found = {}
+        """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""
+        gathered = {}
         for name, stage in self.stage_of.items():
             owner = self.grid.first_of(stage)
             if self.grid.rank == 0:
                 tensor = held[name] if stage == 0 else self._receive(name, owner)
-                found[name] = tensor.to("cpu", copy=True)
+                gathered[name] = tensor.to("cpu", copy=True)
             elif self.grid.rank == owner:
                 dist.send(held[name].contiguous(), 0)
-        return found if self.grid.rank == 0 else None
+        return gathered if self.grid.rank == 0 else None
 
     def _receive(self, name: str, owner: int) -> Tensor:
         like = next(iter(self.weights.values()))
@@ -128,10 +130,10 @@ class StageState:
         return tensor
 
 
-def own_masters(zero: Any) -> None:
-    """Let float32 weights be their own master copies: ZeRO's share of them is memory of the weights themselves.
+def alias_master_weights(zero: Any) -> None:
+    """Let float32 weights be their own master copies: ZeRO's partition shares the memory of the weights.
 
-    It saves that copy, and whoever writes a weight (a checkpoint, an average that stands in) has written its master.
+    This saves the copy, and writing a weight (from a checkpoint, or an average for evaluation) also writes its master.
     """
     groups = zip(
         zero.single_partition_of_fp32_groups,
@@ -139,8 +141,8 @@ def own_masters(zero: Any) -> None:
         zero.real_dp_process_group,
         strict=True,
     )
-    for share, parts, group in groups:
-        mine = parts[dist.get_rank(group)]
-        assert share.dtype == mine.dtype == torch.float32, "weights learn in fp32"
-        share.data = mine.data
+    for master, parts, group in groups:
+        weights = parts[dist.get_rank(group)]
+        assert master.dtype == weights.dtype == torch.float32, "weights learn in fp32"
+        master.data = weights.data
     zero._link_all_hp_params()

@@ -1,4 +1,4 @@
-"""DeepSpeed for people's own tasks: ZeRO-2 over a module that takes whole batches."""
+"""DeepSpeed for custom tasks: ZeRO-2 over a module that takes whole batches."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from sd3_light.flow.bands import NUM_BANDS
 
 
 class TaskZeroEngine(ZeroEngine):
-    """As `engines.accelerate.TaskEngine`, with gradients and optimizer state cut by ZeRO-2; AdamW only."""
+    """Like `engines.accelerate.TaskEngine`, with gradients and optimizer state sharded by ZeRO-2; AdamW only."""
 
     def __init__(
         self,
@@ -29,7 +29,9 @@ class TaskZeroEngine(ZeroEngine):
         device: torch.device,
     ) -> None:
         if optimizer.type != "adamw":
-            raise UserError(f'engine="deepspeed" trains with AdamW only, not with {optimizer.type!r}')
+            raise UserError(
+                f'engine="deepspeed" supports AdamW only, not {optimizer.type!r}; use adamw or another engine'
+            )
         module.loss_names = ("loss",)
         settings: Any = SimpleNamespace(
             optimizer=optimizer, zero_stage=2, gradient_clipping=clip, gradient_accumulation_steps=accumulation
@@ -37,7 +39,7 @@ class TaskZeroEngine(ZeroEngine):
         super().__init__(module, settings, launch, device)
 
     def train_step(self, batches: Sequence[Any], lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, clip by the global norm, step."""
+        """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
         numbers = torch.zeros(1 + 2 * NUM_BANDS, device=self.device)
         for number, batch in enumerate(batches, start=1):
@@ -50,7 +52,7 @@ class TaskZeroEngine(ZeroEngine):
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
-        """[sum of the losses, number of samples] of ``(samples, quantile)``; padding weighs nothing."""
+        """Return [sum of the losses, number of samples] of ``(samples, quantile)``; padding has weight 0."""
         samples, quantile = batch
         each = self.module.each(samples, quantile).double()
         weight = torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device).double()

@@ -1,4 +1,4 @@
-"""DeepSpeed's plain engine on the whole module: data parallel with ZeRO 2 or 3."""
+"""DeepSpeed's data-parallel engine on the whole module, with ZeRO 2 or 3."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.deepspeed.base import DeepSpeedBase
-from sd3_light.engines.deepspeed.setup import quiet, settings
+from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
@@ -20,20 +20,20 @@ from sd3_light.optim.build import make_optimizer
 
 
 class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
-    """Steps over float32 weights: whole on each process (ZeRO 2), or a part of each weight (ZeRO 3).
+    """Trains float32 weights, replicated (ZeRO 2) or sharded (ZeRO 3).
 
-    ``module(features, label)`` returns losses as `TorchEngine` wants them. A step whose loss or gradient is not finite
-    is not taken.
+    ``module(features, label)`` returns losses as for `TorchEngine`. A step with a non-finite loss or gradient is
+    skipped.
     """
 
     sequential_micro_batches = True
 
     def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
-        self.module: Any = module.to(device)
-        given: Any = module
-        self.names: tuple[str, ...] = given.loss_names
-        denoiser = given.transformer
+        untyped: Any = module.to(device)
+        self.module = untyped
+        self.names: tuple[str, ...] = untyped.loss_names
+        denoiser = untyped.transformer
         parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
@@ -63,12 +63,12 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, clip by the global norm, step."""
+        """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
         shapes = set()
         numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
-        for number, prepared in enumerate(batches, start=1):
-            features, label = to_device(prepared, self.device)
+        for number, batch in enumerate(batches, start=1):
+            features, label = to_device(batch, self.device)
             shapes.add(tuple(features[0].shape))
             assert len(shapes) == 1, "micro-batches of a step must be equal"
             losses: dict[str, Tensor] = dict(self.engine(features, label))
@@ -89,26 +89,26 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
         return StepResult(self.names, torch.cat([numbers, norm.view(1), finite.float().view(1)]))
 
     def weight_norm(self) -> float:
-        """The norm over all trainable weights."""
+        """Return the norm over all trainable weights."""
         return self.state.norm(None)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """[sum of the flow losses, number of samples] of this process's micro-batch; padding weighs nothing."""
+        """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         features, label = to_device(batch, self.device)
         each = self.engine(features, label)["each"].double()
-        self._let_go()
+        self._free_gathered_weights()
         weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
         return torch.stack([(each * weight).sum(), weight.sum()])
 
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
-        """The predicted velocity, for sampling; all processes call it equally often."""
+        """Return the predicted velocity, for sampling; all processes must call it equally often."""
         velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
-        self._let_go()
+        self._free_gathered_weights()
         return velocity
 
-    def _let_go(self) -> None:
-        """Without a backward pass ZeRO-3 keeps the weights that it gathered, but other ones may stand there next."""
+    def _free_gathered_weights(self) -> None:
+        """Free the weights that ZeRO-3 keeps gathered without a backward pass: they may be swapped before the next."""
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()

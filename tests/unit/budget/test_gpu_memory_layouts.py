@@ -23,7 +23,7 @@ from sd3_light.budget.gpu_memory import (
 )
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.engines.deepspeed.setup import BUCKET, LIVE
+from sd3_light.engines.deepspeed.runtime import BUCKET, MAX_LIVE
 from sd3_light.model.layers import build_layers, run_layers
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, True)
@@ -153,4 +153,4 @@ def test_stages_of_an_adapter_are_balanced_by_its_weights() -> None:
 
 
 def test_bucket_sizes_match_the_engine() -> None:
-    assert (4 * BUCKET, 4 * LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)
+    assert (4 * BUCKET, 4 * MAX_LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)

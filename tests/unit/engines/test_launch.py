@@ -1,4 +1,4 @@
-"""Who a process is, under every launcher and under none."""
+"""Rank and world size under every launcher and without one."""
 
 import pytest
 import torch
@@ -13,43 +13,43 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def info(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
-def test_plain_python_is_alone() -> None:
+def test_plain_python_is_a_single_process() -> None:
     assert Launch.detect() == Launch(rank=0, local_rank=0, world=1)
 
 
 @pytest.mark.parametrize(
     "left_over", [{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, {"WORLD_SIZE": "8"}, {"RANK": "nonsense"}]
 )
-def test_what_is_left_over_in_a_shell_means_nothing(monkeypatch: pytest.MonkeyPatch, left_over: dict[str, str]) -> None:
-    info(monkeypatch, **left_over)
+def test_leftover_shell_variables_are_ignored(monkeypatch: pytest.MonkeyPatch, left_over: dict[str, str]) -> None:
+    set_variables(monkeypatch, **left_over)
     assert Launch.detect() == Launch()
     assert Launch.detect(local_rank=-1) == Launch()  # the default of --local_rank in launchers' own examples
 
 
-def test_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    info(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
+def test_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
     assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
     assert not Launch.detect().is_main
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_deepspeed_launcher_is_read_by_its_argument(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    info(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
+def test_the_deepspeed_launcher_is_detected_by_its_argument(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    set_variables(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
     assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world=16)
 
 
-def test_each_launcher_tells_how_many_processes_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_launcher_sets_the_number_of_processes_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         with monkeypatch.context() as patch:
             patch.delenv("LOCAL_WORLD_SIZE", raising=False)
             patch.setenv(name, "4")
             assert Launch(rank=5, local_rank=1, world=8).local_world == 4
-            assert Launch().local_world == 1, "left over in a shell"
+            assert Launch().local_world == 1, "leftover shell variables are ignored"
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert Launch(rank=5, local_rank=1, world=8).local_world == 8
 
@@ -65,22 +65,22 @@ def test_each_launcher_tells_how_many_processes_a_machine_has(monkeypatch: pytes
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
     ],
 )
-def test_a_broken_environment_is_a_users_fault_that_names_it(
+def test_an_invalid_environment_is_a_user_error_that_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
 ) -> None:
-    info(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
+    set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
     with pytest.raises(UserError, match=named):
         Launch.detect()
 
 
-def test_local_rank_without_its_launcher_is_a_users_fault() -> None:
+def test_local_rank_without_a_launcher_is_a_user_error() -> None:
     with pytest.raises(UserError, match="--local_rank"):
         Launch.detect(local_rank=0)
 
 
-def test_rank_0_speaks_for_all() -> None:
+def test_only_rank_0_is_main() -> None:
     assert Launch(0, 0, 4).is_main
-    assert not Launch(1, 0, 4).is_main  # first on its machine, not first of all
+    assert not Launch(1, 0, 4).is_main  # first of its machine, not of the run
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "stages", "fed"),
+    ("world", "stages", "expected"),
     [
         (2, 1, [True] * 2),
         (2, 2, [True] * 2),
@@ -104,5 +104,5 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (6, 3, [True, True, False, False, True, True]),
     ],
 )
-def test_only_the_ends_of_a_pipeline_are_fed(world: int, stages: int, fed: list[bool]) -> None:
-    assert [Launch(rank, rank, world).reads_data(stages) for rank in range(world)] == fed
+def test_only_the_first_and_last_stage_read_data(world: int, stages: int, expected: list[bool]) -> None:
+    assert [Launch(rank, rank, world).reads_data(stages) for rank in range(world)] == expected

@@ -1,4 +1,4 @@
-"""torch's engine in one process: accumulation, clipping, skipped steps and a state that goes on bit for bit."""
+"""The torch engine in one process: accumulation, clipping, skipped steps, and a state that resumes bit for bit."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
 
 
 class Line(nn.Module):
-    """y = W x + b with a mean squared loss: every gradient can be written down."""
+    """y = W x + b with a mean squared loss: every gradient has a closed form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ def line_batch(seed: int = 0, count: int = 8) -> MicroBatch:
     return (values, 1000 * torch.linspace(0.01, 0.99, count)), (target, None)
 
 
-def pieces(batch: MicroBatch, count: int) -> list[MicroBatch]:
+def split(batch: MicroBatch, count: int) -> list[MicroBatch]:
     features, (target, _) = batch
-    cut = [tensor.chunk(count) for tensor in features]
-    return [(tuple(part[at] for part in cut), (target.chunk(count)[at], None)) for at in range(count)]
+    chunks = [tensor.chunk(count) for tensor in features]
+    return [(tuple(part[at] for part in chunks), (target.chunk(count)[at], None)) for at in range(count)]
 
 
 @pytest.fixture
@@ -72,31 +72,31 @@ def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
 
 
 def fill(engine: TorchEngine, state: dict[str, Tensor]) -> None:
-    """As a checkpoint is loaded: into live memory."""
+    """Load a state into live memory, as a checkpoint does."""
     for piece in engine.pieces():
         piece.values.copy_(state[piece.name].reshape(-1))
 
 
 def gradients(engine: TorchEngine) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in engine.module.transformer.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    named = engine.module.transformer.named_parameters()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- a step ------------------------------------------------------------------------------------
 
 
 def real_engine(folder: Path) -> TorchEngine:
-    """The tiny denoiser away from its zeros, so that all of it learns."""
+    """Return an engine with a tiny denoiser without zero weights, so that every weight trains."""
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    # a large eps: Adam then follows the gradient's size, and does not blow up the rounding of those near zero
+    # a large eps keeps Adam from amplifying the rounding of gradients near zero
     settings = config(folder, optimizer={"eps": 1e-3, "lr": 1e-3})
     return TorchEngine(SD3TrainingModule(transformer, settings), settings, Launch(), CPU)
 
@@ -112,42 +112,41 @@ def real_batch(count: int = 4) -> MicroBatch:
 def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
     whole, parts = real_engine(tmp_path), real_engine(tmp_path)
     for _ in range(2):
-        one = whole.train_step([real_batch()], 1e-3).read()
-        four = parts.train_step(pieces(real_batch(), 4), 1e-3).read()
-        assert four.losses["loss"] == pytest.approx(one.losses["loss"], rel=1e-6)
-        assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+        single = whole.train_step([real_batch()], 1e-3).read()
+        accumulated = parts.train_step(split(real_batch(), 4), 1e-3).read()
+        assert accumulated.losses["loss"] == pytest.approx(single.losses["loss"], rel=1e-6)
+        assert accumulated.grad_norm == pytest.approx(single.grad_norm, rel=1e-5)
     start = real_engine(tmp_path).weights
-    moved = max(float((weight - start[name]).detach().abs().max()) for name, weight in whole.weights.items())
-    assert moved > 1e-4
+    largest_change = max(float((weight - start[name]).detach().abs().max()) for name, weight in whole.weights.items())
+    assert largest_change > 1e-4
     for name, weight in whole.weights.items():
         torch.testing.assert_close(parts.weights[name], weight, rtol=0, atol=1e-6)
 
 
 def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., TorchEngine]) -> None:
-    """Not the last one's, as it was."""
     engine, batch = make(), line_batch()
-    losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in pieces(batch, 4)]
+    losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in split(batch, 4)]
     assert len(set(losses)) == 4
-    result = engine.train_step(pieces(batch, 4), 1e-3).read()
+    result = engine.train_step(split(batch, 4), 1e-3).read()
     assert result.losses["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert result.losses["flow"] == result.losses["loss"]
     assert result.taken
 
 
-def test_losses_are_told_by_the_band_of_their_time(make: Callable[..., TorchEngine]) -> None:
+def test_losses_are_reported_per_timestep_band(make: Callable[..., TorchEngine]) -> None:
     features, _ = batch = line_batch(count=8)
     engine = make()
     each = engine.module(*batch)["each"]
-    result = engine.train_step(pieces(batch, 4), 0.0).read()
+    result = engine.train_step(split(batch, 4), 0.0).read()
     bands = (features[1] / 100).long()
     for band in range(10):
-        there = bands == band
-        count = 4 * result.band_counts[band]  # shares of the step: its four micro-batches together are one
-        assert count == pytest.approx(int(there.sum()))
-        assert 4 * result.bands[band] == pytest.approx(float(each[there].sum()), rel=1e-5)
+        in_band = bands == band
+        count = 4 * result.band_counts[band]  # counts are divided by the four micro-batches
+        assert count == pytest.approx(int(in_band.sum()))
+        assert 4 * result.bands[band] == pytest.approx(float(each[in_band].sum()), rel=1e-5)
 
 
-def test_one_step_is_adamw_written_down(make: Callable[..., TorchEngine]) -> None:
+def test_one_step_matches_the_adamw_formula(make: Callable[..., TorchEngine]) -> None:
     engine = make(gradient_clipping=0.0, optimizer={"weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6})
     features, (target, _) = batch = line_batch()
     before = {name: weight.detach().clone() for name, weight in engine.weights.items()}
@@ -156,30 +155,30 @@ def test_one_step_is_adamw_written_down(make: Callable[..., TorchEngine]) -> Non
     engine.train_step([batch], lr=0.01)
     for name, gradient in expected.items():
         decayed = before[name] * (1 - 0.01 * (0.1 if name == "weight" else 0.0))
-        # after one step the corrected moments are the gradient and its square
+        # after one step the bias-corrected moments are the gradient and its square
         after = decayed - 0.01 * gradient / (gradient.abs() + 1e-6)
         torch.testing.assert_close(engine.weights[name].detach(), after, rtol=1e-5, atol=1e-7)
 
 
-def test_the_rate_of_each_step_is_the_one_given(make: Callable[..., TorchEngine]) -> None:
+def test_each_step_uses_the_given_learning_rate(make: Callable[..., TorchEngine]) -> None:
     engine = make(optimizer={"lr": 1.0, "weight_decay": 0.0})
     before = snapshot(engine)
     engine.train_step([line_batch()], lr=0.0)
     assert torch.equal(engine.weights["weight"], before["param/weight"])
     engine.train_step([line_batch()], lr=1e-3)
-    moved = (engine.weights["weight"] - before["param/weight"]).abs().max()
-    assert 0 < float(moved.detach()) <= 1.2e-3
+    change = (engine.weights["weight"] - before["param/weight"]).abs().max()
+    assert 0 < float(change.detach()) <= 1.2e-3
 
 
-def test_clipping_is_by_the_norm_over_all_weights(make: Callable[..., TorchEngine]) -> None:
-    """Over every parameter and after accumulation: once a step, not once a micro-batch or a tensor."""
+def test_clipping_uses_the_norm_over_all_weights(make: Callable[..., TorchEngine]) -> None:
+    """Over all parameters and after accumulation: once per step, not once per micro-batch or tensor."""
     batch = line_batch()
     free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=0.05)
-    norm = free.train_step(pieces(batch, 2), 0.0).read().grad_norm
-    true = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients(free).values()))
-    assert norm == pytest.approx(true, rel=1e-6)
+    norm = free.train_step(split(batch, 2), 0.0).read().grad_norm
+    expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients(free).values()))
+    assert norm == pytest.approx(expected, rel=1e-6)
     assert norm > 0.05
-    logged = clipped.train_step(pieces(batch, 2), 0.0).read().grad_norm
+    logged = clipped.train_step(split(batch, 2), 0.0).read().grad_norm
     assert logged == pytest.approx(norm, rel=1e-6), "logged before clipping"
     for name, gradient in gradients(clipped).items():
         torch.testing.assert_close(gradient, gradients(free)[name] * 0.05 / norm, rtol=1e-4, atol=1e-8)
@@ -192,7 +191,7 @@ def test_a_small_gradient_is_not_clipped(make: Callable[..., TorchEngine]) -> No
     assert equal(snapshot(free), snapshot(clipped))
 
 
-def test_gradients_of_an_earlier_step_do_not_linger(make: Callable[..., TorchEngine]) -> None:
+def test_gradients_are_reset_between_steps(make: Callable[..., TorchEngine]) -> None:
     engine, fresh = make(), make()
     engine.train_step([line_batch(0)], lr=0.0)
     engine.train_step([line_batch(1)], lr=0.0)
@@ -200,36 +199,36 @@ def test_gradients_of_an_earlier_step_do_not_linger(make: Callable[..., TorchEng
     assert equal(gradients(engine), gradients(fresh))
 
 
-def test_unequal_micro_batches_are_refused(make: Callable[..., TorchEngine]) -> None:
+def test_unequal_micro_batches_are_rejected(make: Callable[..., TorchEngine]) -> None:
     with pytest.raises(AssertionError, match="equal"):
         make().train_step([line_batch(0, 8), line_batch(0, 4)], 1e-3)
 
 
-# --- steps that are not taken ------------------------------------------------------------------
+# --- skipped steps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_loss_that_is_not_finite_skips_the_step_and_touches_nothing(
+def test_a_non_finite_loss_skips_the_step_and_changes_nothing(
     make: Callable[..., TorchEngine], poison: float, where: str
 ) -> None:
-    engine, untroubled = make(), make()
-    for each in (engine, untroubled):
+    engine, undisturbed = make(), make()
+    for each in (engine, undisturbed):
         each.train_step([line_batch(0)], 1e-2)
     before = snapshot(engine)
-    bad = pieces(line_batch(1), 2)
+    bad = split(line_batch(1), 2)
     bad[0 if where == "first" else -1][0][0][0, 0] = poison
     result = engine.train_step(bad, 1e-2).read()
     assert not result.taken
     assert not math.isfinite(result.losses["loss"])
     assert equal(snapshot(engine), before)
-    # and the run goes on as if it had not been
-    for each in (engine, untroubled):
+    # training continues as if the step had not happened
+    for each in (engine, undisturbed):
         assert each.train_step([line_batch(2)], 1e-2).read().taken
-    assert equal(snapshot(engine), snapshot(untroubled))
+    assert equal(snapshot(engine), snapshot(undisturbed))
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(make: Callable[..., TorchEngine]) -> None:
+def test_a_non_finite_gradient_skips_the_step(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     before = snapshot(engine)
     engine.module.transformer.weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -243,37 +242,37 @@ def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(make: C
 # --- state -------------------------------------------------------------------------------------
 
 
-def test_optimizer_state_goes_on_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
-    """At least two steps after loading: a lost moment shows only in the second."""
-    walked, resumed = make(), make()
+def test_optimizer_state_resumes_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
+    """Runs at least two steps after loading: a lost moment only shows in the second."""
+    uninterrupted, resumed = make(), make()
     for number in range(3):
-        walked.train_step([line_batch(number)], 1e-2)
-    saved = snapshot(walked)
+        uninterrupted.train_step([line_batch(number)], 1e-2)
+    saved = snapshot(uninterrupted)
     fill(resumed, saved)
     for number in range(3, 7):
-        one, two = (engine.train_step([line_batch(number)], 1e-2).read() for engine in (walked, resumed))
-        assert one == two
-    assert equal(snapshot(walked), snapshot(resumed))
+        expected, actual = (engine.train_step([line_batch(number)], 1e-2).read() for engine in (uninterrupted, resumed))
+        assert actual == expected
+    assert equal(snapshot(uninterrupted), snapshot(resumed))
 
 
 def test_every_part_of_the_state_matters(make: Callable[..., TorchEngine]) -> None:
-    """The test above can fail: without a moment or the step another path is walked."""
-    walked = make()
+    """The test above can fail: without a moment or the step count, training differs."""
+    uninterrupted = make()
     for number in range(3):
-        walked.train_step([line_batch(number)], 1e-2)
-    saved = snapshot(walked)
+        uninterrupted.train_step([line_batch(number)], 1e-2)
+    saved = snapshot(uninterrupted)
     for number in (3, 4):
-        walked.train_step([line_batch(number)], 1e-2)
+        uninterrupted.train_step([line_batch(number)], 1e-2)
     for kind in ("exp_avg", "exp_avg_sq", "step"):
         damaged = {name: t * (0 if name.startswith(f"{kind}/") else 1) for name, t in saved.items()}
         resumed = make()
         fill(resumed, damaged)
         for number in (3, 4):
             resumed.train_step([line_batch(number)], 1e-2)
-        assert not equal(snapshot(walked), snapshot(resumed)), kind
+        assert not equal(snapshot(uninterrupted), snapshot(resumed)), kind
 
 
-def test_state_is_named_float32_and_there_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
+def test_state_is_named_float32_and_exists_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
     kinds = ("param", "step", "exp_avg", "exp_avg_sq")
     for engine in (stepped := make(), make()):
         if engine is stepped:
@@ -285,16 +284,16 @@ def test_state_is_named_float32_and_there_before_the_first_step(make: Callable[.
         assert (state["param/weight"].shape, state["step/weight"].shape) == ((2, 3), ())
 
 
-def test_a_fresh_state_changes_nothing(make: Callable[..., TorchEngine]) -> None:
-    """A checkpoint of step 0 asks for the state; the first step is the same as without."""
-    asked, plain = make(), make()
-    list(asked.pieces())
-    for engine in (asked, plain):
+def test_creating_the_state_changes_nothing(make: Callable[..., TorchEngine]) -> None:
+    """A checkpoint of step 0 creates the optimizer state; the first step stays the same."""
+    created, plain = make(), make()
+    list(created.pieces())
+    for engine in (created, plain):
         engine.train_step([line_batch()], 1e-2)
-    assert equal(snapshot(asked), snapshot(plain))
+    assert equal(snapshot(created), snapshot(plain))
 
 
-def test_pieces_are_live(make: Callable[..., TorchEngine]) -> None:
+def test_pieces_share_memory_with_the_weights(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     (piece,) = [piece for piece in engine.pieces() if piece.name == "param/bias"]
     piece.values.fill_(3.0)
@@ -302,31 +301,31 @@ def test_pieces_are_live(make: Callable[..., TorchEngine]) -> None:
     assert engine.weights["bias"].tolist() == [3.0, 3.0]
 
 
-def test_what_lies_as_the_weights_do_is_shown_and_brought_together_alike(make: Callable[..., TorchEngine]) -> None:
+def test_averages_are_named_and_gathered_like_weights(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     average = {name: weight + 1 for name, weight in engine.weights.items()}
     assert [piece.name for piece in engine.like_weights("ema", average)] == ["ema/weight", "ema/bias"]
-    whole = engine.gather(average)
-    assert whole is not None
-    assert equal(whole, average)
-    whole["bias"].zero_()
+    gathered = engine.gather(average)
+    assert gathered is not None
+    assert equal(gathered, average)
+    gathered["bias"].zero_()
     assert average["bias"].tolist() == [1.0, 1.0], "a copy"
 
 
-def test_the_norm_of_the_weights(make: Callable[..., TorchEngine]) -> None:
+def test_weight_norm(make: Callable[..., TorchEngine]) -> None:
     assert make().weight_norm() == pytest.approx(math.sqrt(6 * 0.25))
 
 
-# --- what trains -------------------------------------------------------------------------------
+# --- trainable weights -------------------------------------------------------------------------
 
 
 def test_weights_must_be_float32(tmp_path: Path) -> None:
-    """All-bfloat16 AdamW lost most updates."""
+    """AdamW in bfloat16 loses most updates."""
     with pytest.raises(AssertionError, match="fp32"):
         TorchEngine(Line().bfloat16(), config(tmp_path), Launch(), CPU)
 
 
-def test_frozen_weights_neither_train_nor_show(tmp_path: Path) -> None:
+def test_frozen_weights_are_neither_trained_nor_listed(tmp_path: Path) -> None:
     module = Line()
     module.transformer.bias.requires_grad_(False)
     engine = TorchEngine(module, config(tmp_path), Launch(), CPU)
@@ -341,7 +340,7 @@ def test_weights_have_the_stock_names(tmp_path: Path) -> None:
     assert list(real_engine(tmp_path).weights) == [name for name, _ in stock.named_parameters()]
 
 
-def test_evaluation_learns_nothing(make: Callable[..., TorchEngine]) -> None:
+def test_evaluation_changes_no_weight(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     engine.train_step([line_batch()], 1e-2)
     before = snapshot(engine)
@@ -349,7 +348,7 @@ def test_evaluation_learns_nothing(make: Callable[..., TorchEngine]) -> None:
     assert equal(snapshot(engine), before)
 
 
-def test_padding_weighs_nothing_in_evaluation(make: Callable[..., TorchEngine]) -> None:
+def test_padding_has_no_weight_in_evaluation(make: Callable[..., TorchEngine]) -> None:
     engine, (features, (target, _)) = make(), line_batch(count=8)
     whole = engine.evaluate(((features[0][:5], features[1][:5]), (target[:5], None)))
     weight = torch.tensor([1.0] * 5 + [0.0] * 3)
@@ -358,23 +357,23 @@ def test_padding_weighs_nothing_in_evaluation(make: Callable[..., TorchEngine]) 
     assert whole[1] == 5
 
 
-def test_a_weight_that_no_gradient_reaches_is_named(make: Callable[..., TorchEngine]) -> None:
-    """Some engines would decay it all the same."""
+def test_a_weight_without_gradient_is_named(make: Callable[..., TorchEngine]) -> None:
+    """Some engines would decay it anyway."""
     engine = make()
     engine.module.transformer.bias.requires_grad_(False)
     with pytest.raises(AssertionError, match=r"no gradient reached ..bias"):
         engine.train_step([line_batch()], 1e-2)
 
 
-def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[tuple[str, float]] = []
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
         lambda backend, timeout, device_id: joined.append((backend, timeout.total_seconds())),
     )
-    monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: (given, keys["backend"]))
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *given: None)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **options: (args, options["backend"]))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: None)
     assert start_process_group(Launch(), CPU, 60).control is None
     assert joined == []
     groups: Any = start_process_group(Launch(1, 1, 2), CPU, 60)
@@ -384,11 +383,13 @@ def test_a_process_alone_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("all_write", "writers"), [(False, 3), (True, 8)])
-def test_the_first_machine_says_how_many_write(monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int) -> None:
-    """This process is on a machine with 5; the first has 3."""
+def test_the_first_machine_sets_the_number_of_writers(
+    monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int
+) -> None:
+    """This process runs on a machine with 5 processes; the first machine has 3."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **keys: None)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **keys: given)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **options: args)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source, group: tensor.fill_(3))
     groups: Any = start_process_group(Launch(7, 4, 8), CPU, 60, all_write)
     assert (groups.writers, groups.saving) == (writers, (list(range(writers)),))

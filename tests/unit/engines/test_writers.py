@@ -1,4 +1,4 @@
-"""Replicas share the writing evenly."""
+"""Writers get balanced shares."""
 
 import pytest
 
@@ -8,13 +8,17 @@ from sd3_light.model.linears import linear_layers
 
 
 @pytest.mark.parametrize("writers", [1, 2, 8])
-def test_everyone_writes_about_as_much(writers: int) -> None:
-    """Weights and biases take turns in a model, so that by their numbers one of two would write everything."""
-    sizes = [count for one in linear_layers(SIZES["sd3_light"]).values() for count in (one[0] * one[1], one[1])]
-    who = assign_writers(sizes, writers)
-    totals = [sum(size for size, writer in zip(sizes, who, strict=True) if writer == one) for one in range(writers)]
+def test_writers_get_about_the_same_size(writers: int) -> None:
+    """Weights and biases alternate in a model: by index, one of two writers would write nearly everything."""
+    sizes = [
+        size for inputs, outputs in linear_layers(SIZES["sd3_light"]).values() for size in (inputs * outputs, outputs)
+    ]
+    assigned = assign_writers(sizes, writers)
+    totals = [
+        sum(size for size, writer in zip(sizes, assigned, strict=True) if writer == number) for number in range(writers)
+    ]
     assert max(totals) < 1.05 * sum(sizes) / writers
-    assert who == assign_writers(sizes, writers)
+    assert assigned == assign_writers(sizes, writers)
 
 
 def test_more_writers_than_tensors() -> None:

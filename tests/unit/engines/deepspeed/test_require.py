@@ -1,4 +1,4 @@
-"""What --deepspeed needs, said in one line before anything is done."""
+"""Requirements of --deepspeed are checked up front, with one-line errors."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("keys", "world", "wanted", "said"),
+    ("keys", "world", "wanted", "message"),
     [
         ({"pipeline_stages": 2}, 2, False, "add --deepspeed"),
         ({"optimizer": {"type": "muon"}}, 1, True, "write 'adamw'"),
@@ -28,16 +28,16 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
         ({"adapter": {"base_bits": 8}, "zero_stage": 3}, 1, True, "write zero_stage = 2, or base_bits = 16"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(
-    tmp_path: Path, keys: dict[str, Any], world: int, wanted: bool, said: str
+def test_unsupported_configs_are_rejected(
+    tmp_path: Path, keys: dict[str, Any], world: int, wanted: bool, message: str
 ) -> None:
-    with pytest.raises(UserError) as fault:
+    with pytest.raises(UserError) as raised:
         deepspeed.require(config(tmp_path, **keys), Launch(world=world), wanted)
-    assert said in str(fault.value)
-    assert "\n" not in str(fault.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
-def test_the_way_to_install_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_deepspeed_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'sd3-light\[deepspeed\]'"):
         deepspeed.require(config(tmp_path), Launch(), wanted=True)
@@ -61,32 +61,32 @@ def test_layouts_have_names_and_writers(
     assert deepspeed.all_write(settings) is all_write
 
 
-def imported_at_once(path: Path) -> list[str]:
-    """The modules that a file imports at its top level."""
-    found = []
+def top_level_imports(path: Path) -> list[str]:
+    """Return the modules that a file imports at its top level."""
+    modules = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
-            found += [name.name for name in node.names]
+            modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.append(node.module or "")
-    return found
+            modules.append(node.module or "")
+    return modules
 
 
-def test_nobody_imports_it_before_it_is_asked_for() -> None:
+def test_deepspeed_is_imported_only_on_use() -> None:
     """Without DeepSpeed installed everything else works."""
-    ours = Path(deepspeed.__file__).parent
-    behind = {f"sd3_light.engines.deepspeed.{path.stem}" for path in ours.glob("[!_]*.py")}
-    files = [path for path in ours.parents[1].rglob("*.py") if path.parent != ours or path.stem == "__init__"]
+    room = Path(deepspeed.__file__).parent
+    deferred = {f"sd3_light.engines.deepspeed.{path.stem}" for path in room.glob("[!_]*.py")}
+    files = [path for path in room.parents[1].rglob("*.py") if path.parent != room or path.stem == "__init__"]
     assert len(files) > 200
     for path in files:
-        names = imported_at_once(path)
-        assert not [name for name in names if name.split(".")[0] == "deepspeed" or name in behind], path
-    assert "deepspeed" in imported_at_once(ours / "pipeline.py")
+        names = top_level_imports(path)
+        assert not [name for name in names if name.split(".")[0] == "deepspeed" or name in deferred], path
+    assert "deepspeed" in top_level_imports(room / "pipeline.py")
 
 
 @pytest.mark.parametrize(
-    ("rank", "stages", "data_launch"), [(0, 1, (0, 4)), (3, 1, (3, 4)), (3, 2, (1, 2)), (2, 4, (0, 1))]
+    ("rank", "stages", "expected"), [(0, 1, (0, 4)), (3, 1, (3, 4)), (3, 2, (1, 2)), (2, 4, (0, 1))]
 )
-def test_the_processes_of_a_pipeline_read_the_same(rank: int, stages: int, data_launch: tuple[int, int]) -> None:
+def test_the_stages_of_a_pipeline_read_the_same_data(rank: int, stages: int, expected: tuple[int, int]) -> None:
     share = Launch(rank, rank, 4).data_launch(stages)
-    assert (share.rank, share.world) == data_launch
+    assert (share.rank, share.world) == expected

@@ -1,4 +1,4 @@
-"""DeepSpeed made ready: quiet, compiling nothing, on the processes that are there; and its settings."""
+"""Initialize DeepSpeed quietly, without compiling kernels, on the existing processes; and its settings."""
 
 import contextlib
 import importlib
@@ -16,23 +16,23 @@ from sd3_light.engines.launch import Launch
 from sd3_light.engines.processes import open_default_group
 
 BUCKET = 50_000_000
-"""Elements that are reduced or gathered at once: 200 MB."""
+"""Elements per reduction or gather: 200 MB."""
 
-LIVE = 4 * BUCKET
-"""Elements that ZeRO-3 may have gathered at once; its own default is a billion, 4 GB on every GPU."""
+MAX_LIVE = 4 * BUCKET
+"""Elements that ZeRO-3 may hold gathered; its default is a billion, 4 GB on every GPU."""
 
 
 def prepare(launch: Launch, device: torch.device) -> None:
-    """Import DeepSpeed and give it the process group, or one of this process alone."""
+    """Import DeepSpeed and give it the process group; a single process gets its own."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    for call in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # a newer torch has other names for them
+    for call in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # deprecated names in newer torch
         warnings.filterwarnings("ignore", f".*{call}", FutureWarning)
-    os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # the pipeline reads it, under plain python too
+    os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # the pipeline reads it, also under plain python
     with quiet():
         library: Any = importlib.import_module("deepspeed")
-        # on a CPU it would compile a shared-memory kernel for a minute; none of its kernels is used here
+        # on a CPU it would spend a minute compiling a shared-memory kernel; we use none of its kernels
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
-        # an earlier engine of this process may have left its stages there
+        # an earlier engine of this process may have left its topology
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
         if launch.world == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -42,22 +42,22 @@ def prepare(launch: Launch, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """DeepSpeed's prints and hints stay off the screen; its errors do not."""
+    """Suppress DeepSpeed's prints and hints, but not its errors."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets a level of its own
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import resets the level
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration of a run.
+    """Return DeepSpeed's configuration for a run.
 
-    Weights stay float32 and bf16 is autocast's, exactly as in torch's engine: so both give the same numbers, every
-    weight is its own master copy, and gradients are summed in float32. The learning rate is set before each step.
+    Weights stay float32 and bf16 comes from autocast, as in the torch engine: both give the same numbers, every weight
+    is its own master copy, and gradients are summed in float32. The learning rate is set before each step.
     """
     zero = config.zero_stage
     return {
-        # only its ratio to the batch matters to it: micro-batches differ by resolution
+        # DeepSpeed only uses its ratio to the batch: real micro-batch sizes differ by resolution
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "steps_per_print": 2**31 - 1,
@@ -72,10 +72,10 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "overlap_comm": False,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
-            # a weight lies in its parts only, whose owners may write them between steps, and is let go after each use
+            # weights exist only as shards, which may change between steps; gathered weights are freed after use
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": LIVE,
+            "stage3_max_live_parameters": MAX_LIVE,
             "stage3_prefetch_bucket_size": BUCKET,
         },
         "pipeline": {"use_reentrant": False},
