@@ -25,8 +25,9 @@ from diffusers import AutoencoderKL
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import write_checkpoint
+from sd3_light.checkpoint.store import commit, reset_folder, temporary_folder, write_part
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.model.random_weights import new_transformer
 
 GIB = 1 << 30
@@ -84,8 +85,15 @@ enable = true
     generator = torch.Generator().manual_seed(2)
     for weight in weights.values():  # nothing is zero or alike
         weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
-    tensors = {f"{kind}/{name}": weight for kind in ("param", "ema") for name, weight in weights.items()}
-    write_checkpoint(run / "checkpoints", 10, tensors, {"progress": Progress(step=10, samples=640).as_dict()})
+    pieces = [
+        TensorPiece(f"{kind}/{name}", weight.detach().reshape(-1), 0, tuple(weight.shape))
+        for kind in ("param", "ema")
+        for name, weight in weights.items()
+    ]
+    temporary = temporary_folder(run / "checkpoints", 10)
+    reset_folder(temporary)
+    write_part(temporary, 0, pieces)
+    commit(run / "checkpoints", 10, [0], {"progress": Progress(step=10, samples=640).as_dict()})
 
 
 def measure(command: Sequence[object], out: Path) -> Measured:

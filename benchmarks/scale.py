@@ -23,7 +23,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from sd3_light.budget.data_bytes import latent_pixels, open_shard_bytes, sample_bytes
-from sd3_light.checkpoint.index import Index, Range, entries
+from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest
@@ -221,7 +221,7 @@ def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
     shapes = shapes_of(size)
     notes = [rank_notes(shapes, rank, world) for rank in range(world)]
     started = time.perf_counter()
-    index = Index({}, entries(notes), {})
+    index = Index({}, merge_entries(notes), {})
     assert not any(entry.fault() for entry in index.tensors.values())
     text = index.to_json()
     seconds = time.perf_counter() - started

@@ -1,1 +1,1 @@
-"""What a run needs to go on: which tensors and counters (state), and how they lie on disk (store)."""
+"""What a run needs to resume: counters (progress), tensors on disk (store, reading), background saving."""

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy to host memory in the loop, the writing in a thread."""
+"""Save checkpoints while training continues: the loop copies to host memory, a thread writes."""
 
 import json
 import queue
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sd3_light.checkpoint.host_buffers import HostBuffers, room
-from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, start_fresh, temporary_folder, write_part
+from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
+from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, reset_folder, temporary_folder, write_part
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 
 _MESSAGE_BYTES = 1024
-_ROOM = "room in host memory"
+_RESERVE = "reserve host memory"
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """A job that ended: what it returned or raised, and how long it took."""
+    """The result of a finished job: what it returned or raised, and its duration."""
 
     name: str
     result: Any
@@ -33,10 +33,10 @@ class JobResult:
 
 
 class BackgroundWorker:
-    """One thread, called ``name``, that does jobs in the order in which they were given.
+    """A thread called ``name`` that runs jobs in submission order.
 
-    A process that ends without `close` does not wait for them: after a fault the other ranks may be gone, and a job
-    that waits for them would keep this one alive.
+    A process that exits without `close` does not wait for them: after an error other ranks may be gone, and a job that
+    waits for them would keep this process alive.
     """
 
     def __init__(self, name: str = "background") -> None:
@@ -46,56 +46,56 @@ class BackgroundWorker:
         self._thread.start()
 
     def submit(self, name: str, job: Callable[[], Any]) -> None:
-        """Do the job after those that were given before it."""
+        """Queue a job."""
         assert self._thread.is_alive(), "closed"
         self._jobs.put((name, job))
 
-    def has_news(self) -> bool:
-        """Whether `poll` has something to give."""
+    def has_results(self) -> bool:
+        """Whether `poll` would return results."""
         return not self._done.empty()
 
     def poll(self) -> list[JobResult]:
-        """The jobs that ended since the last time, without waiting."""
-        found = []
-        while self.has_news():
-            found.append(self._done.get())
-        return found
+        """Return the results since the last call, without waiting."""
+        results = []
+        while self.has_results():
+            results.append(self._done.get())
+        return results
 
     def is_idle(self, seconds: float = 0.0) -> bool:
-        """Whether no job is left, now or within some seconds."""
+        """Whether all jobs are finished, now or within ``seconds``."""
         with self._jobs.all_tasks_done:
             return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
 
     def wait(self) -> list[JobResult]:
-        """Wait until no job is left; those that ended since the last time."""
+        """Wait for all jobs and return the results since the last call."""
         self._jobs.join()
         return self.poll()
 
     def close(self) -> None:
-        """Wait for all jobs and end the thread; `poll` still gives what ended."""
+        """Wait for all jobs and end the thread; `poll` still returns their results."""
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
 
     def _run(self) -> None:
-        while (given := self._jobs.get()) is not None:
-            name, job = given
+        while (queued := self._jobs.get()) is not None:
+            name, job = queued
             started = time.perf_counter()
-            result, fault = None, None
+            result, raised = None, None
             try:
                 result = job()
-            except BaseException as error:  # not dropped: the caller's thread gets it
-                fault = error
-            self._done.put(JobResult(name, result, fault, time.perf_counter() - started))
-            del given, job, result, fault  # what they hold is large, and the next one may be hours away
+            except BaseException as error:  # passed on to the caller's thread
+                raised = error
+            self._done.put(JobResult(name, result, raised, time.perf_counter() - started))
+            del queued, job, result, raised  # they may hold much memory, and the next job may be hours away
             self._jobs.task_done()
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint that is in place: its size, the seconds in the background, the seconds that training stood still.
+    """A complete checkpoint: its size, the seconds in the background, and the seconds that training was paused.
 
-    ``warning`` is one line where older ones could not be deleted.
+    ``warning`` is one line if older checkpoints could not be deleted.
     """
 
     step: int
@@ -109,7 +109,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint that could not be written; ``reason`` is one line that names the rank. Earlier ones are intact."""
+    """A checkpoint that could not be written; ``reason`` is one line with the rank. Earlier ones are intact."""
 
     step: int
     facts: dict[str, Any]
@@ -119,16 +119,16 @@ class CheckpointFailed:
 
 
 class _SaveFailed(Exception):
-    """What one rank could not do, as all ranks know it."""
+    """The failure of one rank, raised on all ranks."""
 
 
 class CheckpointKeeper:
-    """Writes checkpoints into ``folder`` in the background and keeps the newest ``keep_last`` (0: all).
+    """Writes checkpoints to ``folder`` in the background and keeps the newest ``keep_last`` (0: all).
 
-    Ranks 0 to ``writers`` - 1 each write a part, and machines that write share the folder. The ranks agree, in their
-    threads, over ``group``: a gloo group of ranks 0, 1, ... of the run, the writers among them, that nothing else uses
-    (None: rank 0 writes alone). Those in it call `save` for the same steps in the same order, and all of them are told
-    how it went; to a rank outside of it nothing happens and nothing is told.
+    Ranks 0 to ``writers`` - 1 each write a part; machines that write must share the folder. The ranks synchronize, in
+    their threads, over ``group``: a dedicated gloo group of the first ranks, including all writers (None: rank 0 writes
+    alone). Its members call `save` for the same steps in the same order, and all of them get the results; other ranks
+    do nothing and get none.
     """
 
     def __init__(
@@ -136,70 +136,72 @@ class CheckpointKeeper:
     ) -> None:
         self.folder, self.rank, self.writers, self.keep_last = folder, rank, writers, keep_last
         self._group, self._members = group, 1 if group is None else dist.get_world_size(group)
-        assert rank >= writers or writers <= self._members, "writers cannot agree without a group"
+        assert rank >= writers or writers <= self._members, "several writers need a group"
         self._copies = HostBuffers()
         self._background = BackgroundWorker("checkpoints")
-        self._ended: list[JobResult] = []
+        self._finished: list[JobResult] = []
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Make pinned room for copies of these pieces in the background, so that the first save need not."""
-        held = list(pieces)
-        if self.rank < self.writers and any(piece.values.is_cuda for piece in held):
-            nbytes = room(held)
-            self._background.submit(_ROOM, lambda: self._copies.reserve(nbytes))
+        """Allocate pinned memory for these pieces in the background, ahead of the first save."""
+        pieces = list(pieces)
+        if self.rank < self.writers and any(piece.values.is_cuda for piece in pieces):
+            nbytes = copy_bytes(pieces)
+            self._background.submit(_RESERVE, lambda: self._copies.reserve(nbytes))
 
     def save(self, step: int, pieces: Iterable[TensorPiece], facts: Mapping[str, Any]) -> float:
-        """Copy the pieces and begin to write them; the seconds that this took, an earlier save's end included."""
+        """Copy the pieces and start writing them; return the seconds this took, including the wait for an earlier
+        save."""
         if self.rank >= self._members:
             return 0.0
         started = time.perf_counter()
-        self._ended += self._background.wait()  # its copies are in the same memory
-        copies = self._copies.take(pieces) if self.rank < self.writers else []
-        kept = json.loads(json.dumps(dict(facts)))  # as it is now
+        self._finished += self._background.wait()  # it uses the same buffers
+        copies = self._copies.copy(pieces) if self.rank < self.writers else []
+        frozen = json.loads(json.dumps(dict(facts)))  # a copy: the caller may change them
         stall = time.perf_counter() - started
-        self._background.submit(f"step {step}", lambda: self._write(step, copies, kept, stall))
+        self._background.submit(f"step {step}", lambda: self._write(step, copies, frozen, stall))
         return stall
 
     def is_idle(self, seconds: float = 0.0) -> bool:
-        """Whether nothing is being written, now or within some seconds."""
+        """Whether no save is in progress, now or within ``seconds``."""
         return self._background.is_idle(seconds)
 
-    def has_news(self) -> bool:
-        """Whether `poll` has something to tell."""
-        return bool(self._ended) or self._background.has_news()
+    def has_results(self) -> bool:
+        """Whether `poll` would return results."""
+        return bool(self._finished) or self._background.has_results()
 
     def poll(self) -> list[CheckpointSaved | CheckpointFailed]:
-        """What ended since the last time, without waiting."""
+        """Return the results since the last call, without waiting."""
         return self._take(self._background.poll())
 
     def wait(self) -> list[CheckpointSaved | CheckpointFailed]:
-        """Wait for what is being written; what ended since the last time."""
+        """Wait for saves in progress and return the results since the last call."""
         return self._take(self._background.wait())
 
     def close(self) -> None:
-        """Wait for what is being written and end the thread; `poll` still tells of it."""
+        """Wait for saves in progress and end the thread; `poll` still returns their results."""
         self._background.close()
 
     def _take(self, done: list[JobResult]) -> list[CheckpointSaved | CheckpointFailed]:
-        ended, self._ended = self._ended + done, []
-        for one in ended:
-            if one.error is not None:
-                raise one.error
-        return [one.result for one in ended if one.name != _ROOM]
+        finished, self._finished = self._finished + done, []
+        for job in finished:
+            if job.error is not None:
+                raise job.error
+        return [job.result for job in finished if job.name != _RESERVE]
 
     def _write(
         self, step: int, pieces: list[TensorPiece], facts: dict[str, Any], stall: float
     ) -> CheckpointSaved | CheckpointFailed:
-        """In the thread. Nobody writes before leftovers are gone, and nobody commits before all have written."""
+        """Write a checkpoint, in the thread: leftovers are removed before any rank writes, and all ranks have written
+        before the commit."""
         started = time.perf_counter()
         temporary = temporary_folder(self.folder, step)
         main, writes = self.rank == 0, self.rank < self.writers
         try:
-            self._together(main, lambda: start_fresh(temporary))
+            self._together(main, lambda: reset_folder(temporary))
             sizes = self._together(writes, lambda: write_part(temporary, self.rank, pieces))
             warning = self._together(main, lambda: self._commit(step, facts))[0]
         except _SaveFailed as failure:
-            # all have stopped writing; each clears up, for the folder may prove not to be shared
+            # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
             return CheckpointFailed(step, facts, str(failure), time.perf_counter() - started, stall)
         path, size = self.folder / checkpoint_name(step), sum(map(int, sizes[: self.writers]))
@@ -213,32 +215,33 @@ class CheckpointKeeper:
             return f"older checkpoints in {self.folder} cannot be deleted: {_reason(error)}"
         return ""
 
-    def _together(self, mine: bool, work: Callable[[], object]) -> list[str]:
-        """Do the work if it is mine, then hear from all ranks: their results, or the first failure for everyone."""
-        failed, said = 0, ""
+    def _together(self, has_work: bool, work: Callable[[], object]) -> list[str]:
+        """Do this rank's work, if any, then return the results of all ranks, or raise the first failure on all of
+        them."""
+        failed, result = 0, ""
         try:
-            said = str(work()) if mine else ""
+            result = str(work()) if has_work else ""
         except (OSError, UserError) as error:
-            failed, said = 1, _reason(error)
-        heard = self._exchange(bytes([failed]) + said.encode())
-        for rank, message in enumerate(heard):
+            failed, result = 1, _reason(error)
+        messages = self._exchange(bytes([failed]) + result.encode())
+        for rank, message in enumerate(messages):
             if message[0]:
-                who = f"rank {rank}: " if self._members > 1 else ""
-                raise _SaveFailed(f"{who}{_text(message)}; earlier checkpoints are intact")
-        return [_text(message) for message in heard]
+                prefix = f"rank {rank}: " if self._members > 1 else ""
+                raise _SaveFailed(f"{prefix}{_text(message)}; earlier checkpoints are intact")
+        return [_text(message) for message in messages]
 
     def _exchange(self, message: bytes) -> list[bytes]:
         if self._group is None:
             return [message]
-        mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(message)] = torch.frombuffer(bytearray(message[:_MESSAGE_BYTES]), dtype=torch.uint8)
-        heard = [torch.empty_like(mine) for _ in range(self._members)]
+        sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+        sent[: len(message)] = torch.frombuffer(bytearray(message[:_MESSAGE_BYTES]), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self._members)]
         try:
-            dist.all_gather(heard, mine, group=self._group)
-        except RuntimeError as error:  # gloo has no other: a rank is gone, or late beyond the group's patience
-            lost = f"rank {self.rank} lost the others: {_reason(error)}; earlier checkpoints are intact"
-            raise _SaveFailed(lost) from error
-        return [one.numpy().tobytes() for one in heard]
+            dist.all_gather(received, sent, group=self._group)
+        except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
+            reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
+            raise _SaveFailed(reason) from error
+        return [message.numpy().tobytes() for message in received]
 
 
 def _text(message: bytes) -> str:
@@ -246,7 +249,7 @@ def _text(message: bytes) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """Return the error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which tensors there are, where every range of them lies, and what their bytes hash to."""
+"""The index of a checkpoint: its tensors, the file of each of their ranges, and the hash of its bytes."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ INDEX = "index.json"
 
 
 class Range(NamedTuple):
-    """Elements ``start`` to ``start + length`` of a flat tensor: the file that holds them, the hash of their bytes."""
+    """Elements ``start`` to ``start + length`` of a flat tensor: their file and the hash of their bytes."""
 
     start: int
     length: int
@@ -24,8 +24,8 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor: its shape, its dtype as safetensors spells it, and its ranges in order."""
+class IndexEntry:
+    """One tensor: its shape, its dtype in safetensors spelling, and its ranges in order."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,110 +36,112 @@ class Entry:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def fault(self) -> str | None:
-        """Which elements are missing or doubled; None where every one is there exactly once."""
+    def coverage_error(self) -> str | None:
+        """Return which elements are missing or duplicated, or None if every one is present exactly once."""
         position = 0
-        for held in self.ranges:
-            if held.start > position:
-                return f"elements {position} to {held.start - 1} are missing"
-            if held.start < position:
-                return f"element {held.start} is there twice"
-            position += held.length
+        for part in self.ranges:
+            if part.start > position:
+                return f"elements {position} to {part.start - 1} are missing"
+            if part.start < position:
+                return f"element {part.start} is stored twice"
+            position += part.length
         if position < self.count:
             return f"elements {position} to {self.count - 1} are missing"
-        return None if position == self.count else f"it has {self.count} elements and {position} are there"
+        return None if position == self.count else f"it has {self.count} elements but {position} are stored"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says: free facts, the tensors by ``KIND/NAME``, and the size of each file in bytes."""
+    """The content of `index.json`: free-form facts, the tensors by ``KIND/NAME``, and each file's size in bytes."""
 
     facts: dict[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, IndexEntry]
     files: dict[str, int]
 
     def to_json(self) -> str:
-        """The file's text, with a digest of its content."""
+        """Return the file's text, with a digest of its content."""
         tensors = {
             name: {"shape": entry.shape, "dtype": entry.dtype, "ranges": entry.ranges}
             for name, entry in sorted(self.tensors.items())
         }
-        facts = json.loads(json.dumps(self.facts))  # as a reader will see them: keys are words
+        facts = json.loads(json.dumps(self.facts))  # as they are read back: keys become strings
         content = {"format": FORMAT, "facts": facts, "files": self.files, "tensors": tensors}
         return json.dumps({**content, "sha256": _digest(content)}, separators=(",", ":"))
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint, its digest checked; a fault is a `UserError` that says what to do."""
+    """Read the index of a checkpoint and verify its digest; raises a `UserError` with a remedy."""
     try:
-        found = json.loads((folder / INDEX).read_bytes())
-    except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
+        content = json.loads((folder / INDEX).read_bytes())
+    except (OSError, ValueError) as error:  # missing, not UTF-8, not JSON
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise UserError(
-            f"{folder} is not a whole checkpoint ({INDEX}: {reason}); name a folder `step-*` that is, or an earlier one"
+            f"{folder} is not a complete checkpoint ({INDEX}: {reason}); choose another `step-*` folder"
         ) from error
-    number = found.get("format") if isinstance(found, dict) else None
-    if number == 1:
+    version = content.get("format") if isinstance(content, dict) else None
+    if version == 1:
         raise UserError(
-            f"checkpoint {folder} is of an older version (format 1, this one reads {FORMAT}); "
-            "resume from another, or go on with the version that wrote it"
+            f"checkpoint {folder} is from an older version (format 1, this version reads {FORMAT}); "
+            "resume from another, or continue with the version that wrote it"
         )
-    if number != FORMAT:
-        raise UserError(f"checkpoint {folder} has format {number}, this version reads {FORMAT}; resume from another")
-    if found.pop("sha256", None) != _digest(found):
+    if version != FORMAT:
+        raise UserError(f"checkpoint {folder} has format {version}, this version reads {FORMAT}; resume from another")
+    if content.pop("sha256", None) != _digest(content):
         raise damaged(folder, INDEX, "wrong hash")
-    return Index(found["facts"], {name: _entry(said) for name, said in found["tensors"].items()}, found["files"])
+    tensors = {name: _entry(fields) for name, fields in content["tensors"].items()}
+    return Index(content["facts"], tensors, content["files"])
 
 
-def entries(said: Iterable[Mapping[str, Any]]) -> dict[str, Entry]:
-    """Join what several ranks say of their parts of the tensors: ``KIND/NAME`` to shape, dtype and ranges."""
+def merge_entries(parts: Iterable[Mapping[str, Any]]) -> dict[str, IndexEntry]:
+    """Merge the ranks' notes of their parts of the tensors: ``KIND/NAME`` to shape, dtype and ranges."""
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     ranges: dict[str, list[Range]] = {}
-    for tensors in said:
-        for name, one in tensors.items():
-            part = _entry(one)
+    for tensors in parts:
+        for name, fields in tensors.items():
+            part = _entry(fields)
             shape, dtype = kinds.setdefault(name, (part.shape, part.dtype))
             if (shape, dtype) != (part.shape, part.dtype):
                 raise UserError(
-                    f"the ranks do not agree on {name}: {dtype} {list(shape)} "
+                    f"the ranks disagree on {name}: {dtype} {list(shape)} "
                     f"and {part.dtype} {list(part.shape)}; start all processes with the same config and version"
                 )
             ranges.setdefault(name, []).extend(part.ranges)
-    return {name: Entry(*kind, tuple(sorted(ranges[name]))) for name, kind in kinds.items()}
+    return {name: IndexEntry(*kind, tuple(sorted(ranges[name]))) for name, kind in kinds.items()}
 
 
-def incomplete(folder: Path) -> str | None:
-    """Why the folder is no whole checkpoint, judged by its index and by the sizes of its files; None if it is one.
+def why_incomplete(folder: Path) -> str | None:
+    """Return why the folder is not a complete checkpoint, by its index and its files' sizes; None if it is complete.
 
-    A checkpoint of another format is not judged: whoever opens it is told so.
+    A checkpoint of another format counts as complete: opening it reports the format.
     """
     try:
-        found = json.loads((folder / INDEX).read_bytes())
+        content = json.loads((folder / INDEX).read_bytes())
     except (OSError, ValueError):
         return f"{INDEX} cannot be read"
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        return None if isinstance(found, dict) and "format" in found else f"{INDEX} is no index"
-    return wrong_size(folder, found.get("files", {}))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None if isinstance(content, dict) and "format" in content else f"{INDEX} is not an index"
+    return wrong_size(folder, content.get("files", {}))
 
 
 def wrong_size(folder: Path, files: Mapping[str, int]) -> str | None:
-    """The first file that is not there in its size; None where all are."""
+    """Return which file is missing or has the wrong size, or None."""
     for name, size in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if (found := path.stat().st_size) != size:
-            return f"{name} has {found} bytes of {size}"
+        if (actual := path.stat().st_size) != size:
+            return f"{name} has {actual} of {size} bytes"
     return None
 
 
-def damaged(folder: Path, file: str, why: object) -> UserError:
-    """The fault of a checkpoint that was whole once."""
-    return UserError(f"checkpoint {folder} is damaged ({file}: {why}); resume from an earlier one")
+def damaged(folder: Path, file: str, reason: object) -> UserError:
+    """Return the error for a damaged checkpoint."""
+    return UserError(f"checkpoint {folder} is damaged ({file}: {reason}); resume from an earlier one")
 
 
-def _entry(said: Mapping[str, Any]) -> Entry:
-    return Entry(tuple(said["shape"]), said["dtype"], tuple(Range(*one) for one in said["ranges"]))
+def _entry(fields: Mapping[str, Any]) -> IndexEntry:
+    ranges = tuple(Range(*values) for values in fields["ranges"])
+    return IndexEntry(tuple(fields["shape"]), fields["dtype"], ranges)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The one list of what a checkpoint holds, besides what the engine's optimizer remembers."""
+"""The counters of a run, and the names under which a checkpoint stores averages."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -7,9 +7,9 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of a run: optimizer steps tried, samples seen, steps not taken, and the position in the order of data.
+    """Counters of a run: optimizer steps attempted, samples seen, steps skipped, and the position in the data order.
 
-    The position is the number of steps since the data began; `--reset_dataloader` sets it back and nothing else.
+    The position is the number of steps since the start of the data; only `--reset_dataloader` resets it.
     """
 
     step: int = 0
@@ -18,22 +18,22 @@ class Progress:
     position: int = 0
 
     def after(self, samples: int) -> "Progress":
-        """One step later."""
+        """Return the progress one step later."""
         return Progress(self.step + 1, self.samples + samples, self.skipped, self.position + 1)
 
-    def skipping(self, steps: int) -> "Progress":
-        """With so many more steps known not to have been taken."""
+    def with_skipped(self, steps: int) -> "Progress":
+        """Return the progress with ``steps`` more skipped steps."""
         return replace(self, skipped=self.skipped + steps)
 
     def as_dict(self) -> dict[str, int]:
-        """For JSON."""
+        """Return the counters for JSON."""
         return asdict(self)
 
     def counts(self) -> dict[str, int]:
-        """What every line of the log says."""
+        """Return the counters that every log line contains."""
         return {"step": self.step, "samples": self.samples}
 
 
 def track_kind(track: str) -> str:
-    """The kind under which a running average's tensors are saved; the main one is `ema` alone."""
+    """Return the kind under which an average's tensors are saved: `ema` for the main one, `ema.NAME` for others."""
     return EMA if track == EMA else f"{EMA}.{track}"

@@ -1,8 +1,8 @@
 """One rank's file: a plain safetensors file, written and read one range at a time.
 
-The library could write and read it too. Here each range is hashed and written in one pass out of the memory in which it
-lies, whatever the library's version copies; and a file that cannot be read to its end is an error that people can
-read, where a memory map of it would kill the process.
+The safetensors library can read it too. Here each range is hashed and written in one pass from its own memory, without
+the copies that some versions of the library make; and a truncated file is a readable error, where a memory map would
+kill the process.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ __all__ = ["DTYPES", "DTYPE_NAMES", "read_offsets", "read_range", "write_ranges"
 
 
 def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Write 1-D tensors of any device, flushed to the disk; the sha256 of each. A fault names the file."""
+    """Write 1-D tensors from any device, flush them to disk, and return their sha256 hashes. Errors name the file."""
     hashes = []
     try:
         with open(path, "wb") as file:
@@ -31,31 +31,31 @@ def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a failing write does not know its file
+        error.filename = error.filename or str(path)  # a failed write does not set the file name
         raise
     return hashes
 
 
 def read_offsets(path: Path) -> dict[str, int]:
-    """Where each range's bytes begin in the file. A file that is no whole safetensors file is a ValueError."""
+    """Return the byte offset of each range. Raises ValueError if the safetensors file is invalid or incomplete."""
     tensors, _ = read_tensor_file(path)
     return {key: tensor.spans[0].start for key, tensor in tensors.items()}
 
 
 def read_range(path: Path, offset: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """``count`` elements from byte ``offset`` on, and their sha256. A file that ends too early is a ValueError."""
+    """Return ``count`` elements from byte ``offset`` on, and their sha256. A truncated file is a ValueError."""
     values = torch.empty(count, dtype=dtype)
     data, done = _bytes(values), 0
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while done < len(data):
-            found = file.readinto(data[done:])
-            if not found:
-                raise ValueError("it ends too early")
-            done += found
+            num_read = file.readinto(data[done:])
+            if not num_read:
+                raise ValueError("it is truncated")
+            done += num_read
     return values, hashlib.sha256(data).hexdigest()
 
 
 def _bytes(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D tensor on the host."""
+    """Return the memory of a contiguous 1-D tensor on the host."""
     return values.view(torch.uint8).numpy().data

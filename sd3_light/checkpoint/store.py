@@ -1,10 +1,10 @@
-"""Checkpoints on disk: safetensors and a JSON index, whole or not there (laws 5 and 8).
+"""Checkpoints on disk: safetensors files and a JSON index, written atomically (laws 5 and 8).
 
     checkpoints/step-00000042/   index.json · rank-00000.safetensors ...
 
-A file holds flat ranges named ``KIND/NAME@START``; the index gives every tensor's shape, dtype and ranges, and the hash
-of each range. Ranges fit replicas, rows of sharded weights and cut-up optimizer fragments alike, so a checkpoint
-belongs to the run and not to the layout that wrote it. Each writing rank calls `write_part`, then one of them `commit`.
+A file contains flat ranges named ``KIND/NAME@START``; the index has every tensor's shape, dtype and ranges, and each
+range's hash. Ranges describe replicas, rows of sharded weights and optimizer fragments alike: a checkpoint belongs to
+the run, not to the layout that wrote it. Each writing rank calls `write_part`, then one of them `commit`.
 """
 
 import errno
@@ -17,9 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from sd3_light.checkpoint.index import INDEX, Index, Range, entries, incomplete, wrong_size
+from sd3_light.checkpoint.index import INDEX, Index, Range, merge_entries, why_incomplete, wrong_size
 from sd3_light.checkpoint.ranges import DTYPE_NAMES, write_ranges
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
@@ -29,60 +27,59 @@ from sd3_light.files import swap_folder
 __all__ = [
     "INDEX",
     "Checkpoint",
-    "abandoned",
+    "abandoned_checkpoints",
     "checkpoint_name",
+    "clean_leftovers",
     "commit",
-    "half_written",
+    "incomplete_checkpoints",
     "keep_newest",
     "newest_checkpoint",
     "open_checkpoint",
-    "read_checkpoint",
     "remove",
-    "start_fresh",
-    "sweep",
+    "reset_folder",
     "temporary_folder",
-    "write_checkpoint",
     "write_part",
 ]
 
-RANGE_ELEMENTS = 1 << 24  # no longer range is written: readers hold one at a time
+RANGE_ELEMENTS = 1 << 24  # maximum length of a range; readers hold one at a time
 _NAME = re.compile(r"step-(\d{8,})")
 _STEP = re.compile(r"step-(\d+)")
 _ABANDONED = "abandoned-"
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of the checkpoint after ``step`` optimizer steps."""
+    """Return the folder name of the checkpoint after ``step`` optimizer steps."""
     return f"step-{step:08d}"
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """Where all ranks write the parts of a checkpoint before it has its name."""
+    """Return the folder to which all ranks write their parts before the checkpoint gets its name."""
     return folder / f".{checkpoint_name(step)}.tmp"
 
 
 # --- writing -----------------------------------------------------------------------------------
 
 
-def start_fresh(temporary: Path) -> None:
-    """An empty folder for the parts; what an earlier attempt left goes. Before any rank writes, by one of them."""
+def reset_folder(temporary: Path) -> None:
+    """Create an empty folder for the parts, removing leftovers. One rank calls it before any rank writes."""
     with suppress(FileNotFoundError):
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True, exist_ok=True)
 
 
 def write_part(temporary: Path, rank: int, pieces: Iterable[TensorPiece]) -> int:
-    """Write the pieces that this rank writes, and a note of them for `commit`; the file's size in bytes.
+    """Write this rank's pieces and a note for `commit`, both flushed to disk; return the file's size in bytes.
 
-    Both are on the disk when it returns. Ranks may do so at once.
+    Ranks may call it in parallel.
     """
     temporary.mkdir(parents=True, exist_ok=True)
-    wanted = sorted((p for p in pieces if p.writes), key=lambda piece: -piece.values.element_size())  # aligned so
-    cut = [part for piece in wanted for part in _cut(piece)]
+    # sorted by element size, so that all ranges are aligned
+    written = sorted((piece for piece in pieces if piece.writes), key=lambda piece: -piece.values.element_size())
+    parts = [part for piece in written for part in _split(piece)]
     file = temporary / _part_name(rank)
-    hashes = write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in cut])
+    hashes = write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in parts])
     tensors: dict[str, dict[str, Any]] = {}
-    for part, digest in zip(cut, hashes, strict=True):
+    for part, digest in zip(parts, hashes, strict=True):
         dtype = DTYPE_NAMES[part.values.dtype]
         entry = tensors.setdefault(part.name, {"shape": part.shape, "dtype": dtype, "ranges": []})
         entry["ranges"].append(Range(part.start, len(part.values), file.name, digest))
@@ -95,34 +92,36 @@ def _part_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _cut(piece: TensorPiece) -> Iterator[TensorPiece]:
-    """Ranges of bounded length; of an empty piece only that of an empty tensor, which must be somewhere."""
+def _split(piece: TensorPiece) -> Iterator[TensorPiece]:
+    """Yield ranges of bounded length. An empty piece is kept only for an empty tensor, so that it has a range."""
     if not len(piece.values):
         if 0 in piece.shape:
             yield piece
         return
-    for at in range(0, len(piece.values), RANGE_ELEMENTS):
-        yield TensorPiece(piece.name, piece.values[at : at + RANGE_ELEMENTS], piece.start + at, piece.shape)
+    for start in range(0, len(piece.values), RANGE_ELEMENTS):
+        values = piece.values[start : start + RANGE_ELEMENTS]
+        yield TensorPiece(piece.name, values, piece.start + start, piece.shape)
 
 
 def commit(folder: Path, step: int, ranks: Sequence[int], facts: Mapping[str, Any]) -> Path:
-    """Make the ranks' parts one checkpoint: check that they cover every tensor exactly once, write the index, rename.
+    """Combine the ranks' parts: check that they cover every tensor exactly once, write the index, rename.
 
-    By one rank, after all have written. A checkpoint of the same step is replaced, or as it was if that fails.
+    One rank calls it after all have written. A checkpoint of the same step is replaced, or unchanged if that fails.
     """
     temporary = temporary_folder(folder, step)
     notes = {_part_name(rank): _read_note(temporary, rank) for rank in ranks}
-    index = Index(dict(facts), entries(n["tensors"] for n in notes.values()), {f: n["bytes"] for f, n in notes.items()})
-    if fault := wrong_size(temporary, index.files):
-        raise UserError(f"{temporary}: {fault}; the disk or the network lost it")
+    tensors = merge_entries(note["tensors"] for note in notes.values())
+    index = Index(dict(facts), tensors, {file: note["bytes"] for file, note in notes.items()})
+    if problem := wrong_size(temporary, index.files):
+        raise UserError(f"{temporary}: {problem}; check the disk and the network")
     for name, entry in index.tensors.items():
-        if fault := entry.fault():
-            raise UserError(f"the ranks' parts do not cover {name} exactly once: {fault}")
+        if problem := entry.coverage_error():
+            raise UserError(f"the ranks' parts do not cover {name} exactly once: {problem}")
     _write_text(temporary / INDEX, index.to_json())
     for file in notes:
         (temporary / file).with_suffix(".json").unlink()
     _sync_folder(temporary)
-    return _put(temporary, folder / checkpoint_name(step))
+    return _replace(temporary, folder / checkpoint_name(step))
 
 
 def _read_note(temporary: Path, rank: int) -> dict[str, Any]:
@@ -130,19 +129,20 @@ def _read_note(temporary: Path, rank: int) -> dict[str, Any]:
     try:
         note: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        hint = "the folder must be one that all machines share"
-        raise UserError(f"rank {rank}'s part is not in {temporary}; {hint}") from error
+        raise UserError(
+            f"the part of rank {rank} is not in {temporary}; use a folder that all machines share"
+        ) from error
     return note
 
 
-def _put(temporary: Path, final: Path) -> Path:
-    """Rename into place; a checkpoint of the same step steps aside whole, and comes back if the rename fails."""
+def _replace(temporary: Path, final: Path) -> Path:
+    """Rename into place; an existing checkpoint of the same step is renamed aside, and back if that fails."""
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
         remove(aside)
     swap_folder(temporary, final, aside)
     _sync_folder(final.parent)
-    with suppress(OSError):  # the new one is in place; the next run sweeps this away
+    with suppress(OSError):  # the new checkpoint is in place; the next run cleans this up
         remove(aside)
     return final
 
@@ -155,7 +155,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, where its filesystem knows how."""
+    """Flush the folder's entries to disk, if its file system supports that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -170,43 +170,43 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    steps = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(steps)]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint under ``folder``: its index and all its files are there, by size; no hash is made."""
-    return next((path for path in reversed(_steps(folder)) if incomplete(path) is None), None)
+    """Return the newest complete checkpoint in ``folder``, by its index and file sizes; hashes are not checked."""
+    return next((path for path in reversed(_steps(folder)) if why_incomplete(path) is None), None)
 
 
-def half_written(folder: Path) -> list[Path]:
-    """Folders named like checkpoints that are not whole, oldest first. Nothing goes on from them."""
-    return [path for path in _steps(folder) if incomplete(path) is not None]
+def incomplete_checkpoints(folder: Path) -> list[Path]:
+    """Return folders named like checkpoints that are not complete, oldest first. No run resumes from them."""
+    return [path for path in _steps(folder) if why_incomplete(path) is not None]
 
 
 def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[Path]:
-    """Delete all but the newest ``count`` whole checkpoints and the one just ``written``; 0 keeps all.
+    """Delete all but the newest ``count`` complete checkpoints and the one just ``written``; 0 keeps all.
 
-    The deleted ones. A kill in between leaves no half checkpoint under a name that counts. What a run left behind when
-    it went back goes too, when ``count`` of its own are not older.
+    Returns the deleted ones. A kill never leaves an incomplete checkpoint under a valid name. Abandoned checkpoints
+    are deleted too once ``count`` newer ones exist.
     """
-    whole = [path for path in _steps(folder) if incomplete(path) is None]
-    old = [path for path in whole[:-count] if path != written] if count else []
-    if count and len(whole) >= count:
-        old += [path for path in abandoned(folder) if step_of(path) <= step_of(whole[-count])]
+    complete = [path for path in _steps(folder) if why_incomplete(path) is None]
+    old = [path for path in complete[:-count] if path != written] if count else []
+    if count and len(complete) >= count:
+        old += [path for path in abandoned_checkpoints(folder) if step_of(path) <= step_of(complete[-count])]
     for path in old:
         remove(path)
     return old
 
 
-def set_aside_after(step: int, folder: Path, chosen: Path | None = None) -> list[str]:
-    """Rename the folders `step-N` of ``folder`` that are later than ``step``, but not ``chosen``; their new names.
+def mark_abandoned_after(step: int, folder: Path, chosen: Path | None = None) -> list[str]:
+    """Rename the folders `step-N` later than ``step``, except ``chosen``, to `abandoned-step-N`; return the new names.
 
-    A run that goes on from an earlier step leaves that future behind: nothing of it may pass for the newest. Nothing is
-    deleted here; see `keep_newest`. Where ``chosen`` itself is such an abandoned one, the other of its own step gives
-    way as well.
+    A run that resumes from an earlier step abandons later checkpoints: none of them may count as the newest. They are
+    not deleted here; see `keep_newest`. If ``chosen`` itself is an abandoned one, the other of the same step is
+    renamed as well.
     """
-    found: list[str] = []
+    renamed: list[str] = []
     for path in _steps(folder):
         number = step_of(path)
         if number > step or (number == step and chosen is not None and path.resolve() != chosen.resolve()):
@@ -214,30 +214,30 @@ def set_aside_after(step: int, folder: Path, chosen: Path | None = None) -> list
             while aside.exists():
                 aside = aside.with_name(f"{aside.name}.again")
             os.replace(path, aside)
-            found.append(aside.name)
-    return found
+            renamed.append(aside.name)
+    return renamed
 
 
-def abandoned(folder: Path) -> list[Path]:
-    """What `set_aside_after` has renamed, under its new names."""
+def abandoned_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders that `mark_abandoned_after` renamed."""
     return sorted(folder.glob(f"{_ABANDONED}step-*"))
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint, an abandoned one too."""
+    """Return the step in a checkpoint's name, also of an abandoned one."""
     match = _STEP.search(path.name)
     if match is None:
-        raise UserError(f"{path} is not named like a checkpoint; name one of `checkpoints/step-*`")
+        raise UserError(f"{path} is not named like a checkpoint; choose one of `checkpoints/step-*`")
     return int(match[1])
 
 
-def sweep(folder: Path) -> list[str]:
-    """Clear up after a killed run, before this one writes: the names of what was found.
+def clean_leftovers(folder: Path) -> list[str]:
+    """Clean up after a killed run, before this one writes; return the names of the leftovers.
 
-    Parts of unfinished checkpoints, exports and pictures go. What had stepped aside for its replacement comes back if
-    the replacement is not there.
+    Parts of unfinished checkpoints, exports and images are deleted. A checkpoint that was renamed aside for a
+    replacement is restored if the replacement is missing.
     """
-    found = []
+    leftovers = []
     for path in sorted([*folder.glob(".step-*.*"), *folder.glob(f".{_ABANDONED}step-*.gone")]):  # .old before .tmp
         final = path.with_name(path.name.split(".")[1])
         if path.suffix == ".old" and not final.exists():
@@ -248,40 +248,15 @@ def sweep(folder: Path) -> list[str]:
             remove(path)
         else:
             continue
-        found.append(path.name)
-    return found
+        leftovers.append(path.name)
+    return leftovers
 
 
 def remove(path: Path) -> None:
-    """Delete a folder under a name that counts for nothing: killed in between, it never passes for a checkpoint."""
+    """Rename a folder to a hidden name, then delete it: after a kill in between it never counts as a checkpoint."""
     gone = path.with_name(f".{path.name.removeprefix('.')}.gone") if path.suffix != ".gone" else path
     with suppress(FileNotFoundError):
         if gone != path:
             shutil.rmtree(gone, ignore_errors=True)
             os.replace(path, gone)
         shutil.rmtree(gone)
-
-
-# --- whole dictionaries, in the calling thread --------------------------------------------------
-
-
-def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-    """A checkpoint of one process's tensors, by ``KIND/NAME``. The result is whole or not there."""
-    temporary = temporary_folder(folder, step)
-    pieces = [
-        TensorPiece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
-    try:
-        start_fresh(temporary)
-        write_part(temporary, 0, pieces)
-        return commit(folder, step, [0], facts)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        final = folder / checkpoint_name(step)
-        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
-
-
-def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors and facts of a checkpoint."""
-    checkpoint = open_checkpoint(folder)
-    return {name: checkpoint.tensor(name) for name in checkpoint.shapes}, checkpoint.facts

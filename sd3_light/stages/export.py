@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
-from sd3_light.checkpoint.store import Checkpoint, half_written, newest_checkpoint, open_checkpoint
+from sd3_light.checkpoint.store import Checkpoint, incomplete_checkpoints, newest_checkpoint, open_checkpoint
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import PARAM_KIND
@@ -145,7 +145,7 @@ def _tracks(saved: Checkpoint) -> list[str]:
 
 def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Chosen:
     until = None if checkpoint is None else int(open_checkpoint(checkpoint).facts["progress"]["step"])
-    taken = [open_checkpoint(path) for path in sorted({*folder.glob("step-*")} - {*half_written(folder)})]
+    taken = [open_checkpoint(path) for path in sorted({*folder.glob("step-*")} - {*incomplete_checkpoints(folder)})]
     found = [(snapshot, saved) for saved in taken for snapshot in parse_snapshots(saved.facts)]
     found = [(snapshot, saved) for snapshot, saved in found if until is None or snapshot.step <= until]
     if not found:

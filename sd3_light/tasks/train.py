@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.background import CheckpointFailed, CheckpointKeeper, CheckpointSaved
-from sd3_light.checkpoint.lock import take_folder
+from sd3_light.checkpoint.lock import lock_folder
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
-from sd3_light.checkpoint.store import half_written, newest_checkpoint, open_checkpoint
+from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
@@ -101,7 +101,7 @@ def _folder(path: Path) -> Iterator[Callable[[], None]]:
     """Gives the function that takes the folder for this task alone; it is let go at the end."""
     held: list[int | None] = []
     try:
-        yield lambda: held.append(take_folder(path, "output_path"))
+        yield lambda: held.append(lock_folder(path, "output_path"))
     finally:
         for handle in held:
             if handle is not None:
@@ -233,7 +233,7 @@ class _Task:
         check, judge, draw = every(wishes.checkpoint_steps), every(wishes.eval_steps), every(wishes.draw_steps)
         epoch, last = every(epochs=1, steps_per_epoch=per_epoch), every(steps=total)
         return [
-            Hook("tell", lambda a, b: self.keeper.has_news(), lambda _: self.tell(self.keeper.poll())),
+            Hook("tell", lambda a, b: self.keeper.has_results(), lambda _: self.tell(self.keeper.poll())),
             Hook("evaluate", lambda a, b: wishes.eval_dataset is not None and judge(a, b), self.evaluate),
             Hook("draw", lambda a, b: wishes.draw is not None and draw(a, b), self.draw),
             Hook("save", lambda a, b: wishes.save_steps is not None and save(a, b), self.save_step),
@@ -321,7 +321,7 @@ class _Task:
     def _resume(self) -> dict[str, Any] | None:
         folder = self.logger.output_path / "checkpoints"
         path = self.groups.decide_on_rank_0(self.launch.is_main, lambda: _text(newest_checkpoint(folder)))
-        for broken in half_written(folder) if self.launch.is_main else ():
+        for broken in incomplete_checkpoints(folder) if self.launch.is_main else ():
             info(f"ignoring {broken}: it is not whole (a save was cut short)")
         if path is None:
             info(f"no checkpoint under {folder} yet: starting from the beginning")

@@ -124,7 +124,7 @@ def _settle(run: Run, wait: bool) -> None:
             run._skipped_in_a_row = 0
             continue
         run._skipped_in_a_row += 1
-        run.progress = run.progress.skipping(1)
+        run.progress = run.progress.with_skipped(1)
         _log_skip(run, step, numbers)
         if run._skipped_in_a_row > run.max_nonfinite_steps:
             raise UserError(

@@ -70,7 +70,7 @@ class Worker:
         total = torch.ones(1)
         for _ in range(50):
             dist.all_reduce(total)
-        unfinished = not self.keeper.has_news()
+        unfinished = not self.keeper.has_results()
         dist.barrier()
         go_on.set()
         background.write_part = write
@@ -255,7 +255,7 @@ def test_a_folder_that_machines_do_not_share_is_named(outcome: Outcome) -> None:
 
 def test_a_rank_that_dies_fails_the_save_of_the_other(outcome: Outcome) -> None:
     (failed,) = outcome.told[0]["a_rank_dies"]
-    assert failed["failed"].startswith("rank 0 lost the others: ")
+    assert failed["failed"].startswith("rank 0 lost the other ranks: ")
     assert "\n" not in failed["failed"]
     assert not (outcome.folder / "saved" / "step-00000006").exists()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from sd3_light.checkpoint.store import read_checkpoint
+from tests.checkpoints import read_checkpoint
 
 
 def assert_same_end(one: Path, two: Path) -> None:

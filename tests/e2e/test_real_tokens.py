@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.stages.train import Resume
+from tests.checkpoints import read_checkpoint
 from tests.project import Project
 
 REAL = ('model.text_tokens="real"', "model.text_recon_gamma=0.1", "checkpoint_every_n_steps=2")

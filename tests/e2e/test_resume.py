@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
+from tests.checkpoints import read_checkpoint
 from tests.e2e.equal import assert_same_end
 from tests.project import Project
 

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from sd3_light.checkpoint.store import read_checkpoint
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.flow.bands import BAND_NAMES
 from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume
+from tests.checkpoints import read_checkpoint
 from tests.project import Project
 
 PROMPT = "a small red circle to the left of a large blue square"

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE, launch
+from tests.checkpoints import read_checkpoint
 from tests.e2e.live import Live, Log, arguments, descendants, is_alive, leftovers
 from tests.project import Project
 
@@ -229,7 +230,7 @@ def test_a_second_process_is_refused_in_one_line(run: Project, lives: list[Life]
     rival = lives[0].seen["rival"]
     assert rival.code == 2
     assert rival.lines("error: ") == [
-        f"error: another process trains in {run.run}; wait for it or choose another output_dir"
+        f"error: another process is training in {run.run}; wait for it or choose another output_dir"
     ]
     assert "Traceback" not in rival.words
     assert lives[0].of("resume") == [], "it left the log alone"

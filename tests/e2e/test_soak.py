@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd3_light.checkpoint.store import checkpoint_name, read_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
+from tests.checkpoints import read_checkpoint
 from tests.e2e.equal import assert_same_end
 from tests.e2e.live import Live, leftovers
 from tests.project import Project

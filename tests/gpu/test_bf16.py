@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd3_light.checkpoint.store import read_checkpoint
+from tests.checkpoints import read_checkpoint
 from tests.project import Project
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from PIL import Image
 
-from sd3_light.checkpoint.lock import take_folder
+from sd3_light.checkpoint.lock import lock_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.files import write_atomically
@@ -27,7 +27,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         if self.is_main:
-            self._lock = take_folder(self.path)
+            self._lock = lock_folder(self.path)
         return self
 
     def __exit__(

@@ -10,13 +10,13 @@ from typing import Any
 from sd3_light.checkpoint.progress import Progress, track_kind
 from sd3_light.checkpoint.store import (
     Checkpoint,
-    abandoned,
-    half_written,
+    abandoned_checkpoints,
+    clean_leftovers,
+    incomplete_checkpoints,
+    mark_abandoned_after,
     newest_checkpoint,
     open_checkpoint,
-    set_aside_after,
     step_of,
-    sweep,
 )
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
@@ -72,7 +72,7 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
                 "another output_dir, or name one of its checkpoints"
             )
         return resume.checkpoint
-    for path in half_written(folder):
+    for path in incomplete_checkpoints(folder):
         info(f"ignoring {path}: it is not whole (a save was cut short)")
     if newest is None:
         info(f"no checkpoint under {output_dir} yet: starting from the beginning")
@@ -82,14 +82,14 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
 def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
     """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
     for kind in ("checkpoints", "ema", "exports", "samples"):
-        for name in sweep(output_dir / kind):
+        for name in clean_leftovers(output_dir / kind):
             info(f"cleaned up {output_dir / kind / name}: a save that was cut short")
     found = find_checkpoint(output_dir, resume)
     own = found if found is not None and _is_own(found, output_dir) else None
     step = 0 if own is None else step_of(own)
     for kind in ("checkpoints", "ema", "exports"):
         chosen = own if kind == "checkpoints" else None
-        for name in set_aside_after(step, output_dir / kind, chosen):
+        for name in mark_abandoned_after(step, output_dir / kind, chosen):
             info(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
     _tell_abandoned(output_dir)
     return None if found is None else str(found)
@@ -97,7 +97,7 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
 
 def _tell_abandoned(output_dir: Path) -> None:
     """One line about all that lies there for nothing, with its size and how to be rid of it."""
-    left = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned(output_dir / kind)]
+    left = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned_checkpoints(output_dir / kind)]
     if left:
         size = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
         info(

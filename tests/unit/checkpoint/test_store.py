@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whenever the writer is stopped and whatever it writes."""
+"""Checkpoints on disk are complete or absent, whenever the writer is killed."""
 
 import json
 import os
@@ -15,22 +15,21 @@ from sd3_light.checkpoint import host_buffers, index, ranges, reading, store
 from sd3_light.checkpoint.store import (
     INDEX,
     checkpoint_name,
+    clean_leftovers,
     commit,
-    half_written,
+    incomplete_checkpoints,
     keep_newest,
     newest_checkpoint,
-    read_checkpoint,
-    start_fresh,
-    sweep,
+    reset_folder,
     temporary_folder,
-    write_checkpoint,
     write_part,
 )
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
+from tests.checkpoints import read_checkpoint, write_checkpoint
 
 Writer = Callable[..., Path]
-WHOLE = torch.arange(16.0)
+VALUES = torch.arange(16.0)
 
 
 def tensors(value: float = 0) -> dict[str, Tensor]:
@@ -38,11 +37,11 @@ def tensors(value: float = 0) -> dict[str, Tensor]:
 
 
 def value_of(folder: Path) -> float:
-    """Of a checkpoint of `tensors`; every element is looked at."""
-    found, facts = read_checkpoint(folder)
-    value = found["step/w"].item()
+    """Return the value of a checkpoint of `tensors`, after checking every element."""
+    stored, facts = read_checkpoint(folder)
+    value = stored["step/w"].item()
     assert facts == {"value": value}
-    assert torch.equal(found["param/w"], torch.full((5, 7), value))
+    assert torch.equal(stored["param/w"], torch.full((5, 7), value))
     return value
 
 
@@ -54,7 +53,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- what is written ---------------------------------------------------------------------------
+# --- written files -----------------------------------------------------------------------------
 
 
 def test_a_checkpoint_and_its_files(tmp_path: Path) -> None:
@@ -65,20 +64,23 @@ def test_a_checkpoint_and_its_files(tmp_path: Path) -> None:
     assert names(folder.parent) == [folder.name]
 
 
-def test_the_index_says_where_everything_is(tmp_path: Path, write_ranks: Writer) -> None:
-    parts = [[TensorPiece("param/w", WHOLE[:4], 0, (2, 8))], [TensorPiece("param/w", WHOLE[4:], 4, (2, 8))]]
-    found = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
-    assert set(found) == {"format", "facts", "files", "tensors", "sha256"}
-    assert (found["format"], found["facts"]) == (2, {"given": "größer"})
-    assert set(found["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
-    (entry,) = found["tensors"].values()
+def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None:
+    parts = [[TensorPiece("param/w", VALUES[:4], 0, (2, 8))], [TensorPiece("param/w", VALUES[4:], 4, (2, 8))]]
+    content = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
+    assert set(content) == {"format", "facts", "files", "tensors", "sha256"}
+    assert (content["format"], content["facts"]) == (2, {"given": "größer"})
+    assert set(content["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    (entry,) = content["tensors"].values()
     assert (entry["shape"], entry["dtype"]) == ([2, 8], "F32")
-    assert [one[:3] for one in entry["ranges"]] == [[0, 4, "rank-00000.safetensors"], [4, 12, "rank-00001.safetensors"]]
-    assert {len(one[3]) for one in entry["ranges"]} == {64}
+    assert [part[:3] for part in entry["ranges"]] == [
+        [0, 4, "rank-00000.safetensors"],
+        [4, 12, "rank-00001.safetensors"],
+    ]
+    assert {len(part[3]) for part in entry["ranges"]} == {64}
 
 
-def test_nothing_on_disk_is_code(tmp_path: Path) -> None:
-    """Law 8: safetensors and JSON, no pickle, and no code that would read one."""
+def test_no_pickle_is_written_or_read(tmp_path: Path) -> None:
+    """Law 8: safetensors and JSON only."""
     for path in save(tmp_path, 1, 0).iterdir():
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip of pickles"
     for module in (store, reading, ranges, index, host_buffers):
@@ -87,7 +89,7 @@ def test_nothing_on_disk_is_code(tmp_path: Path) -> None:
         assert "torch.load" not in text
 
 
-def test_live_weights_are_only_read(tmp_path: Path) -> None:
+def test_saving_does_not_change_live_weights(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(3, 3))
     before = weight.detach().clone()
     write_checkpoint(tmp_path, 1, {"param/a": weight}, {})
@@ -95,8 +97,8 @@ def test_live_weights_are_only_read(tmp_path: Path) -> None:
     assert weight.requires_grad
 
 
-def test_replicas_are_written_by_one(tmp_path: Path) -> None:
-    pieces = [TensorPiece("param/w", WHOLE, 0, (16,), writes=False), TensorPiece("param/v", WHOLE, 0, (16,))]
+def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
+    pieces = [TensorPiece("param/w", VALUES, 0, (16,), writes=False), TensorPiece("param/v", VALUES, 0, (16,))]
     write_part(tmp_path, 3, pieces)
     note = json.loads((tmp_path / "rank-00003.json").read_text())
     assert list(note["tensors"]) == ["param/v"]
@@ -112,56 +114,56 @@ def test_names_sort_by_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "said"),
+    ("cuts", "problem"),
     [
         ([(0, 4), (5, 15)], "elements 4 to 4 are missing"),
-        ([(0, 6), (4, 15)], "element 4 is there twice"),
+        ([(0, 6), (4, 15)], "element 4 is stored twice"),
         ([(1, 15)], "elements 0 to 0 are missing"),
         ([(0, 12)], "elements 12 to 14 are missing"),
-        ([(0, 8), (8, 16)], "it has 15 elements and 16 are there"),
+        ([(0, 8), (8, 16)], "it has 15 elements but 16 are stored"),
         ([(0, 4), (5, 16)], "elements 4 to 4 are missing"),
-        ([(0, 15), (0, 15)], "element 0 is there twice"),
-        ([(0, 8), (0, 8), (8, 15)], "element 0 is there twice"),
+        ([(0, 15), (0, 15)], "element 0 is stored twice"),
+        ([(0, 8), (0, 8), (8, 15)], "element 0 is stored twice"),
     ],
 )
-def test_gaps_and_overlaps_of_the_ranks_are_named(
-    tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], said: str
+def test_gaps_and_overlaps_of_the_ranks_are_reported(
+    tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str
 ) -> None:
-    parts = [[TensorPiece("param/w", WHOLE[start:stop], start, (3, 5))] for start, stop in cuts]
-    with pytest.raises(UserError, match=f"do not cover param/w exactly once: {said}"):
+    parts = [[TensorPiece("param/w", VALUES[start:stop], start, (3, 5))] for start, stop in cuts]
+    with pytest.raises(UserError, match=f"do not cover param/w exactly once: {problem}"):
         write_ranks(tmp_path, 1, parts)
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_an_empty_tensor_is_covered_and_an_empty_piece_is_nothing(tmp_path: Path, write_ranks: Writer) -> None:
-    nothing = TensorPiece("param/nothing", WHOLE[:0], 0, (0, 3))
-    first = [nothing, TensorPiece("param/w", WHOLE, 0, (16,))]
-    found, _ = read_checkpoint(write_ranks(tmp_path, 1, [first, [TensorPiece("param/w", WHOLE[:0], 16, (16,))]]))
-    assert {name: list(tensor.shape) for name, tensor in found.items()} == {"param/nothing": [0, 3], "param/w": [16]}
+def test_empty_tensors_are_stored_and_empty_pieces_ignored(tmp_path: Path, write_ranks: Writer) -> None:
+    empty = TensorPiece("param/nothing", VALUES[:0], 0, (0, 3))
+    first = [empty, TensorPiece("param/w", VALUES, 0, (16,))]
+    stored, _ = read_checkpoint(write_ranks(tmp_path, 1, [first, [TensorPiece("param/w", VALUES[:0], 16, (16,))]]))
+    assert {name: list(tensor.shape) for name, tensor in stored.items()} == {"param/nothing": [0, 3], "param/w": [16]}
 
 
 @pytest.mark.parametrize(
-    "other", [TensorPiece("param/w", WHOLE[8:], 8, (16,)), TensorPiece("param/w", WHOLE[8:].half(), 8, (4, 4))]
+    "other", [TensorPiece("param/w", VALUES[8:], 8, (16,)), TensorPiece("param/w", VALUES[8:].half(), 8, (4, 4))]
 )
-def test_ranks_that_do_not_agree_are_named(tmp_path: Path, write_ranks: Writer, other: TensorPiece) -> None:
-    with pytest.raises(UserError, match=r"the ranks do not agree on param/w: F32 \[4, 4\] and F"):
-        write_ranks(tmp_path, 1, [[TensorPiece("param/w", WHOLE[:8], 0, (4, 4))], [other]])
+def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer, other: TensorPiece) -> None:
+    with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
+        write_ranks(tmp_path, 1, [[TensorPiece("param/w", VALUES[:8], 0, (4, 4))], [other]])
 
 
-def test_a_part_that_is_not_there_or_short_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
-    start_fresh(temporary)
-    write_part(temporary, 0, [TensorPiece("param/w", WHOLE, 0, (16,))])
-    with pytest.raises(UserError, match=r"rank 1's part is not in .* all machines share"):
+    reset_folder(temporary)
+    write_part(temporary, 0, [TensorPiece("param/w", VALUES, 0, (16,))])
+    with pytest.raises(UserError, match=r"the part of rank 1 is not in .* all machines share"):
         commit(tmp_path, 1, range(2), {})
     with open(temporary / "rank-00000.safetensors", "ab") as file:
         file.truncate(80)
-    with pytest.raises(UserError, match=r"rank-00000\.safetensors has 80 bytes of"):
+    with pytest.raises(UserError, match=r"rank-00000\.safetensors has 80 of"):
         commit(tmp_path, 1, [0], {})
     assert newest_checkpoint(tmp_path) is None
 
 
-# --- whole or not there ------------------------------------------------------------------------
+# --- complete or absent ------------------------------------------------------------------------
 
 
 def no_space(*_: Any, **__: Any) -> None:
@@ -169,22 +171,20 @@ def no_space(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
-@pytest.mark.parametrize("what", ["fsync", "replace"])
-def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_failed_write_leaves_only_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
 ) -> None:
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
-        broken.setattr(os, what, no_space)
+        broken.setattr(os, function, no_space)
         with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
             save(tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
 
 
-def test_the_same_step_again_comes_back_if_the_last_rename_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = save(tmp_path, 1, 1)
     rename = os.replace
 
@@ -201,18 +201,18 @@ def test_the_same_step_again_comes_back_if_the_last_rename_fails(
     assert value_of(earlier) == 1
 
 
-def test_what_an_earlier_replacement_left_aside_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_leftover_of_an_earlier_replacement_does_not_matter(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 1, 1), tmp_path / ".step-00000001.old")
     assert value_of(save(tmp_path, 1, 2)) == 2
     assert names(tmp_path) == ["step-00000001"]
 
 
 class Killed(BaseException):
-    """Nothing of the process runs on."""
+    """Raised in place of a kill; a BaseException, so no handler catches it."""
 
 
 def kills(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> Iterator[int]:
-    """Do the work again and again, killed before its 1st, 2nd, ... change of the disk, until it comes to its end."""
+    """Repeat the work, killed before its 1st, 2nd, ... disk operation, until it completes; yield the number."""
     real = {"replace": os.replace, "fsync": os.fsync, "unlink": os.unlink, "rmdir": os.rmdir}
     number, count = 0, 0
 
@@ -243,59 +243,59 @@ def kills(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> Iterat
         number += 1
 
 
-def test_killed_at_any_moment_there_is_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it replaces one of the same step; and sweeping leaves checkpoints only."""
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it replaces one of the same step; and the cleanup leaves only checkpoints."""
     moments = []
     for number in kills(monkeypatch, lambda: save(tmp_path, 2, 9)):
-        swept = sweep(tmp_path)
+        leftovers = clean_leftovers(tmp_path)
         newest = newest_checkpoint(tmp_path)
-        found = None if newest is None else (newest.name, value_of(newest))
-        moments.append((number, found, bool(swept)))
+        stored = None if newest is None else (newest.name, value_of(newest))
+        moments.append((number, stored, bool(leftovers)))
         assert all(name.startswith("step-") for name in names(tmp_path))
-        assert half_written(tmp_path) == []
+        assert incomplete_checkpoints(tmp_path) == []
         shutil.rmtree(tmp_path)
         save(tmp_path, 2, 1)
-    # the first time nothing was there before; a killed one is either as before or new
+    # the first time there was no checkpoint before; later ones are the old or the new one
     assert moments[0][1] is None
-    assert {found for _, found, _ in moments[1:]} == {("step-00000002", 1.0), ("step-00000002", 9.0)}
+    assert {stored for _, stored, _ in moments[1:]} == {("step-00000002", 1.0), ("step-00000002", 9.0)}
     assert moments[-1][1:] == (("step-00000002", 9.0), False)
     assert len(moments) > 8
 
 
-def test_killed_while_old_ones_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No half-deleted one has a name that counts, before and after sweeping."""
+def test_a_kill_while_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partly deleted checkpoint never has a valid name, before and after the cleanup."""
     for step in (1, 2, 3):
         save(tmp_path, step, step)
     for _ in kills(monkeypatch, lambda: keep_newest(tmp_path, 1)):
-        assert half_written(tmp_path) == []
+        assert incomplete_checkpoints(tmp_path) == []
         for name in names(tmp_path):
             assert name.startswith(".") or value_of(tmp_path / name) == int(name[-1])
-    sweep(tmp_path)
+    clean_leftovers(tmp_path)
     assert names(tmp_path) == ["step-00000003"]
 
 
 # --- the folder --------------------------------------------------------------------------------
 
 
-def test_half_written_ones_are_ignored_and_named(tmp_path: Path) -> None:
-    whole = save(tmp_path, 5, 5)
+def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:
+    complete = save(tmp_path, 5, 5)
     without_index, without_file, short, torn = (
-        Path(shutil.copytree(whole, tmp_path / checkpoint_name(step))) for step in (6, 7, 8, 9)
+        Path(shutil.copytree(complete, tmp_path / checkpoint_name(step))) for step in (6, 7, 8, 9)
     )
     (without_index / INDEX).unlink()
     (without_file / "rank-00000.safetensors").unlink()
     with open(short / "rank-00000.safetensors", "ab") as file:
         file.truncate(100)
     (torn / INDEX).write_bytes((torn / INDEX).read_bytes()[:-9])
-    shutil.copytree(whole, tmp_path / ".step-00000010.tmp")
+    shutil.copytree(complete, tmp_path / ".step-00000010.tmp")
     (tmp_path / "step-by-step").mkdir()
     (tmp_path / "step-00000011").write_text("a file")
-    assert newest_checkpoint(tmp_path) == whole
-    assert half_written(tmp_path) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
+    assert newest_checkpoint(tmp_path) == complete
+    assert incomplete_checkpoints(tmp_path) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
 
 
-def test_one_of_another_format_is_not_passed_over_in_silence(tmp_path: Path) -> None:
-    """Starting from the beginning, or from an earlier one, would be a surprise: opening it tells."""
+def test_a_checkpoint_of_another_format_is_not_skipped_silently(tmp_path: Path) -> None:
+    """Starting over, or from an earlier one, would be a surprise; opening it reports the format."""
     save(tmp_path, 1, 1)
     old = tmp_path / checkpoint_name(2)
     old.mkdir()
@@ -303,35 +303,35 @@ def test_one_of_another_format_is_not_passed_over_in_silence(tmp_path: Path) -> 
     assert newest_checkpoint(tmp_path) == old
 
 
-def test_the_newest_is_by_step_and_none_is_none(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_chosen_by_step(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nothing") is None
-    assert half_written(tmp_path / "nothing") == sweep(tmp_path / "nothing") == []
+    assert incomplete_checkpoints(tmp_path / "nothing") == clean_leftovers(tmp_path / "nothing") == []
     for step in (9, 100_000_000, 20, 99_999_999):
         save(tmp_path, step, 0)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-100000000"
 
 
 @pytest.mark.parametrize(
-    ("count", "left"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30]), (0, [10, 20, 30])]
+    ("count", "kept"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30]), (0, [10, 20, 30])]
 )
-def test_keep_newest(tmp_path: Path, count: int, left: list[int]) -> None:
+def test_keep_newest(tmp_path: Path, count: int, kept: list[int]) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, 0)
-    gone = keep_newest(tmp_path, count)
-    assert names(tmp_path) == [checkpoint_name(step) for step in left]
-    assert [path.name for path in gone] == [checkpoint_name(step) for step in (10, 20, 30) if step not in left]
+    deleted = keep_newest(tmp_path, count)
+    assert names(tmp_path) == [checkpoint_name(step) for step in kept]
+    assert [path.name for path in deleted] == [checkpoint_name(step) for step in (10, 20, 30) if step not in kept]
 
 
-def test_keep_newest_counts_only_whole_ones(tmp_path: Path) -> None:
-    """A folder without its index must not push the last good checkpoint out."""
-    whole = save(tmp_path, 5, 5)
+def test_keep_newest_counts_only_complete_checkpoints(tmp_path: Path) -> None:
+    """A folder without an index must not replace the last good checkpoint."""
+    complete = save(tmp_path, 5, 5)
     (tmp_path / "step-00000008").mkdir()
     keep_newest(tmp_path, 1)
-    assert newest_checkpoint(tmp_path) == whole
+    assert newest_checkpoint(tmp_path) == complete
 
 
-def test_keep_newest_never_deletes_what_was_just_written(tmp_path: Path) -> None:
-    """A run that goes on from an earlier step writes beside later ones."""
+def test_keep_newest_never_deletes_the_checkpoint_just_written(tmp_path: Path) -> None:
+    """A run that resumes from an earlier step writes beside later ones."""
     for step in (10, 20, 30):
         save(tmp_path, step, step)
     written = save(tmp_path, 11, 11)
@@ -339,14 +339,14 @@ def test_keep_newest_never_deletes_what_was_just_written(tmp_path: Path) -> None
     assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30)]
 
 
-def test_sweep_takes_leftovers_and_brings_back_what_stepped_aside(tmp_path: Path) -> None:
+def test_clean_leftovers_restores_checkpoints_that_were_renamed_aside(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     os.replace(save(tmp_path, 2, 2), tmp_path / ".step-00000002.old")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
     for leftover in (".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone", ".step-00000001.old.gone"):
         (tmp_path / leftover).mkdir()
     (tmp_path / ".other").mkdir()
-    assert sorted(sweep(tmp_path)) == [
+    assert sorted(clean_leftovers(tmp_path)) == [
         ".step-00000001.old",
         ".step-00000001.old.gone",
         ".step-00000002.old",

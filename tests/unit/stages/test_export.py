@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sd3_light.checkpoint.store import write_checkpoint
 from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.export.single_file import transformer_from_single_file
@@ -19,6 +18,7 @@ from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
 from sd3_light.optim.power_function import gamma_from_sigma_rel
 from sd3_light.stages import export
 from sd3_light.training.sd3 import starting_transformer
+from tests.checkpoints import write_checkpoint
 from tests.project import Project
 
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]

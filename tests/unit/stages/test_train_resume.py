@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, keep_newest, write_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, keep_newest
 from sd3_light.config.faults import UserError
 from sd3_light.stages.train.resume import Resume, _difference, choose_checkpoint
+from tests.checkpoints import write_checkpoint
 
 
 def lay_out(folder: Path, *steps: int) -> Path:

@@ -221,7 +221,7 @@ def test_a_worker_s_death_and_a_device_s_are_one_line(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
         assert said(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
-    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.take", die)
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
     with pytest.raises(UserError, match=r"odd; mend it$") as told:
         run(tmp_path / "b", Fails(3, ValueError("odd")))
     assert isinstance(told.value.__cause__, ValueError), "a fault is not its own cause"
@@ -276,10 +276,10 @@ def test_a_folder_is_one_task_s(tmp_path: Path) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
     assert "holds a task (step-00000003); go on with resume=True" in said(lambda: run(tmp_path / "out"))
     other = said(lambda: run(tmp_path / "out", Toy(adapter=True), resume=True))
-    assert "it is of another model" in other
+    assert "it belongs to another model" in other
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*")) == before
     (tmp_path / "file").write_text("taken")
-    assert "cannot be written to (Not a directory); choose another output_path" in said(
+    assert "is not writable (Not a directory); choose another output_path" in said(
         lambda: run(tmp_path / "file" / "out")
     )
 

@@ -22,7 +22,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
     [
         ({"pipeline_stages": 2}, 2, False, "add --deepspeed"),
         ({"optimizer": {"type": "muon"}}, 1, True, "write 'adamw'"),
-        ({"parallel": "fsdp2"}, 2, True, "zero_stage = 3 in its place"),
+        ({"parallel": "fsdp2"}, 2, True, "zero_stage = 3 instead"),
         ({"pipeline_stages": 2}, 3, True, "a multiple of pipeline_stages"),
         ({"adapter": {"base_bits": 4}}, 1, True, "write zero_stage = 2, or base_bits = 16"),
         ({"adapter": {"base_bits": 8}, "zero_stage": 3}, 1, True, "write zero_stage = 2, or base_bits = 16"),

@@ -1,0 +1,41 @@
+"""Write and read whole checkpoints of one process, for tests."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sd3_light.checkpoint.store import (
+    checkpoint_name,
+    commit,
+    open_checkpoint,
+    reset_folder,
+    temporary_folder,
+    write_part,
+)
+from sd3_light.config.faults import UserError
+from sd3_light.engines.protocol import TensorPiece
+
+
+def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of tensors by ``KIND/NAME``; return its folder."""
+    temporary = temporary_folder(folder, step)
+    pieces = [
+        TensorPiece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    try:
+        reset_folder(temporary)
+        write_part(temporary, 0, pieces)
+        return commit(folder, step, [0], facts)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        final = folder / checkpoint_name(step)
+        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return all tensors and facts of a checkpoint, hashes verified."""
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint.tensor(name) for name in checkpoint.shapes}, checkpoint.facts
