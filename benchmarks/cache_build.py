@@ -130,7 +130,7 @@ def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict
                     parts.encode_images(batches[bucket][: min(train.caching_batch_size, count - start)], False)
                 for name in names:
                     parts.encode_text(name, tokens[name])
-            parts.finish()
+            parts.synchronize()
             return time.perf_counter() - begun
 
         everything = ("clip_l", "clip_g", "t5")

@@ -69,7 +69,7 @@ def write_small_shard(folder: Path, text_tokens: str) -> tuple[int, int]:
         DEMO, torch.device("cpu"), text_dtype=torch.float32, t5_max_length=16, text_tokens=text_tokens, batch_size=4
     ) as parts:
         moments, text = parts.encode_images(pixels, flip=False), parts.encode_captions(captions)
-        parts.finish()
+        parts.synchronize()
     count = torch.arange(len(captions))
     content = ShardContent(count, moments, torch.arange(len(captions) + 1), count.clone(), text)
     entry = ShardEntry("small.safetensors", "80x64", (80, 64), "demo#0", 0, 0, "", "")

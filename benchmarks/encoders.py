@@ -31,7 +31,7 @@ from sd3_light.assets import DEMO
 from sd3_light.encoders.batching import image_batches
 from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_tokenizer
-from sd3_light.encoders.vae import convolutions_in_tf32, load_vae, raw_moments
+from sd3_light.encoders.vae import load_vae, raw_moments, tf32_convolutions
 
 CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
 WORDS = ("red", "green", "blue", "circle", "square", "star", "small", "large", "left", "right")  # one token each
@@ -190,7 +190,7 @@ def text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Cl
 
     def work() -> None:
         parts.encode_text(name, tokens[name])
-        parts.finish()
+        parts.synchronize()
 
     return clock.seconds(work, at_least)
 
@@ -200,7 +200,7 @@ def picture_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clo
 
     def work() -> None:
         parts.encode_images(pixels, flip=False)
-        parts.finish()
+        parts.synchronize()
 
     return clock.seconds(work, at_least)
 
@@ -278,7 +278,7 @@ def compare_vae(folder: Path, device: torch.device, args: argparse.Namespace) ->
         def encode(images: torch.Tensor, vae: Any = vae, in_tf32: bool = in_tf32) -> torch.Tensor:
             scaled = images.permute(0, 3, 1, 2).float() / 127.5 - 1
             torch.backends.cudnn.allow_tf32 = in_tf32
-            with convolutions_in_tf32() if in_tf32 else nullcontext():
+            with tf32_convolutions() if in_tf32 else nullcontext():
                 return vae.encode(scaled).latent_dist.parameters
 
         def work(encode: Any = encode) -> None:

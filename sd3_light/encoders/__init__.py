@@ -1,1 +1,1 @@
-"""The frozen parts: the VAE and the three text encoders of an SD3 folder."""
+"""The VAE and the three text encoders of an SD3 folder. They stay frozen."""

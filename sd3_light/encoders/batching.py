@@ -1,7 +1,7 @@
-"""What an encoder is given at once: pure functions of sizes and lengths, so that equal work makes equal bytes.
+"""How images and captions are grouped into encoder batches.
 
-A batch's results may differ in their last bits with its make-up; that is why nothing here looks at the device, the time
-or the number of processes.
+A result's last bits may depend on the batch that it was computed in. These are pure functions of sizes and lengths,
+independent of the device and the number of processes, so that equal inputs give equal bytes.
 """
 
 from collections.abc import Sequence
@@ -10,66 +10,69 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-AREA = 256 * 256
-"""Pixels of the picture for which `caching_batch_size` is meant; larger ones go in smaller batches."""
-MULTIPLE = 8
-"""Padded lengths are multiples of this: few shapes, and rows that start where fused attention wants them."""
+REFERENCE_PIXELS = 256 * 256
+"""Image area to which `caching_batch_size` applies; larger images use smaller batches."""
+LENGTH_MULTIPLE = 8
+"""Padded lengths are multiples of this: few shapes, and rows aligned for fused attention."""
 
-SMALL = 512
-"""Tokens below which a batch costs an encoder of SD3's sizes about the same: its weights are read, whatever they do."""
+SMALL_BATCH_TOKENS = 512
+"""Below this many tokens, reading the weights dominates and all batches cost about the same."""
 
 
 @dataclass(frozen=True)
 class CaptionBatch:
-    """Captions that are encoded together: their numbers, and the length to which all are padded."""
+    """Indices of captions that are encoded together, and their common padded length."""
 
     members: tuple[int, ...]
     length: int
 
 
 def image_batches(count: int, height: int, width: int, batch_size: int) -> list[slice]:
-    """Consecutive pictures whose joint area is at most that of ``batch_size`` pictures of 256 px; at least one."""
-    size = max(1, min(batch_size, batch_size * AREA // (height * width)))
+    """Split images into slices of at least one image and at most the area of ``batch_size`` images of 256x256."""
+    size = max(1, min(batch_size, batch_size * REFERENCE_PIXELS // (height * width)))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def padded_batches(lengths: Sequence[int], batch_size: int) -> list[CaptionBatch]:
-    """Captions of one length, in their order."""
+    """Split captions of equal length into consecutive batches."""
     assert len(set(lengths)) <= 1
-    numbers = range(len(lengths))
+    indices = range(len(lengths))
     return [
-        CaptionBatch(tuple(numbers[start : start + batch_size]), lengths[start])
+        CaptionBatch(tuple(indices[start : start + batch_size]), lengths[start])
         for start in range(0, len(lengths), batch_size)
     ]
 
 
 def length_batches(lengths: Sequence[int], budget: int, longest: int | None = None) -> list[CaptionBatch]:
-    """Captions of like length, the longest first. A batch has at most ``budget`` tokens with its padding, or is one
-    caption; padding stops at ``longest``. Captions of another padded length join only a batch that is small."""
-    found: list[CaptionBatch] = []
-    # the longest first: what does not fit into memory shows in the first batch
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        length = -(-lengths[number] // MULTIPLE) * MULTIPLE
+    """Group captions of similar length, longest first.
+
+    A batch has one caption, or at most ``budget`` tokens including padding. No caption is padded beyond ``longest``.
+    Captions of a different padded length join a batch only while it is small.
+    """
+    batches: list[CaptionBatch] = []
+    # longest first, so that running out of memory shows in the first batch
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = -(-lengths[index] // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = length if longest is None else min(length, longest)
-        last = found[-1] if found else CaptionBatch((), 0)
+        last = batches[-1] if batches else CaptionBatch((), 0)
         tokens = len(last.members) * last.length
-        if found and tokens + last.length <= budget and (length == last.length or tokens < SMALL):
-            found[-1] = CaptionBatch((*last.members, number), last.length)
+        if batches and tokens + last.length <= budget and (length == last.length or tokens < SMALL_BATCH_TOKENS):
+            batches[-1] = CaptionBatch((*last.members, index), last.length)
         else:
-            found.append(CaptionBatch((number,), length))
-    return found
+            batches.append(CaptionBatch((index,), length))
+    return batches
 
 
-def first_rows(lengths: Sequence[int]) -> NDArray[np.int64]:
-    """The first row of each caption when all rows stand one after another, and the end: [d + 1]."""
+def row_starts(lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Return the first row of each caption when all captions are concatenated, and the total: [d + 1]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def rows_in_batch(lengths: Sequence[int], padded: int) -> NDArray[np.int64]:
-    """Rows of tokens among the flattened rows [B x padded] of a batch, caption after caption."""
-    return np.concatenate([np.arange(place * padded, place * padded + length) for place, length in enumerate(lengths)])
+    """Return the rows of real tokens among the flattened rows [B x padded] of a batch, caption by caption."""
+    return np.concatenate([np.arange(index * padded, index * padded + length) for index, length in enumerate(lengths)])
 
 
-def rows_in_all(members: Sequence[int], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same rows among those of all captions."""
-    return np.concatenate([np.arange(starts[number], starts[number + 1]) for number in members])
+def rows_of_members(members: Sequence[int], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows of the given captions among the concatenated rows of all captions."""
+    return np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])

@@ -1,8 +1,7 @@
-"""Results on their way from the device to the host, while the device goes on.
+"""Asynchronous copies of encoder results from the device to the host, so that the device never waits.
 
-A result goes by a stream of its own into one of a few page-locked buffers; a thread waits for it there and stores it
-where it belongs. So the host runs ahead of the device by as many results as there are buffers, and page-locked memory
-is bounded by them, not by the size of a shard.
+Each result is copied on a separate stream into one of a few page-locked buffers; a thread waits for the copy and stores
+it. The host runs ahead of the device by at most the number of buffers, which also bounds page-locked memory.
 """
 
 from collections.abc import Callable
@@ -17,61 +16,60 @@ BUFFERS = 4
 
 
 class AsyncHostCopies:
-    """Asynchronous copies from one device; on a CPU a result is stored at once."""
+    """Copies from one device to the host; on a CPU results are stored immediately."""
 
     def __init__(self, device: torch.device, buffers: int = BUFFERS) -> None:
         self.device = device
-        self._waiting: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
         if device.type != "cuda":
             return
         self._stream = torch.cuda.Stream(device)
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="host_copies")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host_copies")
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(buffers):
             self._free.put(torch.empty(0, dtype=torch.uint8))
 
     def submit(self, result: Tensor, store: Callable[[Tensor], Any]) -> None:
-        """Have ``store`` called with ``result`` on the host, which is only lent to it. Waits when all buffers are in
-        use, and raises what an earlier ``store`` raised."""
+        """Call ``store`` with a host copy of ``result`` that is valid during the call only.
+
+        Waits while all buffers are in use, and raises the error of an earlier ``store``.
+        """
         if self.device.type != "cuda":
             store(result)
             return
-        self._forget_the_stored()
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
         buffer = self._free.get()
         if buffer.numel() < result.nbytes:
             buffer = torch.empty(result.nbytes, dtype=torch.uint8, pin_memory=True)
-        lent = buffer[: result.nbytes].view(result.dtype).view(result.shape)
+        copy = buffer[: result.nbytes].view(result.dtype).view(result.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        # results are made in inference mode, and only there may one be marked as in use by another stream
+        # results are inference tensors: record_stream on them is allowed in inference mode only
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            lent.copy_(result, non_blocking=True)
-            result.record_stream(self._stream)  # else its memory could be given away before it is read
+            copy.copy_(result, non_blocking=True)
+            result.record_stream(self._stream)  # keeps the allocator from reusing its memory before it is read
             arrived = torch.cuda.Event(blocking=True)
             arrived.record(self._stream)
-        self._waiting.append(self._storing.submit(self._store, arrived, buffer, lent, store))
+        self._pending.append(self._thread.submit(self._store, arrived, buffer, copy, store))
 
-    def _forget_the_stored(self) -> None:
-        while self._waiting and self._waiting[0].done():
-            self._waiting.pop(0).result()
-
-    def _store(self, arrived: torch.cuda.Event, buffer: Tensor, lent: Tensor, store: Callable[[Tensor], Any]) -> None:
+    def _store(self, arrived: torch.cuda.Event, buffer: Tensor, copy: Tensor, store: Callable[[Tensor], Any]) -> None:
         try:
             arrived.synchronize()
-            store(lent)
+            store(copy)
         finally:
             self._free.put(buffer)
 
-    def hand_over(self) -> Callable[[], None]:
-        """What waits, on any thread, until everything submitted so far is stored."""
-        waiting = list(self._waiting)
+    def waiter(self) -> Callable[[], None]:
+        """Return a function that waits, on any thread, until everything submitted so far is stored."""
+        pending = list(self._pending)
 
         def wait() -> None:
-            for copy in waiting:
+            for copy in pending:
                 copy.result()
 
         return wait
 
     def close(self) -> None:
-        """Let what is under way arrive, and end the thread."""
+        """Wait for pending copies and stop the thread."""
         if self.device.type == "cuda":
-            self._storing.shutdown(wait=True)
+            self._thread.shutdown(wait=True)

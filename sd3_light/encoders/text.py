@@ -1,7 +1,7 @@
-"""The three text encoders: as diffusers' stock SD3 pipeline calls them (padded), or on real tokens alone.
+"""The three text encoders, called as in diffusers' stock SD3 pipeline (padded) or on real tokens only.
 
-CLIP tokens are joined on width and zero-padded to T5's width, T5's tokens follow on length, pooled vectors are joined.
-Shapes: B captions, L tokens, W width, H heads.
+CLIP tokens are concatenated on width and zero-padded to T5's width, T5 tokens follow on length, and pooled vectors are
+concatenated. Shapes: B captions, L tokens, W width, H heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderMo
 
 TextFeatures = dict[str, Tensor]
 Texts = Mapping[str, Sequence[Tensor]]
-"""Of each part a tensor a sample: ENCODER its own tokens [L, W], ENCODER.pooled a vector [W]."""
+"""One tensor per sample: ENCODER -> its tokens [L, W] without padding, ENCODER.pooled -> a vector [W]."""
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Shape and type -> a tensor that is to be filled."""
+"""Shape and dtype -> an uninitialised tensor."""
 
 # name -> (model folder, tokenizer folder) of a diffusers SD3 folder
 TEXT_ENCODERS = {
@@ -29,28 +29,28 @@ TEXT_ENCODERS = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Texts in, token ids out, cut to ``max_length`` with their end mark kept."""
+    """Converts texts to token ids, truncated to ``max_length`` including the end token."""
 
     tokenizer: Any
     max_length: int
 
     def __call__(self, texts: Sequence[str], padded: bool) -> list[list[int]]:
-        """The ids of each text: its own, or padded to ``max_length``."""
+        """Return the ids of each text, optionally padded to ``max_length``."""
         padding = "max_length" if padded else False
-        found = self.tokenizer(
+        encoding = self.tokenizer(
             list(texts), padding=padding, max_length=self.max_length, truncation=True, return_attention_mask=False
         )
-        ids: list[list[int]] = found["input_ids"]
+        ids: list[list[int]] = encoding["input_ids"]
         return ids
 
     @property
     def pad_id(self) -> int:
-        """The id that fills places without a token."""
+        """The id of the padding token."""
         return int(self.tokenizer.pad_token_id)
 
 
 def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Tokenizer:
-    """Load the tokenizer of a text encoder. Both CLIPs have the first tokenizer's length, as in the stock pipeline."""
+    """Load a text encoder's tokenizer. Both CLIPs use the first one's length, as in the stock pipeline."""
     folder = diffusers_path / TEXT_ENCODERS[name][1]
     if name == "t5":
         return Tokenizer(T5TokenizerFast.from_pretrained(folder, local_files_only=True), t5_max_length)
@@ -59,7 +59,7 @@ def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Token
 
 
 def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model of one of `TEXT_ENCODERS`, frozen, with fused attention."""
+    """Load a text encoder, frozen, with fused attention."""
     model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
     load: Callable[..., nn.Module] = model_class.from_pretrained
     model = load(
@@ -69,19 +69,19 @@ def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype
 
 
 def encode_clip(model: nn.Module, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens [B, L, W] of the last layer but one, and the pooled [B, W] of the first end mark.
+    """Return the second-to-last layer's tokens [B, L, W] and the pooled vector [B, W] at the first end token.
 
-    CLIP looks back only, so what stands behind the end mark changes nothing before it.
+    CLIP's attention is causal, so padding after the end token does not change the tokens before it.
     """
     output = model(ids_BL, output_hidden_states=True)
     return output.hidden_states[-2], output.text_embeds
 
 
 def encode_t5(model: nn.Module, ids_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
-    """tokens [B, L, W]. With ``lengths_B`` a caption's tokens attend to its own first tokens only, else to all.
+    """Return the tokens [B, L, W]. With ``lengths_B`` only the first ``lengths_B`` tokens of a caption are attended to.
 
-    This is `T5EncoderModel.forward` with position bias and mask joined once, not in every layer, and laid out as the
-    fused kernels take it; its masks are also made without asking the device for a value, which would make it wait.
+    This is `T5EncoderModel.forward` with position bias and mask combined once instead of in every layer, in the layout
+    of the fused kernels, and without a device synchronization.
     """
     stack: Any = model.encoder
     attention = stack.block[0].layer[0].SelfAttention
@@ -98,46 +98,47 @@ def encode_t5(model: nn.Module, ids_BL: Tensor, lengths_B: Tensor | None = None)
 
 
 def unpad_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Batched features as texts, nothing copied; where ``ENCODER.length`` says how many rows are a sample's own, the
-    others are left out."""
+    """Return views of batched features, one per sample, without the padding rows beyond ``ENCODER.length``."""
     texts: dict[str, list[Tensor]] = {}
     for name, values in features.items():
         if name.endswith(".length"):
             continue
         lengths = features.get(f"{name}.length")
         rows = list(values.unbind(0))
-        texts[name] = rows if lengths is None else [row[:own] for row, own in zip(rows, lengths.tolist(), strict=True)]
+        texts[name] = (
+            rows if lengths is None else [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        )
     return texts
 
 
-def join_text(texts: Texts, empty: Allocate | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]) as SD3 takes them.
+def join_text(texts: Texts, allocate: Allocate | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return SD3's (prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]).
 
-    A sample's T5 tokens stand directly behind its CLIP tokens, zeros fill what is left, and T is the longest sample's
-    length. The prompt lies in what ``empty`` gives: it is large, and fresh memory is slow.
+    A sample's T5 tokens directly follow its CLIP tokens, then zeros up to T, the longest sample's length. ``allocate``
+    can provide reused memory for the prompt, which is large and slow to allocate.
     """
     clip_l, clip_g, t5 = (texts[name] for name in TEXT_ENCODERS)
     num_clip = [max(len(left), len(right)) for left, right in zip(clip_l, clip_g, strict=True)]
     lengths = [clip + len(tokens) for clip, tokens in zip(num_clip, t5, strict=True)]
-    assert min(lengths) > 0, "a sample without any text token"
+    assert min(lengths) > 0, "every sample needs at least one text token"
     shape = (len(t5), max(lengths), t5[0].shape[-1])
-    prompt = t5[0].new_empty(shape) if empty is None else empty(shape, t5[0].dtype)
-    middle, right = clip_l[0].shape[-1], clip_l[0].shape[-1] + clip_g[0].shape[-1]
-    for row, left, central, tokens, clip, length in zip(
+    prompt = t5[0].new_empty(shape) if allocate is None else allocate(shape, t5[0].dtype)
+    left_end, right_end = clip_l[0].shape[-1], clip_l[0].shape[-1] + clip_g[0].shape[-1]
+    for row, left, right, tokens, clip, length in zip(
         prompt.unbind(0), clip_l, clip_g, t5, num_clip, lengths, strict=True
     ):
         top = row[:clip]
-        _place(left, top[:, :middle])
-        _place(central, top[:, middle:right])
-        top[:, right:].zero_()
+        _copy_padded(left, top[:, :left_end])
+        _copy_padded(right, top[:, left_end:right_end])
+        top[:, right_end:].zero_()
         row[clip:length].copy_(tokens)
         row[length:].zero_()
     pooled = [torch.stack(list(texts[f"{name}.pooled"])) for name in ("clip_l", "clip_g")]
     return prompt, torch.cat(pooled, dim=-1), torch.tensor(lengths, device=prompt.device)
 
 
-def _place(tokens: Tensor, into: Tensor) -> None:
-    """Tokens in the first rows, zeros behind them."""
-    into[: len(tokens)].copy_(tokens)
-    if len(tokens) < len(into):
-        into[len(tokens) :].zero_()
+def _copy_padded(tokens: Tensor, target: Tensor) -> None:
+    """Copy the tokens to the first rows and zero the others."""
+    target[: len(tokens)].copy_(tokens)
+    if len(tokens) < len(target):
+        target[len(tokens) :].zero_()

@@ -85,7 +85,7 @@ def encode_prompts(
             features[name] = encoded[f"{name}.tokens"]
             if f"{name}.pooled" in encoded:
                 features[f"{name}.pooled"] = encoded[f"{name}.pooled"]
-    parts.finish()
+    parts.synchronize()
     return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in found]
 
 

@@ -175,7 +175,7 @@ class ShardBuilder:
                         hand.encode_text(self._parts)
                     if len(writing) == WRITERS:
                         writing.popleft().result()
-                    writing.append(writer.submit(self._write, hand, self._parts.hand_over()))
+                    writing.append(writer.submit(self._write, hand, self._parts.waiter()))
                     self.encoded += hand.unit.count
                     self._bar.advance(hand.unit.count)
             for last in writing:
@@ -237,6 +237,6 @@ def _task(member: Member, root: Path, unit: Unit) -> DecodeTask:
 def empty_content(parts: FrozenParts) -> ShardContent:
     """The empty caption's features, kept like a sample whose picture is one blank latent pixel."""
     text = parts.encode_captions([""])
-    parts.finish()
+    parts.synchronize()
     moments = torch.zeros(1, 1, 2 * parts.latent_channels, 1, 1, dtype=torch.float16)
     return ShardContent(torch.tensor([0]), moments, torch.tensor([0, 1]), torch.tensor([0]), text)

@@ -1,4 +1,4 @@
-"""The demo's frozen parts, as stock diffusers loads them."""
+"""The demo's encoders as stock diffusers loads them."""
 
 from pathlib import Path
 from typing import Any

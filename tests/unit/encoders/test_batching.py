@@ -1,4 +1,4 @@
-"""What goes into an encoder at once: everything, once, within the budget, by the list alone."""
+"""Encoder batches: every input once, within the budget, depending on the input list only."""
 
 import random
 
@@ -6,39 +6,39 @@ import numpy as np
 import pytest
 
 from sd3_light.encoders.batching import (
-    AREA,
-    MULTIPLE,
-    first_rows,
+    LENGTH_MULTIPLE,
+    REFERENCE_PIXELS,
     image_batches,
     length_batches,
     padded_batches,
-    rows_in_all,
+    row_starts,
     rows_in_batch,
+    rows_of_members,
 )
 
 
 @pytest.mark.parametrize(
     ("side", "size"), [(64, 32), (256, 32), (512, 8), (1024, 2), (2048, 1), (8192, 1)], ids=lambda value: str(value)
 )
-def test_pictures_go_by_area_and_never_in_larger_numbers_than_asked(side: int, size: int) -> None:
+def test_image_batches_are_limited_by_area_and_batch_size(side: int, size: int) -> None:
     batches = image_batches(70, side, side, 32)
     assert [number for rows in batches for number in range(70)[rows]] == list(range(70))
     assert {rows.stop - rows.start for rows in batches[:-1]} == {size}
-    assert size == 1 or size * side * side <= 32 * AREA
+    assert size == 1 or size * side * side <= 32 * REFERENCE_PIXELS
 
 
-def test_a_wide_picture_counts_by_its_area() -> None:
+def test_a_wide_image_counts_by_its_area() -> None:
     assert image_batches(10, 128, 512, 4) == image_batches(10, 256, 256, 4)
 
 
-def test_padded_captions_stay_in_their_order() -> None:
+def test_padded_captions_keep_their_order() -> None:
     batches = padded_batches([16] * 7, 3)
     assert [batch.members for batch in batches] == [(0, 1, 2), (3, 4, 5), (6,)]
     assert {batch.length for batch in batches} == {16}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_caption_is_in_one_batch_of_like_lengths_within_the_budget(seed: int) -> None:
+def test_every_caption_is_in_one_batch_of_similar_lengths_within_the_budget(seed: int) -> None:
     draw = random.Random(seed)
     longest = draw.choice([16, 77, 256])
     lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 300))]
@@ -48,36 +48,38 @@ def test_every_caption_is_in_one_batch_of_like_lengths_within_the_budget(seed: i
     for batch in batches:
         most = max(lengths[number] for number in batch.members)
         assert most <= batch.length <= longest
-        assert batch.length == longest or (batch.length % MULTIPLE == 0 and batch.length - most < MULTIPLE)
+        assert batch.length == longest or (
+            batch.length % LENGTH_MULTIPLE == 0 and batch.length - most < LENGTH_MULTIPLE
+        )
         assert len(batch.members) == 1 or len(batch.members) * batch.length <= budget
     ordered = [lengths[number] for batch in batches for number in batch.members]
     assert ordered == sorted(lengths, reverse=True)
 
 
-def test_little_is_padded_where_lengths_differ_much() -> None:
-    """20-token captions with a few long ones: padding all to the longest would cost ten times as much."""
+def test_widely_varying_lengths_need_little_padding() -> None:
+    """Captions of about 20 tokens with a few long ones: padding all to the longest would cost ten times as much."""
     draw = random.Random(0)
     lengths = [draw.randint(10, 30) for _ in range(1000)] + [256] * 5
     padded = sum(len(batch.members) * batch.length for batch in length_batches(lengths, 32 * 256))
     assert padded < 1.25 * sum(lengths)
 
 
-def test_batches_are_few_where_captions_are_few() -> None:
+def test_few_captions_make_few_batches() -> None:
     """One batch for eight lengths: eight batches would read the weights eight times."""
     assert len(length_batches(list(range(4, 68, 8)), 32 * 256)) == 1
 
 
-def test_without_a_limit_padding_may_pass_the_longest() -> None:
+def test_padding_may_exceed_the_longest_caption_without_a_limit() -> None:
     assert [batch.length for batch in length_batches([13], 100)] == [16]
     assert [batch.length for batch in length_batches([13], 100, longest=14)] == [14]
 
 
-def test_real_rows_leave_a_batch_for_their_place_among_all() -> None:
+def test_real_rows_are_moved_from_a_batch_to_the_rows_of_all_captions() -> None:
     lengths = [3, 1, 2]
-    starts = first_rows(lengths)
+    starts = row_starts(lengths)
     assert starts.tolist() == [0, 3, 4, 6]
-    # captions 2 and 0, padded to four places, numbered as caption x 10 + token
+    # captions 2 and 0, padded to four tokens; values are caption x 10 + token
     batch = np.array([20, 21, -1, -1, 0, 1, 2, -1])
     rows = np.full(6, -2)
-    rows[rows_in_all((2, 0), starts)] = batch[rows_in_batch([2, 3], 4)]
+    rows[rows_of_members((2, 0), starts)] = batch[rows_in_batch([2, 3], 4)]
     assert rows.tolist() == [0, 1, 2, -2, 20, 21]

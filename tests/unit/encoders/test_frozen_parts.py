@@ -1,4 +1,4 @@
-"""The frozen parts at work: a shard's tensors are those of each caption and picture alone."""
+"""The encoders: batched results equal those of each caption and image encoded alone."""
 
 import gc
 import threading
@@ -31,8 +31,8 @@ CAPTIONS = [
 
 
 def make(folder: Path, **settings: Any) -> FrozenParts:
-    usual = {"text_dtype": torch.bfloat16, "t5_max_length": 16, "text_tokens": "real", "batch_size": 4}
-    return FrozenParts(folder, CPU, **{**usual, **settings})
+    defaults = {"text_dtype": torch.bfloat16, "t5_max_length": 16, "text_tokens": "real", "batch_size": 4}
+    return FrozenParts(folder, CPU, **{**defaults, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -49,143 +49,143 @@ def padded(demo_parts: Path) -> Iterator[FrozenParts]:
 
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray[Any, Any]:
-    """Seven wide pictures of the demo world, uint8 [B, H, W, 3]."""
+    """Seven wide images of the demo world, uint8 [B, H, W, 3]."""
     return np.stack([np.asarray(draw_image(1 + 4 * index, seed=0)[0]) for index in range(7)])
 
 
 # --- captions ------------------------------------------------------------------------------------
 
 
-def test_tensors_have_the_names_types_and_shapes_of_a_shard(real: FrozenParts) -> None:
-    found = real.encode_captions(CAPTIONS)
-    real.finish()
-    assert set(found) == {f"{name}.{kind}" for name in TEXT_ENCODERS for kind in ("tokens", "start", "pooled")} - {
+def test_text_tensors_have_the_names_dtypes_and_shapes_of_a_shard(real: FrozenParts) -> None:
+    encoded = real.encode_captions(CAPTIONS)
+    real.synchronize()
+    assert set(encoded) == {f"{name}.{kind}" for name in TEXT_ENCODERS for kind in ("tokens", "start", "pooled")} - {
         "t5.pooled"
     }
     for name, width in (("clip_l", 96), ("clip_g", 128), ("t5", 256)):
-        tokens, start = found[f"{name}.tokens"], found[f"{name}.start"]
+        tokens, start = encoded[f"{name}.tokens"], encoded[f"{name}.start"]
         assert (tokens.dtype, start.dtype) == (torch.bfloat16, torch.int64)
         assert start[0] == 0
         assert len(start) == len(CAPTIONS) + 1
         assert tokens.shape == (int(start[-1]), width)
         if name != "t5":
-            assert found[f"{name}.pooled"].dtype == torch.bfloat16
-            assert found[f"{name}.pooled"].shape == (len(CAPTIONS), width)
-    assert not any(values.is_inference() for values in found.values()), "results are ordinary tensors"
+            assert encoded[f"{name}.pooled"].dtype == torch.bfloat16
+            assert encoded[f"{name}.pooled"].shape == (len(CAPTIONS), width)
+    assert not any(values.is_inference() for values in encoded.values()), "results are ordinary tensors"
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
 @torch.no_grad()
-def test_real_rows_are_those_of_each_caption_alone(demo_parts: Path, batch_size: int, monkeypatch: Any) -> None:
-    """In float32, so that 1e-5 can be asked."""
+def test_real_rows_equal_those_of_each_caption_alone(demo_parts: Path, batch_size: int, monkeypatch: Any) -> None:
+    """In float32, to compare to 1e-5."""
     monkeypatch.setattr(frozen_parts, "STORED_DTYPE", torch.float32)
-    monkeypatch.setattr("sd3_light.encoders.batching.SMALL", 20)
+    monkeypatch.setattr("sd3_light.encoders.batching.SMALL_BATCH_TOKENS", 20)
     parts = make(demo_parts, batch_size=batch_size)
-    found = parts.encode_captions(CAPTIONS)
-    parts.finish()
+    encoded = parts.encode_captions(CAPTIONS)
+    parts.synchronize()
     for name in TEXT_ENCODERS:
         model = load_text_model(name, demo_parts, CPU, torch.float32)
         ids = load_tokenizer(name, demo_parts, 16)(CAPTIONS, padded=False)
-        start = found[f"{name}.start"].tolist()
+        start = encoded[f"{name}.start"].tolist()
         assert np.diff(start).tolist() == [len(row) for row in ids]
         for number, row in enumerate(ids):
-            rows = found[f"{name}.tokens"][start[number] : start[number + 1]]
+            rows = encoded[f"{name}.tokens"][start[number] : start[number + 1]]
             if name == "t5":
                 alone = encode_t5(model, torch.tensor([row]))
             else:
                 alone, pooled = encode_clip(model, torch.tensor([row]))
-                assert torch.allclose(found[f"{name}.pooled"][number], pooled[0], atol=1e-5), (name, number)
+                assert torch.allclose(encoded[f"{name}.pooled"][number], pooled[0], atol=1e-5), (name, number)
             assert torch.allclose(rows, alone[0], atol=1e-5), (name, number)
 
 
 @torch.no_grad()
-def test_padded_rows_are_the_stock_pipelines(stock: Any, padded: FrozenParts) -> None:
-    found = padded.encode_captions(CAPTIONS)
-    padded.finish()
+def test_padded_rows_equal_those_of_the_stock_pipeline(stock: Any, padded: FrozenParts) -> None:
+    encoded = padded.encode_captions(CAPTIONS)
+    padded.synchronize()
     count = len(CAPTIONS)
-    for start in range(0, count, 4):  # stock in the same batches, so that every bit is the same
+    for start in range(0, count, 4):  # the stock pipeline in the same batches, for equal bits
         part = slice(start, min(start + 4, count))
         tokens, _, pooled, _ = stock.encode_prompt(
             CAPTIONS[part], None, None, do_classifier_free_guidance=False, max_sequence_length=16
         )
-        clip_l, clip_g, t5 = (found[f"{name}.tokens"].view(count, 16, -1)[part] for name in TEXT_ENCODERS)
+        clip_l, clip_g, t5 = (encoded[f"{name}.tokens"].view(count, 16, -1)[part] for name in TEXT_ENCODERS)
         assert torch.equal(torch.cat([clip_l, clip_g], dim=-1), tokens[:, :16, : 96 + 128].bfloat16())
         assert torch.equal(t5, tokens[:, 16:].bfloat16())
-        ours = torch.cat([found["clip_l.pooled"][part], found["clip_g.pooled"][part]], dim=-1)
+        ours = torch.cat([encoded["clip_l.pooled"][part], encoded["clip_g.pooled"][part]], dim=-1)
         assert torch.equal(ours, pooled.bfloat16())
-    assert found["t5.start"].tolist() == [16 * number for number in range(count + 1)]
+    assert encoded["t5.start"].tolist() == [16 * number for number in range(count + 1)]
 
 
 @pytest.mark.parametrize("kind", ["real", "padded"])
-def test_the_same_list_makes_the_same_bytes(demo_parts: Path, kind: str, request: pytest.FixtureRequest) -> None:
+def test_equal_captions_give_equal_bytes(demo_parts: Path, kind: str, request: pytest.FixtureRequest) -> None:
     parts = request.getfixturevalue(kind)
     parts.encode_captions(["something else", "first"])
-    found = parts.encode_captions(CAPTIONS)
+    encoded = parts.encode_captions(CAPTIONS)
     with make(demo_parts, text_tokens=kind) as others:
         again = others.encode_captions(CAPTIONS)
-        others.finish()
-    parts.finish()
-    assert all(torch.equal(found[name], again[name]) for name in again)
+        others.synchronize()
+    parts.synchronize()
+    assert all(torch.equal(encoded[name], again[name]) for name in again)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("real", [2, 2, 1]), ("padded", [16, 16, 16])])
 def test_the_empty_caption_alone(kind: str, rows: list[int], request: pytest.FixtureRequest) -> None:
     parts = request.getfixturevalue(kind)
-    found = parts.encode_captions([""])
-    parts.finish()
-    assert [len(found[f"{name}.tokens"]) for name in TEXT_ENCODERS] == rows
-    assert all(torch.isfinite(values).all() for values in found.values())
+    encoded = parts.encode_captions([""])
+    parts.synchronize()
+    assert [len(encoded[f"{name}.tokens"]) for name in TEXT_ENCODERS] == rows
+    assert all(torch.isfinite(values).all() for values in encoded.values())
 
 
-def test_captions_may_be_tokenized_elsewhere_meanwhile(real: FrozenParts) -> None:
-    wanted = real.encode_captions(CAPTIONS)
-    made: list[Any] = []
-    threads = [threading.Thread(target=lambda: made.append(real.tokenize(CAPTIONS))) for _ in range(4)]
+def test_captions_can_be_tokenized_on_other_threads(real: FrozenParts) -> None:
+    expected = real.encode_captions(CAPTIONS)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(real.tokenize(CAPTIONS))) for _ in range(4)]
     for thread in threads:
         thread.start()
     real.encode_captions(CAPTIONS[:3])
     for thread in threads:
         thread.join()
-    assert len(made) == 4
-    for tokens in made:
-        found = real.encode_captions(tokens)
-        real.finish()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert len(results) == 4
+    for tokens in results:
+        encoded = real.encode_captions(tokens)
+        real.synchronize()
+        assert all(torch.equal(encoded[name], expected[name]) for name in expected)
 
 
 def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch: Any) -> None:
-    """The libraries' own raises "Already borrowed" when it is."""
+    """A fast tokenizer raises "Already borrowed" if it is."""
     parts = make(demo_parts)
-    alone: list[bool] = []
+    locked: list[bool] = []
 
     def tokenizer(*_: object) -> Any:
-        return lambda captions, padded: alone.append(parts._tokenizing.locked()) or [[0]]
+        return lambda captions, padded: locked.append(parts._tokenizer_lock.locked()) or [[0]]
 
     monkeypatch.setattr(frozen_parts, "load_tokenizer", tokenizer)
     parts.tokenize(["a"])
-    assert alone == [True] * 3
+    assert locked == [True] * 3
 
 
-# --- pictures ------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_pictures_become_the_moments_of_each_variant(
+def test_images_are_encoded_to_the_moments_of_each_variant(
     real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
 ) -> None:
-    found = real.encode_images(pixels, flip)
-    real.finish()
+    encoded = real.encode_images(pixels, flip)
+    real.synchronize()
     vae = load_vae(demo_parts, CPU, torch.float32)
     variants = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: 1 + flip]
-    assert found.shape == (7, 1 + flip, 32, 6, 10)
-    assert found.dtype == torch.float16
+    assert encoded.shape == (7, 1 + flip, 32, 6, 10)
+    assert encoded.dtype == torch.float16
     for number, images in enumerate(variants):
         expected = raw_moments(vae, torch.from_numpy(images))
-        assert torch.allclose(found[:, number].float(), expected.float(), atol=2e-3, rtol=2e-3)
-    assert torch.equal(found, real.encode_images(torch.from_numpy(pixels), flip)), "a tensor does as well"
+        assert torch.allclose(encoded[:, number].float(), expected.float(), atol=2e-3, rtol=2e-3)
+    assert torch.equal(encoded, real.encode_images(torch.from_numpy(pixels), flip)), "a tensor is accepted too"
 
 
-def test_pictures_are_cut_by_their_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
+def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
     sizes: list[int] = []
     raw = frozen_parts.raw_moments
     monkeypatch.setattr(
@@ -194,9 +194,9 @@ def test_pictures_are_cut_by_their_area(real: FrozenParts, pixels: Any, monkeypa
     whole = real.encode_images(pixels, False)
     assert sizes == [4, 3]
     sizes.clear()
-    monkeypatch.setattr("sd3_light.encoders.batching.AREA", pixels.shape[1] * pixels.shape[2] // 2)
+    monkeypatch.setattr("sd3_light.encoders.batching.REFERENCE_PIXELS", pixels.shape[1] * pixels.shape[2] // 2)
     parts = real.encode_images(pixels, False)
-    real.finish()
+    real.synchronize()
     assert sizes == [2, 2, 2, 1]
     assert torch.allclose(whole.float(), parts.float(), atol=2e-3)
 
@@ -204,34 +204,36 @@ def test_pictures_are_cut_by_their_area(real: FrozenParts, pixels: Any, monkeypa
 # --- residence -----------------------------------------------------------------------------------
 
 
-def test_parts_are_loaded_when_first_used(demo_parts: Path, tmp_path: Path, pixels: Any) -> None:
-    """A folder with a VAE only encodes pictures, and knows its channels without weights."""
+def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixels: Any) -> None:
+    """A folder with only a VAE can encode images, and its channels are known without loading weights."""
     with make(demo_parts, one_at_a_time=True) as parts:
         assert parts.latent_channels == 16
-        assert parts._shelf is None
+        assert parts._modules is None
     (tmp_path / "vae").symlink_to(demo_parts / "vae")
     with make(tmp_path, one_at_a_time=False) as parts:
         assert len(parts.encode_images(pixels, False)) == 7
 
 
 @pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
-def test_free_memory_decides(demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool) -> None:
+def test_free_memory_decides_between_all_and_one_at_a_time(
+    demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool
+) -> None:
     monkeypatch.setattr(frozen_parts, "free_memory", lambda device: free)
     assert make(demo_parts).one_at_a_time is one_at_a_time
     assert make(demo_parts, one_at_a_time=not one_at_a_time).one_at_a_time is not one_at_a_time
 
 
-def test_one_at_a_time_gives_the_same(demo_parts: Path, real: FrozenParts, pixels: Any) -> None:
-    wanted = {"moments": real.encode_images(pixels, False), **real.encode_captions(CAPTIONS)}
+def test_one_at_a_time_gives_the_same_results(demo_parts: Path, real: FrozenParts, pixels: Any) -> None:
+    expected = {"moments": real.encode_images(pixels, False), **real.encode_captions(CAPTIONS)}
     with make(demo_parts, one_at_a_time=True) as parts:
-        found = {"moments": parts.encode_images(pixels, False), **parts.encode_captions(CAPTIONS)}
-        assert list(parts._shelf._modules) == ["t5"]
-        parts.finish()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        encoded = {"moments": parts.encode_images(pixels, False), **parts.encode_captions(CAPTIONS)}
+        assert list(parts._modules._modules) == ["t5"]
+        parts.synchronize()
+    assert all(torch.equal(encoded[name], expected[name]) for name in expected)
 
 
-def test_close_frees_the_parts(demo_parts: Path, pixels: Any) -> None:
-    gc.disable()  # what only a collection would free later is not freed by `close`
+def test_close_frees_the_encoders(demo_parts: Path, pixels: Any) -> None:
+    gc.disable()  # so that only `close` can free them
     try:
         with make(demo_parts) as parts:
             parts.encode_images(pixels, False)

@@ -1,4 +1,4 @@
-"""Where the frozen parts are: the decision by numbers, and the shelf that carries it out."""
+"""Which encoders are on the device: the decision and its execution."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import nn
 from sd3_light.budget.amount import GIB
 from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 
-# SD3's parts: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
+# SD3's encoders: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
 SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
 
 
@@ -29,24 +29,24 @@ SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
         (8, 1, False),
     ],
 )
-def test_sd3s_parts_fit_by_their_weight_and_the_work(free_gib: float, batch_size: int, fit: bool) -> None:
+def test_sd3_fits_by_weights_and_activations(free_gib: float, batch_size: int, fit: bool) -> None:
     assert all_fit(SD3, batch_size, int(free_gib * GIB)) is fit
 
 
-def test_the_margin_is_stated_and_exact() -> None:
+def test_the_memory_needed_is_exact() -> None:
     need = 100 + 32 * 256 * 256 * 4096 + GIB
     assert all_fit([60, 40], 32, need)
     assert not all_fit([60, 41], 32, need)
-    # one picture of 1024 px is foreseen even where the batch is small
+    # memory for one 1024x1024 image is reserved even for small batches
     assert all_fit([0], 1, 5 * GIB)
     assert not all_fit([0], 1, 5 * GIB - 1)
 
 
-def test_unknown_memory_is_taken_for_enough() -> None:
+def test_unknown_free_memory_counts_as_enough() -> None:
     assert all_fit(SD3, 32, None)
 
 
-def test_free_memory_of_the_host_is_what_the_system_says() -> None:
+def test_free_host_memory_is_reported_by_the_system() -> None:
     free = free_memory(torch.device("cpu"))
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     total = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal")), None)
@@ -54,7 +54,7 @@ def test_free_memory_of_the_host_is_what_the_system_says() -> None:
     assert free is None or total is None or 0 < free <= total
 
 
-def test_a_part_weighs_what_its_loaded_files_say(demo_parts: Path) -> None:
+def test_weight_bytes_equal_those_of_the_loaded_model(demo_parts: Path) -> None:
     from sd3_light.encoders.text import load_text_model
 
     for name, folder in (("clip_g", "text_encoder_2"), ("t5", "text_encoder_3")):
@@ -64,13 +64,13 @@ def test_a_part_weighs_what_its_loaded_files_say(demo_parts: Path) -> None:
             assert weight_bytes(demo_parts / folder, dtype) == loaded, (name, dtype)
 
 
-def test_a_variant_beside_the_weights_does_not_count(tmp_path: Path) -> None:
+def test_a_variant_beside_the_weights_is_not_counted(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
     save_file({"a": torch.zeros(3, 5).half()}, tmp_path / "model.fp16.safetensors")
     assert weight_bytes(tmp_path, torch.float32) == 60
 
 
-def test_sharded_weights_count_once_each(tmp_path: Path) -> None:
+def test_sharded_weights_are_counted_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"c": torch.zeros(7)}, tmp_path / "model-00002-of-00002.safetensors")
     save_file({"c": torch.zeros(70)}, tmp_path / "model.fp16-00001-of-00001.safetensors")
@@ -81,19 +81,19 @@ def test_sharded_weights_count_once_each(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, torch.bfloat16) == 48
 
 
-# --- the shelf -----------------------------------------------------------------------------------
+# --- the modules -----------------------------------------------------------------------------------
 
 
 class Loads:
-    """Loaders of two small modules, and a list of what was loaded where."""
+    """Loaders of two small modules, with a record of (name, device)."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
+        self.record: list[tuple[str, str]] = []
 
     def __call__(self) -> dict[str, Callable[[torch.device], Any]]:
         def loader(name: str) -> Callable[[torch.device], Any]:
             def load(device: torch.device) -> nn.Module:
-                self.seen.append((name, device.type))
+                self.record.append((name, device.type))
                 return nn.BatchNorm1d(3).to(device)
 
             return load
@@ -101,46 +101,46 @@ class Loads:
         return {name: loader(name) for name in ("one", "two")}
 
 
-def test_resident_parts_are_loaded_once_on_the_device() -> None:
+def test_resident_modules_are_loaded_once_on_the_device() -> None:
     loads = Loads()
-    shelf = ResidentModules(loads(), torch.device("meta"), one_at_a_time=False)
-    one = shelf.take("one")
-    shelf.take("two")
-    assert shelf.take("one") is one
-    assert loads.seen == [("one", "meta"), ("two", "meta")]
+    modules = ResidentModules(loads(), torch.device("meta"), one_at_a_time=False)
+    one = modules.get("one")
+    modules.get("two")
+    assert modules.get("one") is one
+    assert loads.record == [("one", "meta"), ("two", "meta")]
 
 
 def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
     loads = Loads()
-    shelf = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
-    one = weakref.ref(shelf.take("one"))
-    assert one() is shelf.take("one")
-    shelf.take("two")
+    modules = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
+    one = weakref.ref(modules.get("one"))
+    assert one() is modules.get("one")
+    modules.get("two")
     assert one() is None
-    shelf.take("one")
-    assert [name for name, _ in loads.seen] == ["one", "two", "one"]
+    modules.get("one")
+    assert [name for name, _ in loads.record] == ["one", "two", "one"]
 
 
 def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
-    """Played on the CPU: the device's weights are copies, put away by going back to those the host kept."""
+    """Simulated on the CPU: weights on the device are copies; offloading restores the host's tensors."""
     loads = Loads()
-    shelf = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
-    shelf.host_keeps = True
-    one = shelf.take("one")
-    used = [one.weight.data_ptr(), one.running_mean.data_ptr()]
-    one.weight.data.fill_(9.0)  # were it copied back, the host's would change
-    two = shelf.take("two")
-    kept = [one.weight.data_ptr(), one.running_mean.data_ptr()]
-    assert not set(used) & set(kept)
+    modules = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
+    modules.keeps_host_copy = True
+    one = modules.get("one")
+    on_device = [one.weight.data_ptr(), one.running_mean.data_ptr()]
+    one.weight.data.fill_(9.0)  # would change the host's weights if it were copied back
+    two = modules.get("two")
+    on_host = [one.weight.data_ptr(), one.running_mean.data_ptr()]
+    assert not set(on_device) & set(on_host)
     assert (one.weight == 1).all()
-    assert shelf.take("one") is one
-    assert one.weight.data_ptr() not in kept
-    assert shelf.take("two") is two
-    assert len(loads.seen) == 2
+    assert modules.get("one") is one
+    assert one.weight.data_ptr() not in on_host
+    assert modules.get("two") is two
+    assert len(loads.record) == 2
 
 
 def test_clear_frees_everything() -> None:
-    shelf = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
-    modules = [weakref.ref(shelf.take(name)) for name in ("one", "two")]
-    shelf.clear()
+    modules = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
+    modules = [weakref.ref(modules.get(name)) for name in ("one", "two")]
+    modules.clear()
     assert [module() for module in modules] == [None, None]

@@ -1,4 +1,4 @@
-"""Our text features: padded, they are the stock pipeline's bit for bit; real, the same whatever the batch."""
+"""Text features: padded ones equal the stock pipeline's bit for bit; real ones do not depend on the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ CAPTIONS = [
     "one word and then so many others that no tokenizer of sixteen places could ever hold all of them to the very end",
     "a!b?c <pad> </s> <|endoftext|>",
 ]
-
-
 CLIPS = ("clip_l", "clip_g")
 
 
@@ -42,12 +40,12 @@ def tokenizers(demo_parts: Path) -> dict[str, Tokenizer]:
 
 @torch.no_grad()
 def encode(models: dict[str, Any], folder: Path, texts: list[str], length: int = 16) -> dict[str, Tensor]:
-    """The padded features of all three encoders, as one batch."""
+    """Return the padded features of all three encoders, as one batch."""
     ids = {name: torch.tensor(load_tokenizer(name, folder, length)(texts, padded=True)) for name in TEXT_ENCODERS}
-    found = {"t5": encode_t5(models["t5"], ids["t5"])}
+    features = {"t5": encode_t5(models["t5"], ids["t5"])}
     for name in ("clip_l", "clip_g"):
-        found[name], found[f"{name}.pooled"] = encode_clip(models[name], ids[name])
-    return found
+        features[name], features[f"{name}.pooled"] = encode_clip(models[name], ids[name])
+    return features
 
 
 def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
@@ -63,12 +61,14 @@ def stock_text(stock: Any, texts: list[str], length: int) -> tuple[Tensor, Tenso
 
 
 def padded(features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """As SD3 takes it, every row a token."""
+    """Return the joined text with every row counted as a token."""
     return join_text(unpad_text(features))[:2]
 
 
 @pytest.mark.parametrize("length", [16, 12])
-def test_the_joined_text_is_stock_bit_for_bit(stock: Any, models: Any, demo_parts: Path, length: int) -> None:
+def test_joined_text_equals_the_stock_pipeline_bit_for_bit(
+    stock: Any, models: Any, demo_parts: Path, length: int
+) -> None:
     ours, theirs = padded(encode(models, demo_parts, CAPTIONS, length)), stock_text(stock, CAPTIONS, length)
     assert ours[0].shape == (len(CAPTIONS), 16 + length, 256)
     assert torch.equal(ours[0], theirs[0]), "tokens"
@@ -76,20 +76,20 @@ def test_the_joined_text_is_stock_bit_for_bit(stock: Any, models: Any, demo_part
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_a_caption_alone_is_stock_too(stock: Any, models: Any, demo_parts: Path, caption: str) -> None:
+def test_a_single_caption_equals_the_stock_pipeline(stock: Any, models: Any, demo_parts: Path, caption: str) -> None:
     ours, theirs = padded(encode(models, demo_parts, [caption])), stock_text(stock, [caption], 16)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_different_captions_have_different_features(models: Any, demo_parts: Path) -> None:
-    """Were a vocabulary lost, everything would be the same unknown token."""
+    """With a missing vocabulary every word would be the same unknown token."""
     features = encode(models, demo_parts, ["a red circle", "a blue circle", "a blue square"])
     for name, values in features.items():
         for one, two in ((0, 1), (1, 2)):
             assert not torch.allclose(values[one], values[two], atol=1e-3), name
 
 
-def test_each_part_stands_where_sd3_expects_it(models: Any, demo_parts: Path) -> None:
+def test_features_are_joined_in_the_layout_of_sd3(models: Any, demo_parts: Path) -> None:
     features = encode(models, demo_parts, CAPTIONS)
     widths = {name: features[name].shape[-1] for name in TEXT_ENCODERS}
     tokens, pooled = padded(features)
@@ -111,20 +111,20 @@ def test_models_are_frozen(models: Any) -> None:
 
 
 @pytest.mark.parametrize("name", list(TEXT_ENCODERS))
-def test_real_ids_are_the_padded_ones_without_their_padding(tokenizers: Any, name: str) -> None:
+def test_real_ids_equal_padded_ids_without_padding(tokenizers: Any, name: str) -> None:
     real, padded = (tokenizers[name](CAPTIONS, padded=padded) for padded in (False, True))
-    for own, filled in zip(real, padded, strict=True):
-        assert filled[: len(own)] == own
-        assert set(filled[len(own) :]) <= {tokenizers[name].pad_id}
+    for ids, filled in zip(real, padded, strict=True):
+        assert filled[: len(ids)] == ids
+        assert set(filled[len(ids) :]) <= {tokenizers[name].pad_id}
     end = tokenizers[name].tokenizer.eos_token_id
-    assert [ids[-1] for ids in real] == [end] * len(CAPTIONS), "a cut caption keeps its end mark"
+    assert [ids[-1] for ids in real] == [end] * len(CAPTIONS), "a truncated caption keeps its end token"
     assert [len(real[1]), len(real[3])] == [1 if name == "t5" else 2, 16], "the empty and the longest caption"
 
 
 @pytest.mark.parametrize("length", [13, 16, 40])
 @torch.no_grad()
-def test_t5_under_its_mask_is_the_models_own(models: Any, tokenizers: Any, length: int) -> None:
-    """However far the batch is padded; the public forward under an attention mask is the judge."""
+def test_masked_t5_equals_the_models_forward(models: Any, tokenizers: Any, length: int) -> None:
+    """For any padded length; compared with the public forward under an attention mask."""
     ids = [row[:13] for row in tokenizers["t5"](CAPTIONS, padded=False)]
     padded = torch.tensor([row + [0] * (length - len(row)) for row in ids])
     lengths = torch.tensor([len(row) for row in ids])
@@ -139,27 +139,27 @@ def test_t5_under_its_mask_is_the_models_own(models: Any, tokenizers: Any, lengt
 
 @pytest.mark.parametrize("name", ["clip_l", "clip_g"])
 @torch.no_grad()
-def test_clip_does_not_see_what_follows_the_end_mark(models: Any, tokenizers: Any, name: str) -> None:
+def test_clip_ignores_tokens_after_the_end_token(models: Any, tokenizers: Any, name: str) -> None:
     padded = torch.tensor(tokenizers[name](CAPTIONS, padded=True))
     tokens, pooled = encode_clip(models[name], padded)
     for number, row in enumerate(tokenizers[name](CAPTIONS, padded=False)):
-        own_tokens, own_pooled = encode_clip(models[name], torch.tensor([row]))
-        assert torch.allclose(own_tokens[0], tokens[number, : len(row)], atol=1e-5)
-        assert torch.allclose(own_pooled[0], pooled[number], atol=1e-5)
+        real_tokens, real_pooled = encode_clip(models[name], torch.tensor([row]))
+        assert torch.allclose(real_tokens[0], tokens[number, : len(row)], atol=1e-5)
+        assert torch.allclose(real_pooled[0], pooled[number], atol=1e-5)
 
 
 def real_features(counts: list[tuple[int, int, int]], rows: int = 6) -> dict[str, Tensor]:
-    """Random features with so many own rows of each encoder; what stands behind them is no zero either."""
+    """Return random features with these numbers of real rows per encoder; padding rows are not zero."""
     generator = torch.Generator().manual_seed(0)
     widths = {"clip_l": 3, "clip_g": 5, "t5": 10}
-    found = {name: torch.randn(len(counts), rows, width, generator=generator) for name, width in widths.items()}
-    found |= {f"{name}.pooled": torch.randn(len(counts), widths[name], generator=generator) for name in CLIPS}
-    return found | {
+    features = {name: torch.randn(len(counts), rows, width, generator=generator) for name, width in widths.items()}
+    features |= {f"{name}.pooled": torch.randn(len(counts), widths[name], generator=generator) for name in CLIPS}
+    return features | {
         f"{name}.length": torch.tensor([row[at] for row in counts]) for at, name in enumerate(TEXT_ENCODERS)
     }
 
 
-def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
+def test_real_tokens_are_contiguous_with_zeros_at_the_end() -> None:
     counts = [(2, 2, 1), (6, 6, 4), (1, 1, 0), (2, 4, 3), (4, 2, 3)]
     features = real_features(counts)
     tokens, pooled, lengths = join_text(unpad_text(features))
@@ -176,31 +176,31 @@ def test_real_tokens_stand_one_behind_the_other_with_zeros_at_the_end() -> None:
     assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
 
 
-def test_all_rows_real_is_the_padded_join() -> None:
+def test_joining_all_rows_equals_the_padded_join() -> None:
     features = real_features([(6, 6, 6)] * 3)
     clip = torch.cat([features["clip_l"], features["clip_g"], torch.zeros(3, 6, 2)], dim=-1)
-    wanted = torch.cat([clip, features["t5"]], dim=1)
+    expected = torch.cat([clip, features["t5"]], dim=1)
     whole = {name: values for name, values in features.items() if not name.endswith(".length")}
-    for given in (features, whole):
-        tokens, _, lengths = join_text(unpad_text(given))
-        assert torch.equal(tokens, wanted)
+    for batch in (features, whole):
+        tokens, _, lengths = join_text(unpad_text(batch))
+        assert torch.equal(tokens, expected)
         assert lengths.tolist() == [12, 12, 12]
 
 
-def test_the_prompt_lies_where_it_is_wanted_and_nothing_shines_through() -> None:
-    """Memory that is used again holds what stood there before."""
-    features, given = real_features([(2, 2, 1), (6, 6, 4), (2, 4, 3), (4, 2, 0)]), []
+def test_the_prompt_overwrites_all_of_the_allocated_memory() -> None:
+    """Reused memory holds old values."""
+    features, allocated = real_features([(2, 2, 1), (6, 6, 4), (2, 4, 3), (4, 2, 0)]), []
 
-    def used(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        given.append(torch.full(shape, float("nan"), dtype=dtype))
-        return given[0]
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        allocated.append(torch.full(shape, float("nan"), dtype=dtype))
+        return allocated[0]
 
-    prompt = join_text(unpad_text(features), used)[0]
-    assert prompt is given[0]
+    prompt = join_text(unpad_text(features), allocate)[0]
+    assert prompt is allocated[0]
     assert torch.equal(prompt, join_text(unpad_text(features))[0])
 
 
-def test_own_text_copies_nothing() -> None:
+def test_unpad_text_returns_views() -> None:
     features = real_features([(2, 2, 1), (6, 6, 4)])
     texts = unpad_text(features)
     assert set(texts) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
@@ -208,6 +208,6 @@ def test_own_text_copies_nothing() -> None:
     assert all(texts[name][1].data_ptr() == features[name][1].data_ptr() for name in texts)
 
 
-def test_a_sample_without_any_token_is_refused() -> None:
+def test_a_sample_without_tokens_is_rejected() -> None:
     with pytest.raises(AssertionError):
         join_text(unpad_text(real_features([(2, 2, 1), (0, 0, 0)])))

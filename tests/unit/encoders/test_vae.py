@@ -1,4 +1,4 @@
-"""Latents: encoded and scaled as stock diffusers does it."""
+"""Latents are encoded and scaled as in stock diffusers."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders.vae import LatentScale, convolutions_in_tf32, draw_latent, load_vae, raw_moments
+from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments, tf32_convolutions
 from sd3_light.world import draw_image
 
 
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray[Any, Any]:
-    """Two wide pictures of the demo world, uint8 [B, H, W, 3]."""
+    """Two wide images of the demo world, uint8 [B, H, W, 3]."""
     return np.stack([np.asarray(draw_image(index, seed=0)[0]) for index in (1, 5)])
 
 
-def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pixels: Any) -> None:
+def test_moments_equal_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pixels: Any) -> None:
     from PIL import Image
 
     vae = load_vae(demo_parts, torch.device("cpu"), torch.float32)
@@ -29,12 +29,12 @@ def test_moments_are_those_of_the_stock_encoder(stock: Any, demo_parts: Path, pi
     theirs = torch.cat([posterior.mean, posterior.logvar], dim=1)
     assert ours.dtype == torch.float16
     assert ours.shape == (2, 32, 6, 10)
-    # pixels / 127.5 - 1 and 2 (pixels / 255) - 1 round differently in their last bit; fp16 keeps eleven
+    # pixels / 127.5 - 1 and 2 (pixels / 255) - 1 differ in the last bit; fp16 has 11 bits
     assert torch.allclose(ours.float(), theirs, atol=2e-3, rtol=2e-3)
 
 
-def test_latents_decode_to_the_picture(stock: Any, demo_parts: Path, pixels: Any) -> None:
-    """The whole way of a picture: moments, normalised, denormalised, decoded by the stock VAE."""
+def test_latents_decode_to_the_image(stock: Any, demo_parts: Path, pixels: Any) -> None:
+    """An image is encoded, normalised, denormalised, and decoded by the stock VAE."""
     scale = LatentScale.of_folder(demo_parts)
     moments = raw_moments(load_vae(demo_parts, torch.device("cpu"), torch.float32), torch.from_numpy(pixels))
     raw = scale.denormalise(scale.normalise(draw_latent(moments, None)))
@@ -45,7 +45,7 @@ def test_latents_decode_to_the_picture(stock: Any, demo_parts: Path, pixels: Any
     assert error < flat / 4, (error, flat)
 
 
-def test_a_draw_is_the_posteriors_own_formula(stock: Any) -> None:
+def test_draw_latent_follows_the_posterior(stock: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     moments = torch.randn(2, 32, 3, 4, generator=generator).half()
     noise = torch.randn(2, 16, 3, 4, generator=generator)
@@ -56,7 +56,7 @@ def test_a_draw_is_the_posteriors_own_formula(stock: Any) -> None:
     assert torch.equal(draw_latent(moments, noise), posterior.mean + posterior.std * noise)
 
 
-def test_normalised_latents_are_denormalised_exactly_as_the_stock_pipeline_does(stock: Any, demo_parts: Path) -> None:
+def test_latents_are_denormalised_as_in_the_stock_pipeline(stock: Any, demo_parts: Path) -> None:
     scale = LatentScale.of_folder(demo_parts)
     config = stock.vae.config
     raw = torch.randn(2, 16, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -67,18 +67,18 @@ def test_normalised_latents_are_denormalised_exactly_as_the_stock_pipeline_does(
 
 
 @pytest.mark.parametrize("shift", [{}, {"shift_factor": None}])
-def test_a_vae_without_a_shift_has_none(tmp_path: Path, shift: dict[str, Any]) -> None:
+def test_a_vae_without_a_shift_has_shift_zero(tmp_path: Path, shift: dict[str, Any]) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"scaling_factor": 0.18215, **shift}))
     assert LatentScale.of_folder(tmp_path) == LatentScale(0.18215, 0.0)
 
 
-def test_the_flags_of_convolutions_are_put_back() -> None:
+def test_convolution_flags_are_restored() -> None:
     cudnn = torch.backends.cudnn
     before = (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
     try:
         cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = False, True, False
-        with convolutions_in_tf32():
+        with tf32_convolutions():
             assert (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic) == (True, False, True)
         assert (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic) == (False, True, False)
     finally:
