@@ -1,1 +1,1 @@
-"""From sources to units of work: what there is, which samples make which shard, who encodes it, and its decoding."""
+"""From sources to shards: the catalogue of inputs, the cache plan, claims among processes, and decoding."""

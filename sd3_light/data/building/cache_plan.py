@@ -1,11 +1,12 @@
-"""The cache's units of work: which samples make which shard, as a pure function of the catalogue.
+"""The cache plan: which samples make which shard, as a pure function of the catalogue.
 
-A unit is one shard's worth of samples of one source, one resolution and one bucket. Its name carries the fingerprint of
-all that makes it, so a unit whose name stands in the cache is done, whoever did it, and a change renames what it
-touches. Units end where their samples' own hashes say, so an added file touches its own unit and seldom the next.
+A unit of work is one shard: samples of one source, one resolution and one bucket. Its file name contains the
+fingerprint of everything that determines it, so a unit whose file exists is done, no matter which process built it, and
+a change renames only the units that it affects. Sample hashes decide where units end, so an added file changes its own
+unit and rarely the next.
 
-A plan is kept on disk: `plan-DIGEST.arrow` has a row a unit with the places of its samples in the catalogue, read when
-the unit's turn comes; `plan-DIGEST.json` has the counts and is written last.
+A plan is stored on disk: `plan-DIGEST.arrow` has one row per unit with the positions of its samples in the catalogue,
+read when the unit is built; `plan-DIGEST.json` has the counts and is written last.
 """
 
 import json
@@ -27,18 +28,17 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, fits
 from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source
 from sd3_light.data.building.chunks import is_end
-from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.claims import POLL_SECONDS, Claims
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources import caption_variants
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.randomness import sample_id
 
 PLAN_VERSION = 1
-_UNITS_A_BATCH = 64
-_PLANS_KEPT = 8
-_POLL_SECONDS = 0.2
-_TAGS_SEED = 0  # shuffled captions are a stock to draw from: another seed of training must not make them anew
-_SETTINGS_APART = {"path", "mask_path", "default_mask_file", "num_repeats"}
+_UNITS_PER_BATCH = 64
+_MAX_PLANS = 8
+_TAGS_SEED = 0  # the cached caption shuffles serve every training seed
+_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Unit:
-    """One shard to be."""
+    """A unit of work: one shard to build."""
 
     number: int
     file: str
@@ -66,29 +66,29 @@ class Unit:
 
     @property
     def entry(self) -> ShardEntry:
-        """Its entry in the manifest; count, size and hash are known when it is written."""
+        """The manifest entry; count, size and hash are filled in when the shard is written."""
         return ShardEntry(self.file, str(self.bucket), self.resolution, self.label, 0, 0, "", self.fingerprint)
 
 
 @dataclass
 class PlanCounts:
-    """What planning saw."""
+    """Counts of inputs, made while planning."""
 
-    pictures: int = 0
+    images: int = 0
     cropped: int = 0
     enlarged: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
 
 
 class CachePlan:
-    """All units of a data set; their samples are read from the catalogue when asked for."""
+    """All units of a dataset. The samples of a unit are read from the catalogue on request."""
 
     def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing], recipe: str) -> None:
         self._catalogue, self._recipe = catalogue, recipe
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
-        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        self.counts = PlanCounts(**{**found, "rejected": Counter(found["rejected"])})
+        counts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
 
@@ -97,31 +97,31 @@ class CachePlan:
         for number in range(self._file.num_record_batches):
             batch = self._file.get_batch(number)
             rows = batch.select(["file", "label", "size", "resolution", "flip", "fingerprint", "count"]).to_pylist()
-            for at, row in enumerate(rows):
+            for index, row in enumerate(rows):
                 bucket, resolution = Bucket(*row.pop("size")), tuple(row.pop("resolution"))
-                yield Unit(number=self._starts[-1] + at, bucket=bucket, resolution=resolution, **row)
+                yield Unit(number=self._starts[-1] + index, bucket=bucket, resolution=resolution, **row)
             self._starts.append(self._starts[-1] + len(rows))
 
     def source(self, unit: Unit) -> Source:
-        """Where a unit's samples come from."""
+        """Return the source of a unit's samples."""
         return self._sources[unit.label]
 
     def ids(self, unit: Unit) -> NDArray[np.int64]:
-        """The ids of a unit's samples."""
+        """Return the ids of a unit's samples."""
         return self._column(unit, "ids")
 
     def members(self, unit: Unit) -> list[Member]:
-        """The samples of a unit, in order."""
-        places = self._column(unit, "places")
+        """Return the samples of a unit, in order."""
+        positions = self._column(unit, "places")
         members: list[Member] = []
-        for part in dict.fromkeys((places // PART_ROWS).tolist()):
-            numbers = (places[places // PART_ROWS == part] % PART_ROWS).tolist()
+        for part in dict.fromkeys((positions // PART_ROWS).tolist()):
+            numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
             rows = self._catalogue.rows(self._parts[part], numbers)
             members += [make_member(row, self.source(unit).directory, self._recipe) for row in rows]
         return members
 
     def rejected(self) -> Iterator[InputRow]:
-        """Every input that is no sample, part by part."""
+        """Yield every rejected input, part by part."""
         for part in self._parts:
             yield from self._catalogue.rejected(part)
 
@@ -135,33 +135,32 @@ class CachePlan:
 def make_cache_plan(
     catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping[str, Any], shard_size: int
 ) -> CachePlan:
-    """The plan of what the catalogue holds now: an earlier one where nothing changed, else a new one, made by one
-    process while others wait."""
+    """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait."""
     recipe_digest = _digest(repr(sorted(recipe.items())))
     settings = [
-        (*listing.parts, listing.source.directory.model_dump_json(exclude=_SETTINGS_APART)) for listing in listings
+        (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
     ]
     name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
-    while not _is_made(path, catalogue.claims):
+    while not _is_planned(path, catalogue.claims):
         if not catalogue.claims.take(name):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
             continue
-        if not _is_made(path, catalogue.claims):
+        if not _is_planned(path, catalogue.claims):
             _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
-            _forget_plans(catalogue.folder)
+            _prune_plans(catalogue.folder)
         catalogue.claims.release(name)
     try:
         os.utime(path)
         return CachePlan(path, catalogue, listings, recipe_digest)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        # damaged: a plan follows from the catalogue, so it is made anew, once
+        # damaged: the plan follows from the catalogue, so rebuild it, once
         _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
         return CachePlan(path, catalogue, listings, recipe_digest)
 
 
-def _is_made(path: Path, claims: Claims) -> bool:
-    """Whether a plan stands; one of inputs that could not be read stands for those only who have tried them."""
+def _is_planned(path: Path, claims: Claims) -> bool:
+    """Return whether a valid plan exists; with unreadable inputs, whether it was written during this run."""
     counts = path.with_suffix(".json")
     if not counts.is_file():
         return False
@@ -172,9 +171,9 @@ def _is_made(path: Path, claims: Claims) -> bool:
     return "unreadable" not in rejected or claims.is_newer(counts)
 
 
-def _forget_plans(folder: Path) -> None:
-    """Remove all but the plans that were used last."""
-    for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_PLANS_KEPT]:
+def _prune_plans(folder: Path) -> None:
+    """Remove all but the most recently used plans."""
+    for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_MAX_PLANS]:
         path.with_suffix(".json").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
@@ -182,20 +181,20 @@ def _forget_plans(folder: Path) -> None:
 def _last_use(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # another process forgets plans too
+    except FileNotFoundError:  # pruned by another process
         return 0.0
 
 
 @dataclass
-class _Open:
+class _OpenUnit:
     """A unit that is being filled."""
 
-    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     fingerprints: list[str] = field(default_factory=list)
 
 
-_SCHEMA = pa.schema(
+_PLAN_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("file", "label", "fingerprint")),
         ("size", pa.list_(pa.int32(), 2)),
@@ -211,10 +210,10 @@ _Slot = tuple[tuple[int, int], Bucket]
 
 
 class _Planner:
-    """Deals samples to units in the catalogue's order; holds one unit a bucket and a few finished ones."""
+    """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
 
     def __init__(self, catalogue: Catalogue, recipe: str, shard_size: int) -> None:
-        self._catalogue, self._recipe, self._most = catalogue, recipe, shard_size
+        self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
         self._counts = PlanCounts()
 
     def write(self, path: Path, listings: Sequence[Listing]) -> None:
@@ -222,51 +221,53 @@ class _Planner:
         with (
             atomic_file(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, _SCHEMA) as writer,
+            pa.ipc.new_file(sink, _PLAN_SCHEMA) as writer,
         ):
-            for batch in _batched(self._units(listings)):
-                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_SCHEMA))
-        counts = {**self._counts.__dict__, "rejected": dict(self._counts.rejected)}
+            units = self._units(listings)
+            while batch := list(islice(units, _UNITS_PER_BATCH)):
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_PLAN_SCHEMA))
+        counts = {
+            "pictures": self._counts.images,
+            "cropped": self._counts.cropped,
+            "enlarged": self._counts.enlarged,
+            "rejected": dict(self._counts.rejected),
+        }
         write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
 
     def _units(self, listings: Sequence[Listing]) -> Iterator[dict[str, Any]]:
-        number = 0
+        part_number = 0
         for listing in listings:
-            slots: dict[_Slot, _Open] = {}
+            open_units: dict[_Slot, _OpenUnit] = {}
             for part in listing.parts:
-                yield from self._deal(listing.source, number * PART_ROWS, self._catalogue.rows(part), slots)
-                number += 1
-            for slot, rest in slots.items():
-                if rest.places:
-                    yield _finished(listing.source, slot, rest)
+                rows = self._catalogue.rows(part)
+                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units)
+                part_number += 1
+            for slot, unit in open_units.items():
+                if unit.positions:
+                    yield _finish_unit(listing.source, slot, unit)
 
-    def _deal(
-        self, source: Source, first: int, rows: Sequence[InputRow], slots: dict[_Slot, _Open]
+    def _assign(
+        self, source: Source, first: int, rows: Sequence[InputRow], open_units: dict[_Slot, _OpenUnit]
     ) -> Iterator[dict[str, Any]]:
-        for place, row in enumerate(rows, start=first):
+        for position, row in enumerate(rows, start=first):
             if row.reason:
                 self._counts.rejected[row.reason] += 1
                 continue
-            self._counts.pictures += 1
+            self._counts.images += 1
             member = make_member(row, source.directory, self._recipe)
-            for resolution, bucket, fit in fits(row.width, row.height, source.directory):
-                self._counts.cropped += fit.cropped_fraction > 0
-                self._counts.enlarged += fit.enlarged
-                unit = slots.setdefault((resolution, bucket), _Open())
-                unit.places.append(place)
+            for resolution, bucket, resize in fits(row.width, row.height, source.directory):
+                self._counts.cropped += resize.cropped_fraction > 0
+                self._counts.enlarged += resize.enlarged
+                unit = open_units.setdefault((resolution, bucket), _OpenUnit())
+                unit.positions.append(position)
                 unit.ids.append(member.identity)
                 unit.fingerprints.append(member.fingerprint)
-                if is_end(len(unit.places), member.identity, self._most):
-                    yield _finished(source, (resolution, bucket), unit)
-                    slots[resolution, bucket] = _Open()
+                if is_end(len(unit.positions), member.identity, self._shard_size):
+                    yield _finish_unit(source, (resolution, bucket), unit)
+                    open_units[resolution, bucket] = _OpenUnit()
 
 
-def _batched(units: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while batch := list(islice(units, _UNITS_A_BATCH)):
-        yield batch
-
-
-def _finished(source: Source, slot: _Slot, unit: _Open) -> dict[str, Any]:
+def _finish_unit(source: Source, slot: _Slot, unit: _OpenUnit) -> dict[str, Any]:
     (resolution, bucket), flip = slot, source.directory.flip
     fingerprint = _digest(*unit.fingerprints, str(bucket), str(flip))
     return {
@@ -276,14 +277,14 @@ def _finished(source: Source, slot: _Slot, unit: _Open) -> dict[str, Any]:
         "size": [bucket.width, bucket.height],
         "resolution": list(resolution),
         "flip": flip,
-        "count": len(unit.places),
-        "places": unit.places,
+        "count": len(unit.positions),
+        "places": unit.positions,
         "ids": unit.ids,
     }
 
 
 def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Member:
-    """A row as a sample: the captions to encode, and the fingerprint of all that its features come from."""
+    """Return a row as a sample with the captions to encode and the fingerprint of everything that determines it."""
     captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
     return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
 

@@ -1,13 +1,14 @@
-"""What the sources hold, on disk beside the cache, so that nothing is looked at twice and memory stays small.
+"""The catalogue: what the sources contain, on disk beside the cache, so that no image is probed twice.
 
-A listing is one directory's rows (key, captions, where the bytes are, or why there is no sample) in parts of a few
-thousand. A part is named by what it holds; when its pictures have been looked at (size, content hash) it stands under
-that name, and a later run that lists the same rows finds it done. Parts are cut by content, so a new file makes one
-part new. `signature` says whether a directory has to be listed at all. What could not be read is not taken as known:
-the next run tries again, and until then the rows of a part with such pictures lie beside it.
+A listing holds one directory's rows (key, captions, location of the bytes, or the reason why an input is rejected) in
+parts of a few thousand rows. A part is named by a digest of its rows and written under that name once its images are
+probed (size, content hash), so a later run that lists the same rows reuses it. Parts are cut by content: a new file
+changes one part. `signature` tells whether a directory must be listed again. Images that could not be read are retried
+by the next run; until then the rows of their part are kept beside it.
 
     catalogue/NAME.json                 signature and parts of one directory
-    catalogue/parts/DIGEST.rows.arrow   rows that were listed;  DIGEST.arrow: and looked at
+    catalogue/parts/DIGEST.rows.arrow   listed rows
+    catalogue/parts/DIGEST.arrow        probed rows
 """
 
 import json
@@ -27,7 +28,7 @@ import pyarrow.feather as feather
 
 from sd3_light.config import DirectoryConfig, UserError
 from sd3_light.data.building.chunks import chunks
-from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.claims import POLL_SECONDS, Claims
 from sd3_light.data.building.decode import Probe, SampleLocation, crashed_probe, probe_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
@@ -45,17 +46,16 @@ from sd3_light.randomness import sample_id
 
 CATALOGUE_FOLDER = "catalogue"
 PART_ROWS = 4096
-_LOOK_ROWS = 64
-_POLL_SECONDS = 0.2
-_KEEP_SECONDS = 7 * 86400.0  # runs that began earlier may still read what the newest listing does not have
+_PROBE_BATCH = 64
+_KEEP_SECONDS = 7 * 86400.0  # a run that started earlier may still read parts that the newest listing lacks
 _UNREADABLE = "unreadable"
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input: a sample (its size and content hash once looked at), or one with a ``reason`` why it is none."""
+    """One input: a sample (with its size and content hash once probed), or a rejected input with a ``reason``."""
 
     key: str
     image: str = ""
@@ -71,7 +71,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Source:
-    """One [[directory]] as the catalogue knows it. ``label`` begins its samples' keys."""
+    """One [[directory]] of the dataset config. Its samples' keys start with ``label``."""
 
     label: str
     index: int
@@ -79,19 +79,19 @@ class Source:
 
     @property
     def root(self) -> Path:
-        """What locations are relative to."""
+        """The folder that locations are relative to."""
         return self.directory.path
 
     @property
     def name(self) -> str:
-        """The label as part of a file name."""
+        """The label in a form that is valid in file names."""
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label)[:40]
         return f"{plain}-{blake2b(self.label.encode('utf-8', 'surrogateescape'), digest_size=3).hexdigest()}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The parts that hold a source's rows, in order."""
+    """The parts with a source's rows, in order."""
 
     source: Source
     parts: tuple[str, ...]
@@ -99,7 +99,7 @@ class Listing:
 
 
 def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
-    """The directories with labels that tell them apart, wherever they stand in the list."""
+    """Give each directory a unique label that does not depend on its position in the list."""
     numbers = occurrences(directories)
     return [
         Source(f"{directory.path.name}#{number}", number, directory)
@@ -110,7 +110,7 @@ def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
 class Catalogue:
     """The catalogue in a cache folder, filled by any number of processes at once.
 
-    ``share`` (rank, world) says where in the work a process begins, so that they meet late.
+    ``share`` (rank, world) decides where in the work a process starts, so that processes rarely collide.
     """
 
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
@@ -118,43 +118,43 @@ class Catalogue:
         self._parts = self.folder / "parts"
 
     def refresh(self, sources: Sequence[Source], on_listed: Callable[[int], None]) -> list[Listing]:
-        """List what has changed since it was last listed; ``on_listed`` is told of each thousand rows or so."""
+        """List the sources that changed; ``on_listed`` is called with the number of new rows, part by part."""
         self._parts.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Listing] = {}
-        self._share_out(
+        listings: dict[str, Listing] = {}
+        self._divide_work(
             {source.name: source for source in sources},
-            lambda name, source: self._is_listed(source, found),
+            lambda name, source: self._is_listed(source, listings),
             lambda name, source: self._list(source, on_listed),
         )
-        return [found[source.name] for source in sources]
+        return [listings[source.name] for source in sources]
 
     def count_unprobed(self, listings: Sequence[Listing]) -> int:
-        """How many rows have not been looked at."""
-        parts = [part for listing in listings for part in listing.parts if not self._is_looked(part)]
+        """Return the number of rows that have not been probed."""
+        parts = [part for listing in listings for part in listing.parts if not self._is_probed(part)]
         return sum(_num_rows(self._rows_file(part)) for part in parts)
 
-    def probe_images(self, listings: Sequence[Listing], workers: int, on_looked: Callable[[int], None]) -> None:
-        """Read every picture that is new: its size, its content hash, or why it cannot be used."""
+    def probe_images(self, listings: Sequence[Listing], workers: int, on_probed: Callable[[int], None]) -> None:
+        """Read every new image: store its size and content hash, or the reason why it cannot be used."""
         roots = {part: listing.source.root for listing in listings for part in listing.parts}
         with WorkerPool(workers, probe_images, crashed_probe) as pool:
-            self._share_out(
+            self._divide_work(
                 roots,
-                lambda part, root: self._is_looked(part),
-                lambda part, root: self._look_at(part, root, pool, on_looked),
+                lambda part, root: self._is_probed(part),
+                lambda part, root: self._probe_part(part, root, pool, on_probed),
             )
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:
-        """The rows of a part that has been looked at, all or those of the given numbers."""
+        """Return the rows of a probed part, all of them or those with the given numbers."""
         table = _read_part(self._part(part))
         return _from_table(table if numbers is None else table.take(list(numbers)))
 
     def rejected(self, part: str) -> list[InputRow]:
-        """The rows of a part that has been looked at which are no samples."""
+        """Return the rejected rows of a probed part."""
         table = _read_part(self._part(part))
         return _from_table(table.filter(pc.not_equal(table["reason"], "")))
 
     def prune_except(self, listings: Sequence[Listing]) -> None:
-        """Remove the parts that no listing has any more, and what killed processes left."""
+        """Remove old parts that no listing contains, and temporary files of killed processes."""
         wanted = {part for listing in listings for part in listing.parts}
         for path in self._parts.glob("*.arrow"):
             if path.name.split(".")[0] not in wanted:
@@ -164,78 +164,78 @@ class Catalogue:
         for folder in (self.folder, self._parts):
             sweep_files(folder)
 
-    def _share_out(
-        self, pieces: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
+    def _divide_work(
+        self, items: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
     ) -> None:
-        """Do what no other process does, and wait for what others do; a dead one's piece is taken over."""
-        names = rotate_to_share(list(pieces), self._share)
-        while names := [name for name in names if not self._try(name, pieces[name], is_done, do)]:
-            time.sleep(_POLL_SECONDS)
+        """Do the items that no other process does and wait for the others; items of dead processes are taken over."""
+        names = rotate_to_share(list(items), self._share)
+        while names := [name for name in names if not self._try(name, items[name], is_done, do)]:
+            time.sleep(POLL_SECONDS)
 
-    def _try(self, name: str, piece: Any, is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]) -> bool:
-        """Do a piece unless it is done or another does it; whether it is done now."""
-        if is_done(name, piece):
+    def _try(self, name: str, item: Any, is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]) -> bool:
+        """Do an item unless it is done or claimed by another process. Return whether it is done now."""
+        if is_done(name, item):
             return True
         if not self.claims.take(name):
             return False
-        if not is_done(name, piece):
-            do(name, piece)
+        if not is_done(name, item):
+            do(name, item)
         self.claims.release(name)
-        return is_done(name, piece)
+        return is_done(name, item)
 
-    def _is_listed(self, source: Source, found: dict[str, Listing]) -> bool:
-        """Whether someone has compared this source with its listing since we began."""
+    def _is_listed(self, source: Source, listings: dict[str, Listing]) -> bool:
+        """Return whether any process has refreshed this listing since this run started."""
         path = self._listing_file(source)
-        if source.name not in found and self.claims.is_newer(path):
+        if source.name not in listings and self.claims.is_newer(path):
             data = json.loads(path.read_text(encoding="utf-8"))
-            found[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
-        return source.name in found
+            listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
+        return source.name in listings
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
         path = self._listing_file(source)
-        now = _state_of(source)
+        current = _signature_of(source)
         known = _read_listing(path)
-        standing = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
-        if known.get("signature") == now and standing:
+        complete = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
+        if known.get("signature") == current and complete:
             for part in known["parts"]:
-                self._keep(part)
+                self._mark_used(part)
             path.touch()
             return
         parts, count = [], 0
-        for rows in chunks(_listed(source), lambda row: sample_id(row.key), PART_ROWS):
+        for rows in chunks(_scan_rows(source), lambda row: sample_id(row.key), PART_ROWS):
             parts.append(digest := _digest_of(rows))
             count += len(rows)
             on_listed(len(rows))
             if any(row.reason == _UNREADABLE for row in rows):
-                now = ""
-            if not self._keep(digest):
+                current = ""
+            if not self._mark_used(digest):
                 _write_table(self._rows_file(digest), rows)
-        write_atomically(path, json.dumps({"signature": now, "rows": count, "parts": parts}).encode())
+        write_atomically(path, json.dumps({"signature": current, "rows": count, "parts": parts}).encode())
 
-    def _look_at(
-        self, part: str, root: Path, pool: WorkerPool[SampleLocation, Probe], on_looked: Callable[[int], None]
+    def _probe_part(
+        self, part: str, root: Path, pool: WorkerPool[SampleLocation, Probe], on_probed: Callable[[int], None]
     ) -> None:
         rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]
-        batches = (samples[start : start + _LOOK_ROWS] for start in range(0, len(samples), _LOOK_ROWS))
-        seen: list[Probe] = []
-        for looked in pool.map([sample_location(row, root) for row in batch] for batch in batches):
-            seen += looked
-            on_looked(len(looked))
-        answers = iter(seen)
-        _write_table(self._part(part), [row if row.reason else _looked(row, next(answers)) for row in rows])
-        if any(looked.reason == _UNREADABLE for looked in seen):
+        batches = (samples[start : start + _PROBE_BATCH] for start in range(0, len(samples), _PROBE_BATCH))
+        probes: list[Probe] = []
+        for batch in pool.map([sample_location(row, root) for row in batch] for batch in batches):
+            probes += batch
+            on_probed(len(batch))
+        results = iter(probes)
+        _write_table(self._part(part), [row if row.reason else _with_probe(row, next(results)) for row in rows])
+        if any(probe.reason == _UNREADABLE for probe in probes):
             self._rows_file(part).touch()
         else:
             self._rows_file(part).unlink(missing_ok=True)
 
-    def _is_looked(self, part: str) -> bool:
-        """Whether a part's pictures were looked at: since we began, if some of them could not be read."""
+    def _is_probed(self, part: str) -> bool:
+        """Return whether a part was probed; if some images were unreadable, whether that was during this run."""
         rows = self._rows_file(part)
         return self._part(part).is_file() and (not rows.is_file() or self.claims.is_newer(rows))
 
-    def _keep(self, part: str) -> bool:
-        """Show that a part that was looked at is in use, so that no other run forgets it; False when there is none."""
+    def _mark_used(self, part: str) -> bool:
+        """Touch a probed part, so that no other run prunes it. Return False if it does not exist."""
         try:
             os.utime(self._part(part))
         except FileNotFoundError:
@@ -253,59 +253,59 @@ class Catalogue:
 
 
 def read_last_listing(cache_dir: Path, source: Source) -> Iterator[InputRow] | None:
-    """The rows of a source as an earlier run looked at them; None where it has changed since, or was never seen."""
+    """Return the probed rows of a source from an earlier run; None if it has changed since or was never listed."""
     folder = cache_dir / CATALOGUE_FOLDER
     path = folder / f"{source.name}.json"
     known = _read_listing(path)
     parts = [folder / "parts" / f"{part}.arrow" for part in known.get("parts", ())]
-    if known.get("signature") != _state_of(source) or not all(part.is_file() for part in parts):
+    if known.get("signature") != _signature_of(source) or not all(part.is_file() for part in parts):
         return None
     return (row for part in parts for row in _from_table(_read_part(part)))
 
 
 def _read_listing(path: Path) -> dict[str, Any]:
-    """A directory's listing; none where there is none, or a damaged one: it is made anew."""
+    """Return a directory's listing; {} if it is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        listing = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) and {"signature", "parts", "rows"} <= found.keys() else {}
+    return listing if isinstance(listing, dict) and {"signature", "parts", "rows"} <= listing.keys() else {}
 
 
 def _read_part(path: Path) -> Any:
     try:
         return feather.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and run again: it is made anew") from error
+        raise UserError(f"{path} is damaged ({error}); delete it and run again to rebuild it") from error
 
 
-def _state_of(source: Source) -> str:
+def _signature_of(source: Source) -> str:
     return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
 
 
-def rotate_to_share(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
-    """Items begun at a process's own share of them."""
+def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
+    """Return the items rotated to start at this process's share (rank, world)."""
     start = len(items) * share[0] // share[1]
     return [*items[start:], *items[:start]]
 
 
 def sample_location(row: InputRow, root: Path) -> SampleLocation:
-    """Where a row's bytes are."""
+    """Return where a row's bytes are stored."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
     return SampleLocation(image, location_from_text(row.mask, root))
 
 
-def _listed(source: Source) -> Iterator[InputRow]:
-    for found in scan(source.directory, source.index):
-        yield _rejected(found, source.root) if isinstance(found, Rejected) else _sample(found, source.root)
+def _scan_rows(source: Source) -> Iterator[InputRow]:
+    for entry in scan(source.directory, source.index):
+        yield _rejected_row(entry, source.root) if isinstance(entry, Rejected) else _sample_row(entry, source.root)
 
 
-def _rejected(found: Rejected, root: Path) -> InputRow:
-    return InputRow(found.key, location_text(found.image, root), reason=found.reason, detail=found.detail)
+def _rejected_row(entry: Rejected, root: Path) -> InputRow:
+    return InputRow(entry.key, location_text(entry.image, root), reason=entry.reason, detail=entry.detail)
 
 
-def _sample(record: Record, root: Path) -> InputRow:
+def _sample_row(record: Record, root: Path) -> InputRow:
     image, mask = location_text(record.image, root), location_text(record.mask, root)
     try:
         version = record.image.version() + ("" if record.mask is None else f"+{record.mask.version()}")
@@ -314,9 +314,9 @@ def _sample(record: Record, root: Path) -> InputRow:
     return InputRow(record.key, image, mask, version, record.captions)
 
 
-def _looked(row: InputRow, seen: Probe) -> InputRow:
+def _with_probe(row: InputRow, probe: Probe) -> InputRow:
     return replace(
-        row, width=seen.width, height=seen.height, digest=seen.digest, reason=seen.reason, detail=seen.detail
+        row, width=probe.width, height=probe.height, digest=probe.digest, reason=probe.reason, detail=probe.detail
     )
 
 
@@ -327,7 +327,7 @@ def _digest_of(rows: Sequence[InputRow]) -> str:
     return digest.hexdigest()
 
 
-_SCHEMA = pa.schema(
+_ROW_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("key", "image", "mask", "version", "digest", "reason", "detail")),
         ("captions", pa.list_(pa.string())),
@@ -340,8 +340,8 @@ _SCHEMA = pa.schema(
 def _write_table(path: Path, rows: Sequence[InputRow]) -> None:
     columns = {name: [getattr(row, name) for row in rows] for name in InputRow.__dataclass_fields__}
     with atomic_file(path) as temporary:
-        # not compressed, so that a unit reads the rows it wants and no others
-        feather.write_feather(pa.table(columns, schema=_SCHEMA), str(temporary), compression="uncompressed")
+        # uncompressed, so that reading a unit's rows does not read the whole part
+        feather.write_feather(pa.table(columns, schema=_ROW_SCHEMA), str(temporary), compression="uncompressed")
 
 
 def _from_table(table: Any) -> list[InputRow]:
@@ -351,5 +351,5 @@ def _from_table(table: Any) -> list[InputRow]:
 def _num_rows(path: Path) -> int:
     try:
         return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows)
-    except FileNotFoundError:  # another process has just looked at them
+    except FileNotFoundError:  # another process has just probed them
         return 0

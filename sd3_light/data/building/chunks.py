@@ -1,26 +1,26 @@
-"""Cutting a sequence at places that its own content decides.
+"""Content-defined chunking.
 
-Chunks of a fixed length would all change when one item is put in at the front. Here an item ends a chunk because of its
-own hash, so what an added or removed item changes ends at the next such item, one or two chunks on.
+With chunks of fixed length, one item inserted at the front would change all of them. Here an item's own hash decides
+whether it ends a chunk, so a change affects only the chunks up to the next such item, one or two of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 def is_end(count: int, identity: int, most: int) -> bool:
-    """Whether a chunk of ``count`` items ends with the item of this hash; no chunk has more than ``most``.
+    """Return whether the item with this hash ends a chunk of ``count`` items.
 
-    A quarter of ``most`` is the least (but for the last chunk of all), a little more than half the mean.
+    Chunks have ``most // 4`` to ``most`` items (the last may have fewer), a little over half of ``most`` on average.
     """
     return count >= most or (count >= most // 4 and identity % max(2, most // 3) == 0)
 
 
-def chunks(items: Iterable[Item], identity: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """The items in order, as chunks of at most ``most``."""
-    chunk: list[Item] = []
+def chunks(items: Iterable[T], identity: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in order, in chunks of at most ``most``."""
+    chunk: list[T] = []
     for item in items:
         chunk.append(item)
         if is_end(len(chunk), identity(item), most):

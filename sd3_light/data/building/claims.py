@@ -1,8 +1,8 @@
-"""Who does which piece of work, among processes that share nothing but a folder.
+"""Claims on work items among processes that share only a folder.
 
-A claim is a file that is created exclusively and names its owner. An owner shows that it lives by touching a file of
-its own; on one machine a vanished process is noticed at once. Claims save work, they do not guard it: results appear by
-rename and are the same whoever makes them, so a piece that is done twice by bad luck is written twice, no more.
+A claim is a file that is created exclusively and names its owner. Owners keep a heartbeat file fresh; on the same
+machine the end of a process is noticed immediately. Claims save work, they are not locks: results are deterministic and
+appear by rename, so an item that two processes happen to build is merely written twice.
 """
 
 import os
@@ -17,23 +17,27 @@ from typing import Self
 from sd3_light.config.faults import UserError
 from sd3_light.system import machine, process_start
 
+POLL_SECONDS = 0.2
+"""How often processes look for the results of others."""
 HEARTBEAT_SECONDS = 5.0
 STALE_AFTER_SECONDS = 60.0
-"""An owner on another machine counts as gone when it has not shown itself for this long."""
+"""An owner on another machine counts as dead when its heartbeat is older than this."""
 
-_STEP_SECONDS = 0.001
+_CLOCK_STEP_SECONDS = 0.001
 _ALIVE, _CLAIM, _GONE = ".alive", ".claim", ".gone"
 
 
 class Claims:
     """The claims of one process in a folder. Times are the file system's, so clocks need not agree."""
 
-    def __init__(self, folder: Path, beat: float = HEARTBEAT_SECONDS, patience: float = STALE_AFTER_SECONDS) -> None:
-        self.folder, self._beat, self._patience = folder, beat, patience
+    def __init__(
+        self, folder: Path, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_AFTER_SECONDS
+    ) -> None:
+        self.folder, self._interval, self._stale_after = folder, heartbeat, stale_after
         self.owner = f"{machine()}-{os.getpid()}-{process_start(os.getpid())}-{uuid.uuid4().hex[:6]}"
-        self._sign = folder / f"{self.owner}{_ALIVE}"
-        self._stop, self._life = threading.Event(), threading.Thread(target=self._show_life, daemon=True)
-        self._held: set[str] = set()
+        self._heartbeat_file = folder / f"{self.owner}{_ALIVE}"
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._heartbeat, daemon=True)
+        self._owned: set[str] = set()
 
     def __enter__(self) -> Self:
         try:
@@ -41,14 +45,14 @@ class Claims:
             before = self._now()
         except OSError as error:
             raise UserError(
-                f"cannot write to {self.folder}: {error.strerror}; mend that, or take a finished cache as it is with "
+                f"cannot write to {self.folder}: {error.strerror}; make it writable, or use a finished cache with "
                 "--trust_cache"
             ) from error
-        # times of files move in steps of milliseconds or more: begin at a step that no earlier file can bear
+        # file times have a resolution of milliseconds or more: start at a time that no earlier file can have
         while (now := self._now()) == before:
-            time.sleep(_STEP_SECONDS)
+            time.sleep(_CLOCK_STEP_SECONDS)
         self.started = now
-        self._life.start()
+        self._thread.start()
         self._sweep()
         return self
 
@@ -56,40 +60,35 @@ class Claims:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._life.join()  # else its last beat could bring the sign back
-        for name in tuple(self._held):
+        self._thread.join()  # otherwise its last heartbeat could create the file again
+        for name in tuple(self._owned):
             self.release(name)
-        self._sign.unlink(missing_ok=True)
+        self._heartbeat_file.unlink(missing_ok=True)
 
     def take(self, name: str) -> bool:
-        """Whether the piece ``name`` is ours now; False when a living process has it."""
+        """Claim the item ``name``. Return False if a living process owns it."""
         path = self._path(name)
         for _ in range(2):
             if self._create(path):
-                self._held.add(name)
+                self._owned.add(name)
                 return True
-            holder = _read(path)
-            if self._is_held(path, holder):
+            owner = _read(path)
+            if self._is_owned(path, owner):
                 return False
-            # a claim that was released meanwhile may be another's by now, and is not ours to clear
-            if holder is not None:
+            # a claim that was released in between may belong to another process by now: leave it
+            if owner is not None:
                 self._clear(path)
         return False
 
     def release(self, name: str) -> None:
-        """Give up a piece, done or not."""
-        self._held.discard(name)
-        # another may have taken it over while we seemed dead: only our own claim goes
+        """Give up an item, finished or not."""
+        self._owned.discard(name)
+        # another process may have taken it over while this one seemed dead: remove only our own claim
         if _read(self._path(name)) == self.owner:
             self._path(name).unlink(missing_ok=True)
 
-    def is_taken(self, name: str) -> bool:
-        """Whether a living process has the piece."""
-        path = self._path(name)
-        return self._is_held(path, _read(path))
-
     def is_newer(self, path: Path) -> bool:
-        """Whether a file was written since this process began to claim."""
+        """Return whether a file was written since this process entered its claims."""
         try:
             return path.stat().st_mtime >= self.started
         except FileNotFoundError:
@@ -106,11 +105,11 @@ class Claims:
             return False
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise UserError(f"cannot write {path}: {error.strerror}; make room or mend the disk") from error
+            raise UserError(f"cannot write {path}: {error.strerror}; free disk space or check the disk") from error
         return True
 
     def _clear(self, path: Path) -> None:
-        """Remove a dead owner's claim; of several that try, one succeeds."""
+        """Remove a dead owner's claim; if several processes try, one succeeds."""
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_GONE}")
         try:
             os.rename(path, aside)
@@ -118,45 +117,45 @@ class Claims:
             return
         aside.unlink(missing_ok=True)
 
-    def _is_held(self, path: Path, holder: str | None) -> bool:
-        """Whether a claim that names this holder (None: there is no claim) is a living process's."""
-        if holder == "":
-            # its owner's name follows, unless it was killed before it could write it
+    def _is_owned(self, path: Path, owner: str | None) -> bool:
+        """Return whether a claim with this owner (None: there is no claim) belongs to a living process."""
+        if owner == "":
+            # the owner's name follows, unless the owner was killed before it could write it
             return self._is_recent(path)
-        return holder is not None and self._is_alive(holder)
+        return owner is not None and self._is_alive(owner)
 
     def _is_alive(self, owner: str) -> bool:
         parts = owner.rsplit("-", 3)
         if len(parts) != 4:
-            return False  # nothing that a process of ours wrote
-        where, pid, start, _ = parts
-        if where == machine() and start and pid.isdecimal():
+            return False  # not written by `Claims`
+        owner_machine, pid, start, _ = parts
+        if owner_machine == machine() and start and pid.isdecimal():
             return process_start(int(pid)) == start
         return self._is_recent(self.folder / f"{owner}{_ALIVE}")
 
     def _is_recent(self, path: Path) -> bool:
         try:
-            return self._now() - path.stat().st_mtime < self._patience
+            return self._now() - path.stat().st_mtime < self._stale_after
         except FileNotFoundError:
             return False
 
     def _now(self) -> float:
-        self._sign.touch()
-        return self._sign.stat().st_mtime
+        self._heartbeat_file.touch()
+        return self._heartbeat_file.stat().st_mtime
 
-    def _show_life(self) -> None:
-        while not self._stop.wait(self._beat):
-            # someone may have cleaned the folder, or the disk may be full: the next beat tries again
+    def _heartbeat(self) -> None:
+        while not self._stop.wait(self._interval):
+            # the folder may have been deleted, or the disk may be full: the next heartbeat tries again
             with suppress(OSError):
-                self._sign.touch()
+                self._heartbeat_file.touch()
 
     def _sweep(self) -> None:
-        """Remove what dead processes left here."""
-        for sign in self.folder.glob(f"*{_ALIVE}"):
-            if not self._is_alive(sign.name.removesuffix(_ALIVE)):
-                sign.unlink(missing_ok=True)
+        """Remove the files of dead processes."""
+        for heartbeat in self.folder.glob(f"*{_ALIVE}"):
+            if not self._is_alive(heartbeat.name.removesuffix(_ALIVE)):
+                heartbeat.unlink(missing_ok=True)
         for claim in self.folder.glob(f"*{_CLAIM}"):
-            if (holder := _read(claim)) is not None and not self._is_held(claim, holder):
+            if (owner := _read(claim)) is not None and not self._is_owned(claim, owner):
                 self._clear(claim)
         for aside in self.folder.glob(f"*{_GONE}"):
             aside.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""What worker processes do with pictures: look at them (size and content hash), and bring them to their bucket.
+"""The work of decoder processes: probing images (size and content hash) and resizing them to their buckets.
 
-Nothing here needs torch, so that a worker is small and starts at once.
+This module does not import torch, so that worker processes are small and start quickly.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from sd3_light.data.sources import Location
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's bytes are."""
+    """Where a sample's image and mask are stored."""
 
     image: Location
     mask: Location | None
@@ -22,7 +22,7 @@ class SampleLocation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one look at a picture tells: its upright size and a hash of its bytes and its mask's, or a reason."""
+    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected."""
 
     width: int = 0
     height: int = 0
@@ -33,16 +33,16 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A picture that was looked at, and the bucket it goes to."""
+    """A probed image and its bucket."""
 
-    place: SampleLocation
-    looked: Probe
+    location: SampleLocation
+    probe: Probe
     bucket: Bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or a reason."""
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected."""
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
@@ -50,53 +50,53 @@ class Decoded:
     detail: str = ""
 
 
-def probe_images(places: Sequence[SampleLocation]) -> list[Probe]:
-    """Read each picture once."""
-    return [_look(place) for place in places]
+def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
+    """Read each image once and return its size and hash."""
+    return [_probe(location) for location in locations]
 
 
-def _look(place: SampleLocation) -> Probe:
+def _probe(location: SampleLocation) -> Probe:
     try:
-        image, mask = _read(place)
+        image, mask = _read(location)
         width, height = probe(image)
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
     return Probe(width, height, content_digest(image, mask))
 
 
-def crashed_probe(place: SampleLocation) -> Probe:
-    """What is told of a picture whose header killed the process."""
+def crashed_probe(location: SampleLocation) -> Probe:
+    """Return the result for an image whose header crashed the process."""
     return Probe(reason="decoder_crashed", detail="while its header was read")
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
-    """Pictures as their buckets want them."""
+    """Decode images and resize them to their buckets."""
     return [_decode(task) for task in tasks]
 
 
 def _decode(task: DecodeTask) -> Decoded:
     try:
-        image, mask = _read(task.place)
-        if content_digest(image, mask) != task.looked.digest:
+        image, mask = _read(task.location)
+        if content_digest(image, mask) != task.probe.digest:
             raise Reject("changed_meanwhile")
-        fitting = plan(task.looked.width, task.looked.height, task.bucket)
-        pixels = fit(decode(image), fitting)
-        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), fitting))
+        resize = plan(task.probe.width, task.probe.height, task.bucket)
+        pixels = fit(decode(image), resize)
+        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
 
 
 def crashed_decode(task: DecodeTask) -> Decoded:
-    """What is told of a picture that killed the process."""
+    """Return the result for an image that crashed the process."""
     return Decoded(reason="decoder_crashed")
 
 
-def _read(place: SampleLocation) -> tuple[bytes, bytes | None]:
-    return place.image.read(), None if place.mask is None else place.mask.read()
+def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:
+    return location.image.read(), None if location.mask is None else location.mask.read()
 
 
 def content_digest(image: bytes, mask: bytes | None) -> str:
-    """A hash of what a sample's files hold; an empty mask file differs from none."""
+    """Return a hash of a sample's files; an empty mask differs from no mask."""
     digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
     digest.update(image)
     if mask is not None:

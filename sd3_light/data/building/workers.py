@@ -1,7 +1,7 @@
-"""Worker processes that read and decode pictures, in order, a bounded number of batches ahead of who needs them.
+"""A pool of worker processes that read and decode images, in order and a bounded number of batches ahead.
 
-A picture that brings its decoder down takes a worker with it, not the run: the batches in
-hand are then done again one picture at a time, and the one that crashes again is told apart from the others.
+An image that crashes its decoder does not stop the run: the pending batch is repeated one image at a time in a new
+process, and only the image that crashes again is rejected.
 """
 
 import multiprocessing
@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 class WorkerPool(Generic[Task, Result]):
-    """``work`` maps a batch of tasks to a list of results, in ``count`` processes (in this one when 0).
+    """Runs ``work``, which maps a batch of tasks to a list of results, in ``count`` processes (0: in this one).
 
-    ``crashed`` gives the result of a task that kills its process. ``ahead`` batches are in hand at most. Usable as a
-    context manager.
+    ``crashed`` returns the result of a task that kills its process. At most ``ahead`` batches are pending.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class WorkerPool(Generic[Task, Result]):
         self.ahead = ahead or count + 1
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> "WorkerPool[Task, Result]":
-        # forked here and now, before whoever enters starts threads of its own
+    def __enter__(self) -> Self:
+        # fork now, before the caller starts threads
         if self._count:
             self._pool = _new_pool(self._count)
             self._pool.submit(os.getpid)
@@ -46,24 +45,24 @@ class WorkerPool(Generic[Task, Result]):
         self.close()
 
     def close(self) -> None:
-        """Stop the processes; what they have in hand is dropped."""
+        """Stop the processes and drop pending batches."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
 
     def map(self, batches: Iterable[Sequence[Task]]) -> Iterator[list[Result]]:
-        """The results of each batch, in order; batches are taken from the iterable only as they are needed."""
+        """Yield the results of each batch, in order; batches are taken from the iterable as they are needed."""
         if self._count == 0:
             for batch in batches:
                 yield self._work(batch)
             return
-        waiting: deque[tuple[Sequence[Task], Future[list[Result]]]] = deque()
+        pending: deque[tuple[Sequence[Task], Future[list[Result]]]] = deque()
         for batch in batches:
-            waiting.append((batch, self._submit(batch)))
-            if len(waiting) >= self.ahead:
-                yield self._take(waiting)
-        while waiting:
-            yield self._take(waiting)
+            pending.append((batch, self._submit(batch)))
+            if len(pending) >= self.ahead:
+                yield self._next_result(pending)
+        while pending:
+            yield self._next_result(pending)
 
     def _submit(self, batch: Sequence[Task]) -> "Future[list[Result]]":
         if self._pool is None:
@@ -74,43 +73,42 @@ class WorkerPool(Generic[Task, Result]):
             self.close()
             return self._submit(batch)
 
-    def _take(self, waiting: deque[tuple[Sequence[Task], "Future[list[Result]]"]]) -> list[Result]:
-        batch, future = waiting.popleft()
+    def _next_result(self, pending: deque[tuple[Sequence[Task], "Future[list[Result]]"]]) -> list[Result]:
+        batch, future = pending.popleft()
         try:
             return future.result()
         except BrokenProcessPool:
-            # every batch in hand fell with the process: this one is looked at closely, the others are given out again
+            # all pending batches were lost with the process: isolate the crash in this one, resubmit the others
             results = self._one_by_one(batch)
-            again = [(other, self._submit(other) if _fell(done) else done) for other, done in waiting]
-            waiting.clear()
-            waiting.extend(again)
+            resubmitted = [(other, self._submit(other) if _was_lost(done) else done) for other, done in pending]
+            pending.clear()
+            pending.extend(resubmitted)
             return results
 
     def _one_by_one(self, batch: Sequence[Task]) -> list[Result]:
         results = []
-        careful = WorkerPool(1, self._work, self._crashed)
-        with careful:
+        with WorkerPool(1, self._work, self._crashed) as pool:
             for task in batch:
                 try:
-                    results += careful._submit([task]).result()
+                    results += pool._submit([task]).result()
                 except BrokenProcessPool:
                     results.append(self._crashed(task))
         return results
 
 
-def _fell(future: "Future[list[Result]]") -> bool:
-    """Whether a batch was lost with its process."""
+def _was_lost(future: "Future[list[Result]]") -> bool:
+    """Return whether a batch was lost with its process."""
     return future.done() and isinstance(future.exception(), BrokenProcessPool)
 
 
 def _new_pool(count: int) -> ProcessPoolExecutor:
-    # forked, so that a script of one's own without a main guard is not run again in every worker
+    # forked, so that a custom script without a main guard is not run again in every worker
     context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_die_with_parent)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_exit_with_parent)
 
 
-def _die_with_parent() -> None:
-    """A worker of a killed run must not wait for work for ever."""
+def _exit_with_parent() -> None:
+    """Start a thread that exits this worker when the parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

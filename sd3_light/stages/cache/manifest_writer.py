@@ -33,7 +33,7 @@ def write_manifest(
         raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS}")
     counts = {
         "used": sum(entry.count for entry in entries),
-        "pictures": plan.counts.pictures,
+        "pictures": plan.counts.images,
         "cropped": plan.counts.cropped,
         "enlarged": plan.counts.enlarged,
         **{f"rejected: {reason}": count for reason, count in sorted(rejected.items())},

@@ -141,6 +141,6 @@ def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
 
 def test_clear_frees_everything() -> None:
     modules = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
-    modules = [weakref.ref(modules.get(name)) for name in ("one", "two")]
+    references = [weakref.ref(modules.get(name)) for name in ("one", "two")]
     modules.clear()
-    assert [module() for module in modules] == [None, None]
+    assert [reference() for reference in references] == [None, None]

@@ -190,7 +190,7 @@ def test_the_main_process_says_what_it_waits_for(project: Project) -> None:
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
     with Claims(project.cache / "claims") as other:
         other.take(lost.file)
-        with pytest.raises(UserError, match=r"gave up waiting for 1 shards of other processes, such as pictures-0"):
+        with pytest.raises(UserError, match=r"gave up waiting for 1 shards of other processes, such as images-0"):
             stage.run(loaded)
 
 

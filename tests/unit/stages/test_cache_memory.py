@@ -48,7 +48,7 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)
-        patch.setattr(cache_plan, "_UNITS_A_BATCH", 2)
+        patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
         patch.setattr(cache, "FrozenParts", memory.NoParts)
         # hashing the frozen parts takes a buffer that would hide what planning holds
         patch.setattr(cache, "make_recipe", lambda *_: {"text_tokens": "real"})

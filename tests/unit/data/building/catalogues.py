@@ -1,4 +1,4 @@
-"""Pictures on disk, their catalogue and their plan, as a process that has just begun would make them."""
+"""Helpers that write images and build their catalogue and plan as a newly started process does."""
 
 import itertools
 import os
@@ -20,8 +20,8 @@ COUNT = 30
 _times = itertools.count(10**18, 10**9)
 
 
-def picture(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), caption: str | None = "a, b, c") -> None:
-    """A captioned picture; no two writings have the same time."""
+def write_image(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), caption: str | None = "a, b, c") -> None:
+    """Write a captioned image with a modification time that is never repeated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (colour, 0, 0)).save(path)
     if caption is not None:
@@ -31,10 +31,10 @@ def picture(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), capti
             os.utime(file, ns=(time := next(_times), time))
 
 
-def pictures_in(folder: Path) -> Path:
-    """Thirty of them."""
+def write_images(folder: Path) -> Path:
+    """Write `COUNT` images."""
     for number in range(COUNT):
-        picture(folder / f"{number:02}.png", number)
+        write_image(folder / f"{number:02}.png", number)
     return folder
 
 
@@ -47,25 +47,25 @@ def age(paths: Sequence[Path], seconds: float) -> None:
         os.utime(path, (path.stat().st_mtime - seconds,) * 2)
 
 
-def nothing(_: int) -> None:
+def ignore(_: int) -> None:
     pass
 
 
 @contextmanager
-def opened(cache: Path, *directories: DirectoryConfig) -> Iterator[tuple[Catalogue, list[Listing]]]:
-    """A catalogue that has listed its directories, by a process that began after everything before."""
+def open_catalogue(cache: Path, *directories: DirectoryConfig) -> Iterator[tuple[Catalogue, list[Listing]]]:
+    """Yield a catalogue with its directories listed, as in a process that started after all earlier writes."""
     age(list((cache / "catalogue").rglob("*.*")), 60)
     with Claims(cache / "claims") as claims:
-        found = Catalogue(cache, claims)
-        yield found, found.refresh(make_sources(directories), nothing)
+        catalogue = Catalogue(cache, claims)
+        yield catalogue, catalogue.refresh(make_sources(directories), ignore)
 
 
-def looked(cache: Path, *directories: DirectoryConfig, workers: int = 0) -> dict[str, InputRow]:
-    """List, look, and return every row by the last of its key."""
-    with opened(cache, *directories) as (found, listings):
-        found.probe_images(listings, workers, nothing)
-        assert found.count_unprobed(listings) == 0
-        rows = [row for listing in listings for part in listing.parts for row in found.rows(part)]
+def list_and_probe(cache: Path, *directories: DirectoryConfig, workers: int = 0) -> dict[str, InputRow]:
+    """List and probe the directories; return the rows by file name."""
+    with open_catalogue(cache, *directories) as (catalogue, listings):
+        catalogue.probe_images(listings, workers, ignore)
+        assert catalogue.count_unprobed(listings) == 0
+        rows = [row for listing in listings for part in listing.parts for row in catalogue.rows(part)]
         assert sum(listing.rows for listing in listings) == len(rows)
         return {row.key.rsplit("/", 1)[1]: row for row in rows}
 
@@ -74,25 +74,25 @@ def parts_of(cache: Path) -> set[str]:
     return {path.name for path in (cache / "catalogue" / "parts").iterdir()}
 
 
-def planned(
+def plan_for(
     cache: Path, directories: Sequence[DirectoryConfig] | Path, recipe: dict[str, Any] = RECIPE, size: int = 8
 ) -> CachePlan:
-    """List, look and plan."""
+    """List, probe and plan."""
     if isinstance(directories, Path):
         directories = [directory(directories)]
-    with opened(cache, *directories) as (catalogue, listings):
-        catalogue.probe_images(listings, 0, nothing)
+    with open_catalogue(cache, *directories) as (catalogue, listings):
+        catalogue.probe_images(listings, 0, ignore)
         return make_cache_plan(catalogue, listings, recipe, size)
 
 
-def files(plan: CachePlan) -> list[str]:
+def unit_files(plan: CachePlan) -> list[str]:
     return [unit.file for unit in in_order(plan.units)]
 
 
-def names(plan: CachePlan, unit: Unit) -> list[str]:
+def sample_names(plan: CachePlan, unit: Unit) -> list[str]:
     return [member.row.key.rsplit("/", 1)[1] for member in plan.members(unit)]
 
 
 def unit_of(plan: CachePlan, name: str) -> str:
-    (found,) = (unit.file for unit in plan.units if name in names(plan, unit))
-    return found
+    (file,) = (unit.file for unit in plan.units if name in sample_names(plan, unit))
+    return file

@@ -1,15 +1,15 @@
-"""Thirty pictures and a place for their cache."""
+"""Thirty images and the path of their cache."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.unit.data.building.catalogues import pictures_in
+from tests.unit.data.building.catalogues import write_images
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return pictures_in(tmp_path / "pictures")
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Units of work: a pure function of the catalogue, and a change renames exactly what it touches."""
+"""Units of work: a pure function of the catalogue; a change renames exactly the units that it affects."""
 
 import os
 import shutil
@@ -20,38 +20,46 @@ from sd3_light.data.building.chunks import chunks
 from sd3_light.data.sources import scan_all
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.manifest_writer import in_order
-from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned, unit_of
+from tests.unit.data.building.catalogues import (
+    RECIPE,
+    directory,
+    plan_for,
+    sample_names,
+    unit_files,
+    unit_of,
+    write_image,
+)
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty rows fill a few parts."""
+    """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
 
-# --- what makes a unit ---------------------------------------------------------------------------
+# --- contents of units ---------------------------------------------------------------------------
 
 
 def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
-    """(label, resolution, bucket, keys) of each unit, by a plain reading of the rules with everything in memory."""
-    found: dict[Any, list[str]] = {}
+    """Return (label, resolution, bucket, keys) of each unit, computed naively in memory."""
+    samples: dict[Any, list[str]] = {}
     by_label = {source.label: source.directory for source in make_sources(directories)}
-    order = {label: at for at, label in enumerate(by_label)}
+    order = {label: index for index, label in enumerate(by_label)}
     for record in scan_all(directories):
         label = record.key.split("/")[0]
         keys = by_label[label]
         width, height = Image.open(record.image.path).size  # type: ignore[union-attr]
         groups = buckets_by_resolution(keys)
         for bucket in assign_all(width, height, groups):
-            at = next(at for at, group in enumerate(groups) if bucket in group)
-            resolution = (bucket.width, bucket.height) if keys.size_buckets else keys.resolutions[at]
-            found.setdefault((order[label], label, resolution, bucket), []).append(record.key)
+            index = next(index for index, group in enumerate(groups) if bucket in group)
+            resolution = (bucket.width, bucket.height) if keys.size_buckets else keys.resolutions[index]
+            samples.setdefault((order[label], label, resolution, bucket), []).append(record.key)
     return [
         (label, resolution, bucket, chunk)
-        for (_, label, resolution, bucket), keys_of in sorted(found.items())
+        for (_, label, resolution, bucket), keys_of in sorted(samples.items())
         for chunk in chunks(keys_of, sample_id, size)
     ]
 
@@ -65,18 +73,18 @@ def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, 
         {"resolutions": [64, 96], "enable_ar_bucket": True, "num_ar_buckets": 5},
         {"size_buckets": [[64, 64], [96, 48], [48, 96]]},
     ],
-    ids=["one size", "two sizes", "ratios", "sizes given"],
+    ids=["one size", "two sizes", "ratios", "explicit sizes"],
 )
-def test_a_plan_is_what_the_rules_say(tmp_path: Path, cache: Path, keys: dict[str, Any], size: int) -> None:
+def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys: dict[str, Any], size: int) -> None:
     for number in range(24):
-        picture(tmp_path / "a" / f"{number:02}.png", number, SIZES[number % 4])
-        picture(tmp_path / "b" / f"{number:02}.png", number, SIZES[number % 3])
+        write_image(tmp_path / "a" / f"{number:02}.png", number, SIZES[number % 4])
+        write_image(tmp_path / "b" / f"{number:02}.png", number, SIZES[number % 3])
     directories = [directory(tmp_path / "b", **keys), directory(tmp_path / "a", **keys)]
-    plan = planned(cache, directories, size=size)
-    found = []
+    plan = plan_for(cache, directories, size=size)
+    units = []
     for unit in in_order(plan.units):
         members = plan.members(unit)
-        found.append((unit.label, unit.resolution, unit.bucket, [member.row.key for member in members]))
+        units.append((unit.label, unit.resolution, unit.bucket, [member.row.key for member in members]))
         assert unit.count == len(members) <= size
         assert plan.ids(unit).tolist() == [sample_id(member.row.key) for member in members]
         assert [member.identity for member in members] == plan.ids(unit).tolist()
@@ -85,83 +93,83 @@ def test_a_plan_is_what_the_rules_say(tmp_path: Path, cache: Path, keys: dict[st
         assert (entry.file, entry.bucket, entry.resolution) == (unit.file, str(unit.bucket), unit.resolution)
         assert (entry.directory, entry.fingerprint) == (unit.label, unit.fingerprint)
         assert f"-r{unit.resolution[0]}x{unit.resolution[1]}-{unit.bucket}-{unit.fingerprint[:20]}." in unit.file
-    assert found == naive(directories, size)
-    assert len(set(files(plan))) == len(plan.units)
+    assert units == naive(directories, size)
+    assert len(set(unit_files(plan))) == len(plan.units)
     assert [unit.number for unit in plan.units] == list(range(len(plan.units)))
 
 
-def test_units_are_found_whatever_batch_they_were_written_in(
-    pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_units_do_not_depend_on_the_batches_they_are_written_in(
+    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [(unit, names(plan, unit)) for plan in [planned(cache, pictures, size=4)] for unit in plan.units]
+    expected = [(unit, sample_names(plan, unit)) for plan in [plan_for(cache, images, size=4)] for unit in plan.units]
     assert len(expected) > 9
-    monkeypatch.setattr(module, "_UNITS_A_BATCH", 3)
-    plan = planned(cache.with_name("other"), pictures, size=4)
-    assert [(unit, names(plan, unit)) for unit in plan.units] == expected
+    monkeypatch.setattr(module, "_UNITS_PER_BATCH", 3)
+    plan = plan_for(cache.with_name("other"), images, size=4)
+    assert [(unit, sample_names(plan, unit)) for unit in plan.units] == expected
 
 
-def test_planning_elsewhere_gives_the_same_names(pictures: Path, cache: Path) -> None:
-    assert files(planned(cache, pictures)) == files(planned(cache.with_name("other"), pictures))
+def test_another_cache_gets_the_same_file_names(images: Path, cache: Path) -> None:
+    assert unit_files(plan_for(cache, images)) == unit_files(plan_for(cache.with_name("other"), images))
 
 
-def test_where_the_folder_lies_means_nothing(pictures: Path, cache: Path, tmp_path: Path) -> None:
-    before = planned(cache, pictures)
+def test_the_path_of_the_folder_does_not_matter(images: Path, cache: Path, tmp_path: Path) -> None:
+    before = plan_for(cache, images)
     (tmp_path / "moved").mkdir()
-    moved = pictures.rename(tmp_path / "moved" / "pictures")
+    moved = images.rename(tmp_path / "moved" / "images")
     for folder in (cache, cache.with_name("other")):
-        after = planned(folder, moved)
-        assert files(after) == files(before)
+        after = plan_for(folder, moved)
+        assert unit_files(after) == unit_files(before)
         assert {after.source(unit).root for unit in after.units} == {moved}
 
 
-def test_equal_directories_are_told_apart(pictures: Path, cache: Path) -> None:
-    found = planned(cache, [directory(pictures), directory(pictures)])
-    members = [(unit.label, member.row.key) for unit in found.units for member in found.members(unit)]
-    assert Counter(label for label, _ in members) == {"pictures#0": 30, "pictures#1": 30}
+def test_equal_directories_get_distinct_units(images: Path, cache: Path) -> None:
+    plan = plan_for(cache, [directory(images), directory(images)])
+    members = [(unit.label, member.row.key) for unit in plan.units for member in plan.members(unit)]
+    assert Counter(label for label, _ in members) == {"images#0": 30, "images#1": 30}
     assert len({key for _, key in members}) == 60
     assert all(key.startswith(f"{label}/") for label, key in members)
-    assert len(set(files(found))) == len(found.units)
+    assert len(set(unit_files(plan))) == len(plan.units)
 
 
 def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None:
-    picture(tmp_path / "pictures" / "fits.png", size=(128, 128))
-    picture(tmp_path / "pictures" / "small.png", size=(32, 32))
-    picture(tmp_path / "pictures" / "wide.png", size=(200, 100))
-    counts = planned(cache, tmp_path / "pictures").counts
-    assert (counts.pictures, counts.cropped, counts.enlarged) == (3, 1, 1)
+    write_image(tmp_path / "images" / "fits.png", size=(128, 128))
+    write_image(tmp_path / "images" / "small.png", size=(32, 32))
+    write_image(tmp_path / "images" / "wide.png", size=(200, 100))
+    counts = plan_for(cache, tmp_path / "images").counts
+    assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
 
 
-def test_a_bucket_belongs_to_the_resolution_it_is_of(tmp_path: Path) -> None:
+def test_buckets_have_their_own_resolution(tmp_path: Path) -> None:
     keys = directory(tmp_path, resolutions=[[96, 64], [64, 96], [32, 32]])
-    found = fits(96, 64, keys)
-    assert [(resolution, bucket) for resolution, bucket, _ in found] == [
+    assignments = fits(96, 64, keys)
+    assert [(resolution, bucket) for resolution, bucket, _ in assignments] == [
         ((96, 64), Bucket(96, 64)),
         ((64, 96), Bucket(64, 96)),
         ((32, 32), Bucket(32, 32)),
     ]
-    assert [fit.cropped_fraction > 0 for _, _, fit in found] == [False, True, True]
-    assert [fit.enlarged for _, _, fit in found] == [False, True, False]
+    assert [fit.cropped_fraction > 0 for _, _, fit in assignments] == [False, True, True]
+    assert [fit.enlarged for _, _, fit in assignments] == [False, True, False]
 
 
-def test_captions_are_those_that_will_be_encoded(pictures: Path, cache: Path) -> None:
-    found = planned(cache, [directory(pictures, shuffle_tags=True, cache_shuffle_num=3, caption_prefix="photo of ")])
-    members = [member for unit in found.units for member in found.members(unit)]
+def test_captions_include_shuffles_and_prefix(images: Path, cache: Path) -> None:
+    plan = plan_for(cache, [directory(images, shuffle_tags=True, cache_shuffle_num=3, caption_prefix="photo of ")])
+    members = [member for unit in plan.units for member in plan.members(unit)]
     for member in members:
         assert len(member.captions) == 3
         assert all(caption.startswith("photo of ") for caption in member.captions)
         tags = [sorted(caption.removeprefix("photo of ").split(", ")) for caption in member.captions]
         assert tags == [["a", "b", "c"]] * 3
-    assert len({member.captions for member in members}) > 3, "each sample has shuffles of its own"
+    assert len({member.captions for member in members}) > 3, "samples have different shuffles"
 
 
-def test_units_of_a_kind_follow_the_samples(tmp_path: Path) -> None:
-    """By the place of the source, resolution and bucket; numbers alone would mix them as they fill."""
+def test_units_are_sorted_by_source_resolution_and_bucket(tmp_path: Path) -> None:
+    """Unit numbers alone would interleave buckets in the order in which they fill."""
 
     def unit(number: int, label: str, resolution: int, width: int) -> Unit:
         size = (resolution, resolution)
         return Unit(number, f"{number}", label, Bucket(width, 64), size, False, "", 1)
 
-    given = [
+    units = [
         unit(0, "z#0", 64, 96),
         unit(1, "z#0", 128, 64),
         unit(2, "z#0", 64, 64),
@@ -169,50 +177,50 @@ def test_units_of_a_kind_follow_the_samples(tmp_path: Path) -> None:
         unit(4, "a#0", 64, 64),
         unit(5, "z#0", 64, 64),
     ]
-    assert [one.number for one in in_order(given)] == [2, 5, 0, 3, 1, 4]
+    assert [unit.number for unit in in_order(units)] == [2, 5, 0, 3, 1, 4]
 
 
-# --- what renames a unit -------------------------------------------------------------------------
+# --- changes that rename units -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["caption", "picture", "mask"])
-def test_a_changed_sample_renames_its_unit_alone(pictures: Path, cache: Path, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("change", ["caption", "image", "mask"])
+def test_a_changed_sample_renames_only_its_unit(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     for number in range(30):
-        picture(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
-    keys = [directory(pictures, mask_path=tmp_path / "masks")]
-    before = planned(cache, keys)
-    if what == "caption":
-        picture(pictures / "15.png", 15, caption="another")
-    elif what == "picture":
-        picture(pictures / "15.png", 200)
+        write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
+    keys = [directory(images, mask_path=tmp_path / "masks")]
+    before = plan_for(cache, keys)
+    if change == "caption":
+        write_image(images / "15.png", 15, caption="another")
+    elif change == "image":
+        write_image(images / "15.png", 200)
     else:
-        picture(tmp_path / "masks" / "15.png", 100, caption=None)
-    after = planned(cache, keys)
+        write_image(tmp_path / "masks" / "15.png", 100, caption=None)
+    after = plan_for(cache, keys)
     old, new = unit_of(before, "15.png"), unit_of(after, "15.png")
     assert old != new
-    assert [new if file == old else file for file in files(before)] == files(after)
+    assert [new if file == old else file for file in unit_files(before)] == unit_files(after)
 
 
-def test_a_renamed_sample_is_another(pictures: Path, cache: Path) -> None:
-    before = planned(cache, pictures)
+def test_a_renamed_sample_is_a_new_sample(images: Path, cache: Path) -> None:
+    before = plan_for(cache, images)
     for suffix in (".png", ".txt"):
-        (pictures / f"15{suffix}").rename(pictures / f"15b{suffix}")
-    after = planned(cache, pictures)
-    assert unit_of(before, "15.png") not in files(after)
-    assert len(set(files(before)) - set(files(after))) <= 3
+        (images / f"15{suffix}").rename(images / f"15b{suffix}")
+    after = plan_for(cache, images)
+    assert unit_of(before, "15.png") not in unit_files(after)
+    assert len(set(unit_files(before)) - set(unit_files(after))) <= 3
 
 
-def test_what_comes_last_leaves_the_earlier_units_alone(pictures: Path, cache: Path) -> None:
-    before = files(planned(cache, pictures))
+def test_appended_samples_leave_earlier_units_unchanged(images: Path, cache: Path) -> None:
+    before = unit_files(plan_for(cache, images))
     for number in range(3):
-        picture(pictures / f"z{number}.png", 100 + number)
-    assert files(planned(cache, pictures))[: len(before) - 1] == before[:-1]
+        write_image(images / f"z{number}.png", 100 + number)
+    assert unit_files(plan_for(cache, images))[: len(before) - 1] == before[:-1]
 
 
 CHANGES = {
     "t5 length": ({**RECIPE, "t5_max_length": 32}, {}),
     "vae": ({**RECIPE, "vae": "another"}, {}),
-    "a part of the recipe": ({**RECIPE, "new": 1}, {}),
+    "recipe key": ({**RECIPE, "new": 1}, {}),
     "flip": (RECIPE, {"flip": True}),
     "resolution": (RECIPE, {"resolutions": [32]}),
     "shape": (RECIPE, {"resolutions": [[96, 64]]}),
@@ -226,36 +234,38 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_touches_all_renames_all(pictures: Path, cache: Path, tmp_path: Path, what: str) -> None:
-    recipe, keys = CHANGES[what]
-    picture(tmp_path / "white.png", 255, caption=None)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_affects_all_samples_renames_all_units(
+    images: Path, cache: Path, tmp_path: Path, change: str
+) -> None:
+    recipe, keys = CHANGES[change]
+    write_image(tmp_path / "white.png", 255, caption=None)
     for number in range(30):
-        picture(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
+        write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
     paths = {key: tmp_path / value for key, value in keys.items() if key in ("default_mask_file", "mask_path")}
-    before = planned(cache, pictures)
-    after = planned(cache, [directory(pictures, **{**keys, **paths})], recipe)
+    before = plan_for(cache, images)
+    after = plan_for(cache, [directory(images, **{**keys, **paths})], recipe)
     assert sum(unit.count for unit in after.units) == 30
-    assert set(files(after)).isdisjoint(files(before))
+    assert set(unit_files(after)).isdisjoint(unit_files(before))
 
 
-def test_what_leaves_samples_or_captions_out_is_noticed(pictures: Path, cache: Path) -> None:
-    picture(pictures / "15.png", 15, caption=" ")
-    before = planned(cache, pictures)
-    without = planned(cache, [directory(pictures, skip_empty_caption=True)])
+def test_settings_that_skip_samples_rename_units(images: Path, cache: Path) -> None:
+    write_image(images / "15.png", 15, caption=" ")
+    before = plan_for(cache, images)
+    without = plan_for(cache, [directory(images, skip_empty_caption=True)])
     assert sum(unit.count for unit in without.units) == 29
-    assert unit_of(before, "15.png") not in files(without)
-    half = planned(cache, [directory(pictures, subsample_ratio=0.5)])
+    assert unit_of(before, "15.png") not in unit_files(without)
+    half = plan_for(cache, [directory(images, subsample_ratio=0.5)])
     assert 5 < sum(unit.count for unit in half.units) < 25
 
 
-def test_shuffles_with_another_delimiter_are_others(pictures: Path, cache: Path) -> None:
-    picture(pictures / "15.png", 15, caption="a; b, c; d, e")
-    found = [
-        unit_of(planned(cache, [directory(pictures, cache_shuffle_num=2, cache_shuffle_delimiter=text)]), "15.png")
+def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:
+    write_image(images / "15.png", 15, caption="a; b, c; d, e")
+    names = [
+        unit_of(plan_for(cache, [directory(images, cache_shuffle_num=2, cache_shuffle_delimiter=text)]), "15.png")
         for text in (", ", "; ")
     ]
-    assert found[0] != found[1]
+    assert names[0] != names[1]
 
 
 @pytest.mark.parametrize(
@@ -268,67 +278,74 @@ def test_shuffles_with_another_delimiter_are_others(pictures: Path, cache: Path)
         {"skip_empty_caption": True},
         {"cache_shuffle_delimiter": "; "},
     ],
-    ids=["repeats", "ratios unused", "the same bucket by ratio", "the same bucket by size", "no empty ones", "unused"],
+    ids=[
+        "repeats",
+        "unused ratios",
+        "same bucket by ratio",
+        "same bucket by size",
+        "no empty captions",
+        "unused delimiter",
+    ],
 )
-def test_what_touches_no_features_renames_nothing(pictures: Path, cache: Path, keys: dict[str, Any]) -> None:
-    assert files(planned(cache, [directory(pictures, **keys)])) == files(planned(cache, pictures))
+def test_settings_that_do_not_affect_features_rename_nothing(images: Path, cache: Path, keys: dict[str, Any]) -> None:
+    assert unit_files(plan_for(cache, [directory(images, **keys)])) == unit_files(plan_for(cache, images))
 
 
-@pytest.mark.parametrize("what", ["times", "copied", "masks moved"])
-def test_other_places_and_times_of_the_same_bytes_rename_nothing(
-    pictures: Path, cache: Path, tmp_path: Path, what: str
+@pytest.mark.parametrize("change", ["times", "copied", "masks moved"])
+def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
+    images: Path, cache: Path, tmp_path: Path, change: str
 ) -> None:
     masks = tmp_path / "masks"
     for number in range(30):
-        picture(masks / f"{number:02}.png", 255, caption=None)
-    before = files(planned(cache, [directory(pictures, mask_path=masks)]))
-    if what == "times":
-        for path in pictures.iterdir():
+        write_image(masks / f"{number:02}.png", 255, caption=None)
+    before = unit_files(plan_for(cache, [directory(images, mask_path=masks)]))
+    if change == "times":
+        for path in images.iterdir():
             os.utime(path, ns=(1, 1))
-    if what == "copied":
-        pictures = Path(shutil.copytree(pictures, tmp_path / "copy" / "pictures", copy_function=shutil.copyfile))
-    if what == "masks moved":
+    if change == "copied":
+        images = Path(shutil.copytree(images, tmp_path / "copy" / "images", copy_function=shutil.copyfile))
+    if change == "masks moved":
         masks = masks.rename(tmp_path / "other masks")
-    assert files(planned(cache, [directory(pictures, mask_path=masks)])) == before
+    assert unit_files(plan_for(cache, [directory(images, mask_path=masks)])) == before
 
 
-def test_another_directory_leaves_the_first_alone(pictures: Path, cache: Path, tmp_path: Path) -> None:
-    before = files(planned(cache, pictures))
-    picture(tmp_path / "more" / "a.png")
-    for directories in ([tmp_path / "more", pictures], [pictures, tmp_path / "more"]):
-        after = files(planned(cache, [directory(path) for path in directories]))
-        assert [file for file in after if file.startswith("pictures-0-")] == before
+def test_adding_a_directory_leaves_the_first_unchanged(images: Path, cache: Path, tmp_path: Path) -> None:
+    before = unit_files(plan_for(cache, images))
+    write_image(tmp_path / "more" / "a.png")
+    for directories in ([tmp_path / "more", images], [images, tmp_path / "more"]):
+        after = unit_files(plan_for(cache, [directory(path) for path in directories]))
+        assert [file for file in after if file.startswith("images-0-")] == before
         assert len(after) == len(before) + 1
 
 
-def test_an_empty_mask_taken_away_renames_its_unit(pictures: Path, cache: Path, tmp_path: Path) -> None:
-    """With it the sample was rejected: the unit that stands lacks it."""
+def test_removing_an_empty_mask_renames_its_unit(images: Path, cache: Path, tmp_path: Path) -> None:
+    """The sample was rejected because of the mask, so the existing unit lacks it."""
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "15.png").touch()
-    keys = [directory(pictures, mask_path=tmp_path / "masks")]
-    before = planned(cache, keys)
+    keys = [directory(images, mask_path=tmp_path / "masks")]
+    before = plan_for(cache, keys)
     (tmp_path / "masks" / "15.png").unlink()
-    assert unit_of(planned(cache, keys), "15.png") != unit_of(before, "15.png")
+    assert unit_of(plan_for(cache, keys), "15.png") != unit_of(before, "15.png")
 
 
 # --- rejects -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_used_is_named_and_the_rest_goes_on(pictures: Path, cache: Path) -> None:
-    (pictures / "03.png").write_bytes(b"no picture")
-    (pictures / "06.png").write_bytes(b"")
-    (pictures / "08.txt").unlink()
-    found = planned(cache, pictures)
+def test_rejects_are_reported_and_the_rest_is_used(images: Path, cache: Path) -> None:
+    (images / "03.png").write_bytes(b"no image")
+    (images / "06.png").write_bytes(b"")
+    (images / "08.txt").unlink()
+    plan = plan_for(cache, images)
     expected = {"03.png": "not_an_image", "06.png": "empty_file", "08.png": "no_caption"}
-    assert {row.key.rsplit("/", 1)[1]: row.reason for row in found.rejected()} == expected
-    assert found.counts.rejected == Counter(expected.values())
-    assert found.counts.pictures == 27
-    used = [name for unit in in_order(found.units) for name in names(found, unit)]
+    assert {row.key.rsplit("/", 1)[1]: row.reason for row in plan.rejected()} == expected
+    assert plan.counts.rejected == Counter(expected.values())
+    assert plan.counts.images == 27
+    used = [name for unit in in_order(plan.units) for name in sample_names(plan, unit)]
     assert used == [f"{number:02}.png" for number in range(30) if f"{number:02}.png" not in expected]
 
 
-def test_a_set_without_samples_has_an_empty_plan(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(b"")
-    found = planned(cache, tmp_path / "pictures")
-    assert (found.units, found.counts.pictures, found.counts.rejected) == ([], 0, {"no_caption": 1})
+def test_a_dataset_without_samples_has_an_empty_plan(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"")
+    plan = plan_for(cache, tmp_path / "images")
+    assert (plan.units, plan.counts.images, plan.counts.rejected) == ([], 0, {"no_caption": 1})

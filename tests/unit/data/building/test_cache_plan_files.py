@@ -1,4 +1,4 @@
-"""The plan on disk: made once, by one process, without ever holding the whole set."""
+"""The plan on disk: written once, by one process, without holding the whole dataset in memory."""
 
 import json
 import multiprocessing
@@ -20,114 +20,110 @@ from sd3_light.data.building import catalogue as catalogue_module
 from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from tests.unit.data.building.catalogues import RECIPE, directory, files, names, picture, planned
+from tests.unit.data.building.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, write_image
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty rows fill a few parts."""
+    """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
 
-def test_a_plan_is_made_once(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pictures / "03.png").write_bytes(b"no picture")
-    before = planned(cache, pictures)
+def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (images / "03.png").write_bytes(b"no image")
+    before = plan_for(cache, images)
     monkeypatch.setattr(module, "_Planner", lambda *_: pytest.fail("it was planned again"))
-    after = planned(cache, pictures)
+    after = plan_for(cache, images)
     assert after.units == before.units
     assert after.counts == before.counts
     assert after.counts.rejected == {"not_an_image": 1}
-    assert [names(after, unit) for unit in after.units] == [names(before, unit) for unit in before.units]
+    assert [sample_names(after, unit) for unit in after.units] == [sample_names(before, unit) for unit in before.units]
 
 
-@pytest.mark.parametrize("what", ["size", "recipe", "setting", "file", "version"])
-def test_another_plan_is_made_when_it_must_be(
-    pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    planned(cache, pictures)
-    made: list[object] = []
+@pytest.mark.parametrize("change", ["size", "recipe", "setting", "file", "version"])
+def test_a_change_makes_a_new_plan(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    plan_for(cache, images)
+    planners: list[object] = []
     real = module._Planner
-    monkeypatch.setattr(module, "_Planner", lambda *given: made.append(given) or real(*given))
-    if what == "file":
-        picture(pictures / "zz.png")
-    if what == "version":
+    monkeypatch.setattr(module, "_Planner", lambda *args: planners.append(args) or real(*args))
+    if change == "file":
+        write_image(images / "zz.png")
+    if change == "version":
         monkeypatch.setattr(module, "PLAN_VERSION", module.PLAN_VERSION + 1)
-    recipe = {**RECIPE, "vae": "another"} if what == "recipe" else RECIPE
-    keys = {"min_ar": 0.6} if what == "setting" else {}
-    planned(cache, [directory(pictures, **keys)], recipe, 16 if what == "size" else 8)
-    assert len(made) == 1
+    recipe = {**RECIPE, "vae": "another"} if change == "recipe" else RECIPE
+    keys = {"min_ar": 0.6} if change == "setting" else {}
+    plan_for(cache, [directory(images, **keys)], recipe, 16 if change == "size" else 8)
+    assert len(planners) == 1
 
 
-def test_a_plan_without_its_counts_is_made_again(pictures: Path, cache: Path) -> None:
+def test_a_plan_without_its_counts_is_rebuilt(images: Path, cache: Path) -> None:
     """The planner was killed between the two files."""
-    before = files(planned(cache, pictures))
+    before = unit_files(plan_for(cache, images))
     (counts,) = (cache / "catalogue").glob("plan-*.json")
     counts.unlink()
     (plan,) = (cache / "catalogue").glob("plan-*.arrow")
     plan.write_bytes(b"")
-    assert files(planned(cache, pictures)) == before
+    assert unit_files(plan_for(cache, images)) == before
 
 
-def test_a_plan_of_unreadable_inputs_is_made_again(
-    pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The catalogue tries them again under the same name."""
+def test_a_plan_with_unreadable_inputs_is_rebuilt(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalogue retries them under the same name."""
     real = catalogue_module.probe_images
 
-    def probe_images(places: Sequence[Any]) -> list[Any]:
+    def probe_images(locations: Sequence[Any]) -> list[Any]:
         return [
-            catalogue_module.Probe(reason="unreadable") if place.image.path.endswith("07.png") else one
-            for place, one in zip(places, real(places), strict=True)
+            catalogue_module.Probe(reason="unreadable") if location.image.path.endswith("07.png") else probe
+            for location, probe in zip(locations, real(locations), strict=True)
         ]
 
     with monkeypatch.context() as patch:
         patch.setattr(catalogue_module, "probe_images", probe_images)
-        before = planned(cache, pictures)
+        before = plan_for(cache, images)
         assert before.counts.rejected == {"unreadable": 1}
-    after = planned(cache, pictures)
+    after = plan_for(cache, images)
     assert after.counts.rejected == {}
-    assert files(after) == files(planned(cache.with_name("other"), pictures))
+    assert unit_files(after) == unit_files(plan_for(cache.with_name("other"), images))
 
 
-def test_the_plans_that_were_used_last_are_kept(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_recently_used_plans_are_kept(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (8, 9, 10, 11, 12, 13, 14, 15, 8, 16):
-        planned(cache, pictures, size=size)
+        plan_for(cache, images, size=size)
     assert len(list((cache / "catalogue").glob("plan-*.arrow"))) == 8
     assert len(list((cache / "catalogue").glob("plan-*.json"))) == 8
     monkeypatch.setattr(module, "_Planner", lambda *_: pytest.fail("it was planned again"))
     for size in (8, 10, 16):
-        planned(cache, pictures, size=size)
+        plan_for(cache, images, size=size)
     with pytest.raises(pytest.fail.Exception):
-        planned(cache, pictures, size=9)
+        plan_for(cache, images, size=9)
 
 
-def plan_and_hang(cache: Path, pictures: Path, ready: Any) -> None:
+def plan_and_hang(cache: Path, images: Path, ready: Any) -> None:
     def hang(*_: object) -> None:
         ready.send("planning")
         time.sleep(600)
 
     module._Planner.write = hang  # type: ignore[method-assign]
-    planned(cache, pictures)
+    plan_for(cache, images)
 
 
-def test_a_killed_planner_is_taken_over(pictures: Path, cache: Path) -> None:
-    expected = files(planned(cache.with_name("other"), pictures))
+def test_the_work_of_a_killed_planner_is_taken_over(images: Path, cache: Path) -> None:
+    expected = unit_files(plan_for(cache.with_name("other"), images))
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=plan_and_hang, args=(cache, pictures, theirs))
+    process = FORK.Process(target=plan_and_hang, args=(cache, images, theirs))
     process.start()
     assert ours.poll(60)
     assert list((cache / "claims").glob("plan-*.claim"))
     process.kill()
     process.join()
-    assert files(planned(cache, pictures)) == expected
+    assert unit_files(plan_for(cache, images)) == expected
 
 
-def test_a_living_planner_is_waited_for(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it wrote is taken, and nothing is planned twice."""
-    expected = files(planned(cache, pictures))
+def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is used, and nothing is planned twice."""
+    expected = unit_files(plan_for(cache, images))
     aside = cache.with_name("aside")
     aside.mkdir()
     plans = list((cache / "catalogue").glob("plan-*"))
@@ -145,33 +141,33 @@ def test_a_living_planner_is_waited_for(pictures: Path, cache: Path, monkeypatch
                 path.rename(cache / "catalogue" / path.name)
 
         monkeypatch.setattr(module.time, "sleep", sleep)
-        assert files(planned(cache, pictures)) == expected
+        assert unit_files(plan_for(cache, images)) == expected
     assert len(waits) == 1
 
 
 # --- many samples --------------------------------------------------------------------------------
 
 
-def listed(catalogue: Catalogue, where: DirectoryConfig, parts: int, rows: int) -> Listing:
-    """A catalogue of made-up rows that were looked at: ``parts`` parts of ``rows``."""
-    (source,) = make_sources([where])
+def write_listing(catalogue: Catalogue, config: DirectoryConfig, parts: int, rows: int) -> Listing:
+    """Write a catalogue of invented probed rows: ``parts`` parts of ``rows`` rows."""
+    (source,) = make_sources([config])
     digests = [f"{number:032x}" for number in range(parts)]
     (catalogue.folder / "parts").mkdir(parents=True)
     for number, digest in enumerate(digests):
-        made = [
+        part = [
             InputRow(
-                f"{source.label}/{number}-{at}.png",
-                f'["{number}-{at}.png"]',
+                f"{source.label}/{number}-{index}.png",
+                f'["{number}-{index}.png"]',
                 "",
                 "1-1",
                 ("a, b",),
                 64,
                 64,
-                f"{at:032x}",
+                f"{index:032x}",
             )
-            for at in range(rows)
+            for index in range(rows)
         ]
-        catalogue_module._write_table(catalogue._part(digest), made)
+        catalogue_module._write_table(catalogue._part(digest), part)
     return Listing(source, tuple(digests), parts * rows)
 
 
@@ -180,17 +176,16 @@ def large(cache: Path, tmp_path: Path) -> Iterator[tuple[Catalogue, list[Listing
     """12,000 samples."""
     with Claims(cache / "claims") as claims:
         catalogue = Catalogue(cache, claims)
-        yield catalogue, [listed(catalogue, directory(tmp_path), 24, 500)]
+        yield catalogue, [write_listing(catalogue, directory(tmp_path), 24, 500)]
 
 
-def test_planning_holds_a_few_units_not_the_set(
+def test_planning_holds_only_a_few_units_in_memory(
     large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_UNITS_A_BATCH", 8)
+    monkeypatch.setattr(module, "_UNITS_PER_BATCH", 8)
     catalogue, (listing,) = large
-    make_cache_plan(
-        catalogue, [replace(listing, parts=listing.parts[:1])], RECIPE, 256
-    )  # what is loaded once is loaded
+    # a first plan, so that lazy imports are not measured
+    make_cache_plan(catalogue, [replace(listing, parts=listing.parts[:1])], RECIPE, 256)
     tracemalloc.start()
     try:
         plan = make_cache_plan(catalogue, [listing], RECIPE, 256)
@@ -198,7 +193,7 @@ def test_planning_holds_a_few_units_not_the_set(
     finally:
         tracemalloc.stop()
     assert sum(unit.count for unit in plan.units) == 12_000
-    # a part of 500 rows and eight units; their places and ids alone would be more, the samples 12 MB
+    # a part of 500 rows and eight units; all positions and ids would be more, all samples 12 MB
     assert peak < 1e6, f"{peak / 1e6:.1f} MB for 12,000 samples"
     ids = np.concatenate([plan.ids(unit) for unit in plan.units])
     assert len(np.unique(ids)) == 12_000
@@ -206,9 +201,9 @@ def test_planning_holds_a_few_units_not_the_set(
         assert [member.identity for member in plan.members(unit)] == plan.ids(unit).tolist()
 
 
-def test_a_plan_is_opened_without_its_samples(cache: Path, pictures: Path) -> None:
-    """The counts and a row a unit are read; samples come from the catalogue when their unit's turn comes."""
-    plan = planned(cache, pictures)
+def test_a_plan_is_opened_without_reading_its_samples(cache: Path, images: Path) -> None:
+    """Only the counts and one row per unit are read; samples are read from the catalogue on request."""
+    plan = plan_for(cache, images)
     shutil.rmtree(cache / "catalogue" / "parts")
     assert sum(unit.count for unit in plan.units) == 30
     assert len(np.concatenate([plan.ids(unit) for unit in plan.units])) == 30

@@ -1,4 +1,4 @@
-"""A catalogue filled by several processes: each does what no other does, and takes over what a dead one left."""
+"""A catalogue filled by several processes: they divide the work and take over that of dead processes."""
 
 import multiprocessing
 import os
@@ -18,61 +18,61 @@ from sd3_light.data.building.catalogue import Catalogue, make_sources, rotate_to
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Probe, SampleLocation
 from sd3_light.data.sources.records import FileBytes
-from tests.unit.data.building.catalogues import COUNT, directory, looked, nothing, opened
+from tests.unit.data.building.catalogues import COUNT, directory, ignore, list_and_probe, open_catalogue
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty rows fill a few parts."""
+    """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(module, "PART_ROWS", 8)
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
 
-def name_of(place: SampleLocation) -> str:
-    assert isinstance(place.image, FileBytes)
-    return Path(place.image.path).name
+def name_of(location: SampleLocation) -> str:
+    assert isinstance(location.image, FileBytes)
+    return Path(location.image.path).name
 
 
-def start(work: Callable[..., object], *given: object) -> BaseProcess:
-    process = FORK.Process(target=work, args=given)
+def start(work: Callable[..., object], *args: object) -> BaseProcess:
+    process = FORK.Process(target=work, args=args)
     process.start()
     return process
 
 
-def test_every_process_begins_elsewhere() -> None:
+def test_every_process_starts_at_a_different_item() -> None:
     names = list("abcdefg")
     assert [rotate_to_share(names, (rank, 3))[0] for rank in range(3)] == ["a", "c", "e"]
     assert all(sorted(rotate_to_share(names, (rank, 3))) == names for rank in range(3))
     assert rotate_to_share([], (1, 2)) == []
 
 
-def share_work(cache: Path, where: DirectoryConfig, rank: int, barrier: Any) -> None:
-    """Look at what the other does not; no process ends its first batch before the other has one."""
+def share_work(cache: Path, config: DirectoryConfig, rank: int, barrier: Any) -> None:
+    """Probe what the other process does not; neither finishes its first batch before the other has one."""
     first = True
 
-    def probe_images(places: Sequence[SampleLocation]) -> list[Probe]:
+    def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
         nonlocal first
         if first:
             barrier.wait(60)
             first = False
         with open(cache / f"log{rank}", "a") as log:
-            log.write("".join(f"{name_of(place)}\n" for place in places))
-        return decode.probe_images(places)
+            log.write("".join(f"{name_of(location)}\n" for location in locations))
+        return decode.probe_images(locations)
 
     module.probe_images = probe_images
     with Claims(cache / "claims") as claims:
-        found = Catalogue(cache, claims, (rank, 2))
-        listings = found.refresh(make_sources([where]), nothing)
-        found.probe_images(listings, 0, nothing)
-        assert all(found.rows(part) for part in listings[0].parts), "what the other did is there too"
+        catalogue = Catalogue(cache, claims, (rank, 2))
+        listings = catalogue.refresh(make_sources([config]), ignore)
+        catalogue.probe_images(listings, 0, ignore)
+        assert all(catalogue.rows(part) for part in listings[0].parts), "the other's results are available too"
 
 
-def test_two_processes_share_the_work(pictures: Path, cache: Path) -> None:
+def test_two_processes_divide_the_work(images: Path, cache: Path) -> None:
     cache.mkdir()
     barrier = FORK.Barrier(2)
-    processes = [start(share_work, cache, directory(pictures), rank, barrier) for rank in range(2)]
+    processes = [start(share_work, cache, directory(images), rank, barrier) for rank in range(2)]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
@@ -81,8 +81,8 @@ def test_two_processes_share_the_work(pictures: Path, cache: Path) -> None:
     assert Counter(logs[0] + logs[1]) == Counter(f"{number:02}.png" for number in range(COUNT))
 
 
-def hang(cache: Path, where: DirectoryConfig, name: str, ready: Any) -> None:
-    """Begin to list or to look, say so, and go no further."""
+def hang(cache: Path, config: DirectoryConfig, name: str, ready: Any) -> None:
+    """Start listing or probing, report it, and hang."""
 
     def stop(*_: object) -> Any:
         ready.send(name)
@@ -91,74 +91,74 @@ def hang(cache: Path, where: DirectoryConfig, name: str, ready: Any) -> None:
     if name == "scan":
         real = module.scan
 
-        def scan(*given: Any) -> Iterator[Any]:
-            for number, found in enumerate(real(*given)):
-                yield found if number < 20 else stop()
+        def scan(*args: Any) -> Iterator[Any]:
+            for number, entry in enumerate(real(*args)):
+                yield entry if number < 20 else stop()
 
         module.scan = scan
     else:
         module.probe_images = stop
     with Claims(cache / "claims") as claims:
-        found = Catalogue(cache, claims)
-        found.probe_images(found.refresh(make_sources([where]), nothing), 0, nothing)
+        catalogue = Catalogue(cache, claims)
+        catalogue.probe_images(catalogue.refresh(make_sources([config]), ignore), 0, ignore)
 
 
 @pytest.mark.parametrize("name", ["scan", "probe_images"])
-def test_a_killed_process_has_its_work_taken_over(pictures: Path, cache: Path, name: str) -> None:
+def test_the_work_of_a_killed_process_is_taken_over(images: Path, cache: Path, name: str) -> None:
     ours, theirs = FORK.Pipe()
-    process = start(hang, cache, directory(pictures), name, theirs)
+    process = start(hang, cache, directory(images), name, theirs)
     assert ours.poll(60)
     process.kill()
     process.join()
-    assert list((cache / "claims").glob("*.claim")), "it had something in hand"
-    assert len(looked(cache, directory(pictures))) == COUNT
+    assert list((cache / "claims").glob("*.claim")), "it had claimed an item"
+    assert len(list_and_probe(cache, directory(images))) == COUNT
 
 
-def test_a_living_process_is_waited_for(pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second has nothing to do, and returns when the first has done it."""
-    with opened(cache, directory(pictures)) as (first, listings):
+def test_a_living_process_is_waited_for(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process has nothing to do and returns when the first is done."""
+    with open_catalogue(cache, directory(images)) as (first, listings):
         (part, *rest) = listings[0].parts
         assert first.claims.take(part)
         with Claims(cache / "claims") as others:
             second = Catalogue(cache, others)
-            again = second.refresh(make_sources([directory(pictures)]), nothing)
+            again = second.refresh(make_sources([directory(images)]), ignore)
             waits: list[float] = []
 
             def sleep(seconds: float) -> None:
                 waits.append(seconds)
-                assert all(second._part(one).is_file() for one in rest), "all that is free comes first"
+                assert all(second._part(other).is_file() for other in rest), "unclaimed parts are done before waiting"
                 if len(waits) == 2:
                     first.claims.release(part)
 
             monkeypatch.setattr(module.time, "sleep", sleep)
-            second.probe_images(again, 0, nothing)
+            second.probe_images(again, 0, ignore)
         assert len(waits) == 2
         assert first.count_unprobed(listings) == 0
 
 
-def test_rows_that_another_looks_at_meanwhile_are_not_missed(
-    pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_probed_by_another_process_meanwhile_are_not_counted(
+    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file of rows goes between the moment a part is found unseen and the moment its rows are counted."""
-    with opened(cache, directory(pictures)) as (found, listings):
-        real = found._is_looked
+    """The file of rows is deleted after the part is seen as unprobed and before its rows are counted."""
+    with open_catalogue(cache, directory(images)) as (catalogue, listings):
+        real = catalogue._is_probed
 
-        def is_looked(part: str) -> bool:
-            seen = real(part)
-            found._rows_file(part).unlink(missing_ok=True)
-            return seen
+        def is_probed(part: str) -> bool:
+            probed = real(part)
+            catalogue._rows_file(part).unlink(missing_ok=True)
+            return probed
 
-        monkeypatch.setattr(found, "_is_looked", is_looked)
-        assert found.count_unprobed(listings) == 0
+        monkeypatch.setattr(catalogue, "_is_probed", is_probed)
+        assert catalogue.count_unprobed(listings) == 0
 
 
-def test_a_picture_that_crashes_its_reader_is_named(
-    pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_image_that_crashes_its_reader_is_rejected(
+    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = decode._look
-    # the worker is forked, and looks as we do
-    monkeypatch.setattr(decode, "_look", lambda place: os._exit(1) if name_of(place) == "07.png" else real(place))
-    rows = looked(cache, directory(pictures), workers=1)
+    real = decode._probe
+    # the worker is forked and inherits the patch
+    monkeypatch.setattr(decode, "_probe", lambda file: os._exit(1) if name_of(file) == "07.png" else real(file))
+    rows = list_and_probe(cache, directory(images), workers=1)
     assert {name: row.reason for name, row in rows.items() if row.reason} == {"07.png": "decoder_crashed"}
     assert rows["07.png"].detail
     assert rows["08.png"].width == 64

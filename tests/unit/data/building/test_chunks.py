@@ -1,4 +1,4 @@
-"""Chunks that end where their content says: bounded, of a fair size, and a change stays near its place."""
+"""Content-defined chunks: bounded sizes, and a change affects only nearby chunks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,8 +16,8 @@ def cut(ids: Sequence[int], most: int = MOST) -> list[tuple[int, ...]]:
     return [tuple(chunk) for chunk in chunks(ids, int, most)]
 
 
-def test_all_items_come_in_order() -> None:
-    assert [one for chunk in cut(IDS) for one in chunk] == IDS
+def test_items_keep_their_order() -> None:
+    assert [item for chunk in cut(IDS) for item in chunk] == IDS
     assert cut([]) == []
     assert cut(IDS[:1]) == [(IDS[0],)]
 
@@ -26,37 +26,37 @@ def test_all_items_come_in_order() -> None:
     ("most", "low", "high"),
     [(1, 1, 1), (2, 1.2, 1.8), (3, 1.4, 2), (4, 1.6, 2.2), (5, 1.7, 2.3), (8, 2.7, 3.3), (30, 14, 18), (200, 95, 125)],
 )
-def test_sizes_are_bounded_and_fair(most: int, low: float, high: float) -> None:
+def test_sizes_are_bounded_and_average_about_half(most: int, low: float, high: float) -> None:
     sizes = [len(chunk) for chunk in cut(IDS, most)]
     assert max(sizes) <= most
     assert min(sizes[:-1]) >= most // 4
     assert len(sizes) > 1
-    # about half: neither many small shards nor most of them cut by force
+    # about half: neither many small chunks nor most of them cut at the limit
     assert low <= np.mean(sizes[:-1]) <= high
 
 
 @pytest.mark.parametrize("repeated", [0, 1, 2**63 - 1])
-def test_sizes_are_bounded_whatever_the_ids(repeated: int) -> None:
+def test_sizes_are_bounded_for_any_ids(repeated: int) -> None:
     sizes = {len(chunk) for chunk in cut([repeated] * 1000, 100)[:-1]}
     assert sizes <= {25, 100}
 
 
-def test_chunks_are_cut_as_they_come() -> None:
-    """The iterable is not read beyond the chunk that is asked for."""
+def test_chunks_are_yielded_as_they_are_complete() -> None:
+    """The iterable is not read beyond the requested chunk."""
     taken = []
 
     def items() -> object:
-        for one in IDS:
-            taken.append(one)
-            yield one
+        for item in IDS:
+            taken.append(item)
+            yield item
 
-    found = chunks(items(), int, MOST)  # type: ignore[arg-type, var-annotated]
-    first, second = next(found), next(found)
+    results = chunks(items(), int, MOST)  # type: ignore[arg-type, var-annotated]
+    first, second = next(results), next(results)
     assert taken == first + second
 
 
 @pytest.mark.parametrize("kind", ["insert", "remove"])
-def test_a_change_stays_near_its_place(kind: str) -> None:
+def test_a_change_affects_only_nearby_chunks(kind: str) -> None:
     draws = np.random.default_rng(1)
     before = set(cut(IDS))
     changed = []
@@ -69,7 +69,7 @@ def test_a_change_stays_near_its_place(kind: str) -> None:
     assert max(changed) < 15, "of more than 150"
 
 
-def test_a_changed_item_that_keeps_its_id_changes_its_own_chunk_alone() -> None:
+def test_a_changed_item_with_the_same_id_changes_only_its_chunk() -> None:
     items = [(identity, "old") for identity in IDS]
     before = list(chunks(items, lambda item: item[0], MOST))
     items[7000] = (IDS[7000], "new")
@@ -77,7 +77,7 @@ def test_a_changed_item_that_keeps_its_id_changes_its_own_chunk_alone() -> None:
     assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
 
 
-def test_what_comes_last_leaves_the_earlier_chunks_alone() -> None:
+def test_appended_items_leave_earlier_chunks_unchanged() -> None:
     before = cut(IDS[:-500])
     assert cut(IDS)[: len(before) - 1] == before[:-1]
     assert all(first[-1] % (MOST // 3) == 0 or len(first) == MOST for first, _ in pairwise(before))

@@ -1,4 +1,4 @@
-"""Claims: one living owner a piece, a dead one's pieces are taken over, and nothing is left behind."""
+"""Claims: one living owner per item, items of dead owners are taken over, and no files are left behind."""
 
 import multiprocessing
 import os
@@ -18,28 +18,33 @@ from sd3_light.data.building.claims import Claims
 
 FORK = multiprocessing.get_context("fork")
 ELSEWHERE = "other-host-0a1b2c3d-4026531836-123-456789-abcdef"  # an owner on another machine
-PATIENCE = 60.0
+STALE_AFTER = 60.0
 
 
 @pytest.fixture
 def claims(tmp_path: Path) -> Iterator[Claims]:
-    with Claims(tmp_path / "claims") as found:
-        yield found
+    with Claims(tmp_path / "claims") as claims:
+        yield claims
 
 
-def start(work: Callable[..., object], *given: object) -> BaseProcess:
-    process = FORK.Process(target=work, args=given)
+def start(work: Callable[..., object], *args: object) -> BaseProcess:
+    process = FORK.Process(target=work, args=args)
     process.start()
     return process
 
 
-def claim_of(folder: Path, name: str, owner: str) -> Path:
+def is_owned(claims: Claims, name: str) -> bool:
+    path = claims._path(name)
+    return claims._is_owned(path, module._read(path))
+
+
+def write_claim(folder: Path, name: str, owner: str) -> Path:
     path = folder / f"{name}.claim"
     path.write_text(owner, encoding="utf-8")
     return path
 
 
-def sign_of(folder: Path, owner: str, seconds_ago: float) -> Path:
+def write_heartbeat(folder: Path, owner: str, seconds_ago: float) -> Path:
     path = folder / f"{owner}.alive"
     path.touch()
     age(path, seconds_ago)
@@ -54,33 +59,33 @@ def age(path: Path, seconds: float) -> None:
 # --- one owner -----------------------------------------------------------------------------------
 
 
-def test_a_piece_has_one_owner(claims: Claims) -> None:
+def test_an_item_has_one_owner(claims: Claims) -> None:
     with Claims(claims.folder) as other:
         assert claims.take("a")
         assert not other.take("a")
-        assert not claims.take("a"), "not even its owner takes it twice"
-        assert other.is_taken("a")
+        assert not claims.take("a"), "not even its owner can take it twice"
+        assert is_owned(other, "a")
         assert other.take("b")
-        assert claims.is_taken("b")
-        assert not claims.is_taken("c")
+        assert is_owned(claims, "b")
+        assert not is_owned(claims, "c")
 
 
-def test_what_is_released_can_be_taken(claims: Claims) -> None:
+def test_a_released_item_can_be_taken(claims: Claims) -> None:
     with Claims(claims.folder) as other:
         assert claims.take("a")
         claims.release("a")
-        assert not other.is_taken("a")
+        assert not is_owned(other, "a")
         assert other.take("a")
 
 
-def test_leaving_releases_everything(tmp_path: Path) -> None:
+def test_exiting_releases_all_claims(tmp_path: Path) -> None:
     with Claims(tmp_path) as claims:
         assert all(claims.take(name) for name in "abc")
         claims.release("b")
     assert os.listdir(tmp_path) == []
 
 
-def test_leaving_by_a_fault_releases_everything(tmp_path: Path) -> None:
+def test_exiting_by_an_exception_releases_all_claims(tmp_path: Path) -> None:
     def work() -> None:
         with Claims(tmp_path) as claims:
             claims.take("a")
@@ -91,33 +96,33 @@ def test_leaving_by_a_fault_releases_everything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_no_beat_comes_after_the_end(tmp_path: Path) -> None:
-    """A beat that came late would leave a sign of life for ever."""
+def test_no_heartbeat_is_written_after_the_end(tmp_path: Path) -> None:
+    """A late heartbeat would leave its file behind forever."""
     for _ in range(100):
-        with Claims(tmp_path, beat=1e-5):
+        with Claims(tmp_path, heartbeat=1e-5):
             pass
         assert os.listdir(tmp_path) == []
 
 
 def test_a_claim_that_was_taken_over_is_not_released(claims: Claims) -> None:
-    """We seemed dead, and another has it now."""
+    """This process seemed dead, and another owns the item now."""
     claims.take("a")
-    path = claim_of(claims.folder, "a", ELSEWHERE)
+    path = write_claim(claims.folder, "a", ELSEWHERE)
     claims.release("a")
     assert path.read_text() == ELSEWHERE
 
 
-def test_a_claim_released_and_taken_by_another_at_once_is_left_alone(
+def test_a_claim_released_and_retaken_by_another_process_is_left_alone(
     claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there when we try to create it, gone when we look whose it is, and another's when we come again."""
+    """It exists when we try to create it, is gone when we read its owner, and has another owner when we retry."""
     with Claims(claims.folder) as first, Claims(claims.folder) as second:
         assert first.take("a")
-        looks = []
+        reads = []
 
         def read(path: Path) -> str | None:
-            looks.append(path)
-            if len(looks) == 1:
+            reads.append(path)
+            if len(reads) == 1:
                 with monkeypatch.context() as plain:
                     plain.setattr(module, "_read", real)
                     first.release("a")
@@ -129,15 +134,15 @@ def test_a_claim_released_and_taken_by_another_at_once_is_left_alone(
         monkeypatch.setattr(module, "_read", read)
         assert not claims.take("a")
         assert (claims.folder / "a.claim").read_text() == second.owner
-        assert len(looks) == 2
+        assert len(reads) == 2
 
 
-def test_a_full_disk_is_named_and_leaves_no_claim(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_claim(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
     real = open
 
     class Full:
-        def __init__(self, path: Path, *given: Any, **keys: Any) -> None:
-            self.file = real(path, *given, **keys)
+        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
+            self.file = real(path, *args, **kwargs)
 
         def __enter__(self) -> "Full":
             return self
@@ -151,10 +156,10 @@ def test_a_full_disk_is_named_and_leaves_no_claim(claims: Claims, monkeypatch: p
     monkeypatch.setattr(module, "open", Full, raising=False)
     with pytest.raises(UserError, match=r"cannot write .*a\.claim: No space left on device"):
         claims.take("a")
-    assert not claims.is_taken("a")
+    assert not is_owned(claims, "a")
 
 
-# --- the dead ------------------------------------------------------------------------------------
+# --- dead owners ---------------------------------------------------------------------------------
 
 
 def hold(folder: Path, ready: Any) -> None:
@@ -166,7 +171,7 @@ def hold(folder: Path, ready: Any) -> None:
 
 @pytest.fixture
 def holder(claims: Claims) -> Iterator[BaseProcess]:
-    """A process that has the piece "a"."""
+    """A process that owns the item "a"."""
     ours, theirs = FORK.Pipe()
     process = start(hold, claims.folder, theirs)
     assert ours.poll(60)
@@ -175,86 +180,90 @@ def holder(claims: Claims) -> Iterator[BaseProcess]:
     process.join()
 
 
-def test_a_killed_process_is_noticed_at_once(claims: Claims, holder: BaseProcess) -> None:
-    assert claims.is_taken("a")
+def test_a_killed_process_is_noticed_immediately(claims: Claims, holder: BaseProcess) -> None:
+    assert is_owned(claims, "a")
     assert not claims.take("a")
     assert holder.pid is not None
     os.kill(holder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    assert not claims.is_taken("a"), "dead, though its parent has not fetched it yet"
+    assert not is_owned(claims, "a"), "a zombie counts as dead"
     holder.join()
-    assert not claims.is_taken("a")
+    assert not is_owned(claims, "a")
     assert claims.take("a")
 
 
-def test_a_living_process_keeps_its_piece_however_silent(claims: Claims, holder: BaseProcess) -> None:
-    """On one machine the process itself is looked at, not its sign: it may have been stopped."""
-    (sign,) = (path for path in claims.folder.glob("*.alive") if not path.name.startswith(claims.owner))
-    age(sign, 10 * PATIENCE)
+def test_a_living_process_keeps_its_item_without_a_heartbeat(claims: Claims, holder: BaseProcess) -> None:
+    """On the same machine the process is checked instead of its heartbeat: it may have been suspended."""
+    (heartbeat,) = (path for path in claims.folder.glob("*.alive") if not path.name.startswith(claims.owner))
+    age(heartbeat, 10 * STALE_AFTER)
     assert not claims.take("a")
     with Claims(claims.folder):
-        assert sign.exists(), "nor is it swept"
+        assert heartbeat.exists(), "it is not swept either"
 
 
-def test_a_process_number_that_is_used_again_is_another_process(claims: Claims) -> None:
+def test_a_reused_process_number_is_another_process(claims: Claims) -> None:
     machine, pid, started, rest = claims.owner.rsplit("-", 3)
-    claim_of(claims.folder, "a", f"{machine}-{pid}-{int(started) - 1}-{rest}")
-    assert not claims.is_taken("a")
+    write_claim(claims.folder, "a", f"{machine}-{pid}-{int(started) - 1}-{rest}")
+    assert not is_owned(claims, "a")
     assert claims.take("a")
 
 
-@pytest.mark.parametrize(("silent", "alive"), [(0, True), (PATIENCE - 5, True), (PATIENCE + 5, False), (None, False)])
-def test_an_owner_elsewhere_lives_by_its_sign(claims: Claims, silent: float | None, alive: bool) -> None:
-    claim_of(claims.folder, "a", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("silent", "alive"), [(0, True), (STALE_AFTER - 5, True), (STALE_AFTER + 5, False), (None, False)]
+)
+def test_an_owner_on_another_machine_is_alive_while_its_heartbeat_is_recent(
+    claims: Claims, silent: float | None, alive: bool
+) -> None:
+    write_claim(claims.folder, "a", ELSEWHERE)
     if silent is not None:
-        sign_of(claims.folder, ELSEWHERE, silent)
-    assert claims.is_taken("a") == alive
+        write_heartbeat(claims.folder, ELSEWHERE, silent)
+    assert is_owned(claims, "a") == alive
     assert claims.take("a") == (not alive)
 
 
-def test_an_owner_shows_that_it_lives(tmp_path: Path) -> None:
+def test_an_owner_refreshes_its_heartbeat(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
-    with Claims(folder, beat=0.005) as claims:
-        (sign,) = folder.glob("*.alive")
-        age(sign, PATIENCE)
-        wait_until(lambda: time.time() - sign.stat().st_mtime < PATIENCE / 2)
-        folder.rename(tmp_path / "away")
-        time.sleep(0.02)  # a few beats find no folder
+    with Claims(folder, heartbeat=0.005) as claims:
+        (heartbeat,) = folder.glob("*.alive")
+        age(heartbeat, STALE_AFTER)
+        wait_until(lambda: time.time() - heartbeat.stat().st_mtime < STALE_AFTER / 2)
+        folder.rename(tmp_path / "moved")
+        time.sleep(0.02)  # a few heartbeats fail
         folder.mkdir()
-        wait_until(sign.exists)
+        wait_until(heartbeat.exists)
         assert claims.take("a")
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not is_true():
-        assert time.monotonic() < deadline, "no beat came"
+        assert time.monotonic() < deadline, "no heartbeat was written"
         time.sleep(0.002)
 
 
-def test_a_claim_without_a_name_is_believed_for_a_while(claims: Claims) -> None:
-    """Its owner is about to write its name, or was killed before it could."""
-    path = claim_of(claims.folder, "a", "")
-    assert claims.is_taken("a")
+def test_a_claim_without_an_owner_is_valid_for_a_while(claims: Claims) -> None:
+    """Its owner is about to write its name, or was killed before it could do so."""
+    path = write_claim(claims.folder, "a", "")
+    assert is_owned(claims, "a")
     assert not claims.take("a")
-    age(path, PATIENCE + 5)
-    assert not claims.is_taken("a")
+    age(path, STALE_AFTER + 5)
+    assert not is_owned(claims, "a")
     assert claims.take("a")
 
 
-def test_what_the_dead_left_is_swept_by_the_next(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_swept(tmp_path: Path) -> None:
     living, dead = ELSEWHERE, ELSEWHERE.replace("123", "124")
-    kept = [sign_of(tmp_path, living, 0), claim_of(tmp_path, "a", living), claim_of(tmp_path, "new", "")]
-    sign_of(tmp_path, dead, PATIENCE + 5)
-    claim_of(tmp_path, "b", dead)
-    age(claim_of(tmp_path, "c", ""), PATIENCE + 5)
+    valid = [write_heartbeat(tmp_path, living, 0), write_claim(tmp_path, "a", living), write_claim(tmp_path, "new", "")]
+    write_heartbeat(tmp_path, dead, STALE_AFTER + 5)
+    write_claim(tmp_path, "b", dead)
+    age(write_claim(tmp_path, "c", ""), STALE_AFTER + 5)
     (tmp_path / "d.claim.01234567.gone").write_text(dead)
     with Claims(tmp_path):
         pass
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert sorted(tmp_path.iterdir()) == sorted(valid)
 
 
-def test_newer_means_since_we_began(claims: Claims, tmp_path: Path) -> None:
+def test_is_newer_compares_with_the_start_of_the_claims(claims: Claims, tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert not claims.is_newer(file)
     file.touch()
@@ -263,8 +272,8 @@ def test_newer_means_since_we_began(claims: Claims, tmp_path: Path) -> None:
     assert not claims.is_newer(file)
 
 
-def test_what_was_written_just_before_is_not_newer(tmp_path: Path) -> None:
-    """Times of files move in steps, and a process may begin in the step of an earlier write."""
+def test_a_file_written_just_before_is_not_newer(tmp_path: Path) -> None:
+    """File times have a limited resolution: the claims may start in the same tick as an earlier write."""
     file = tmp_path / "file"
     for number in range(20):
         file.write_text(str(number))
@@ -276,30 +285,30 @@ def test_what_was_written_just_before_is_not_newer(tmp_path: Path) -> None:
 
 # --- a race --------------------------------------------------------------------------------------
 
-PIECES = [f"piece{number}" for number in range(200)]
+ITEMS = [f"item{number}" for number in range(200)]
 
 
 def race(folder: Path, barrier: Any) -> None:
-    """Do every piece that is not done, in the order that all racers have."""
+    """Do every item that is not done, in the same order in all processes."""
     with Claims(folder / "claims") as claims:
         barrier.wait(60)
-        for piece in PIECES:
-            done = folder / piece
-            if done.exists() or not claims.take(piece):
+        for item in ITEMS:
+            done = folder / item
+            if done.exists() or not claims.take(item):
                 continue
             if not done.exists():
                 with open(folder / "log", "a") as log:
-                    log.write(f"{piece} {os.getpid()}\n")
+                    log.write(f"{item} {os.getpid()}\n")
                 done.touch()
-            claims.release(piece)
+            claims.release(item)
 
 
-def test_racers_do_each_piece_once(tmp_path: Path) -> None:
+def test_racing_processes_do_each_item_once(tmp_path: Path) -> None:
     barrier = FORK.Barrier(3)
     racers = [start(race, tmp_path, barrier) for _ in range(3)]
     for racer in racers:
         racer.join(60)
         assert racer.exitcode == 0
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    assert Counter(piece for piece, _ in lines) == Counter(PIECES)
+    assert Counter(item for item, _ in lines) == Counter(ITEMS)
     assert os.listdir(tmp_path / "claims") == []

@@ -1,4 +1,4 @@
-"""What workers do with pictures: looking and decoding tell the same story, and a change between them is noticed."""
+"""Probing and decoding images agree, and a change in between is noticed."""
 
 import subprocess
 import sys
@@ -27,22 +27,22 @@ from tests.unit.data.inputs import exif, halves, noise, palette, save
 BUCKET = Bucket(48, 64)
 
 
-def place(folder: Path, image: bytes, mask: bytes | None = None) -> SampleLocation:
-    """A picture and its mask on disk."""
+def write_sample(folder: Path, image: bytes, mask: bytes | None = None) -> SampleLocation:
+    """Write an image and its mask to disk."""
     (folder / "image").write_bytes(image)
     if mask is not None:
         (folder / "mask").write_bytes(mask)
     return SampleLocation(FileBytes(str(folder / "image")), None if mask is None else FileBytes(str(folder / "mask")))
 
 
-def seen(where: SampleLocation) -> Probe:
-    (found,) = probe_images([where])
-    return found
+def probe_one(location: SampleLocation) -> Probe:
+    (probe,) = probe_images([location])
+    return probe
 
 
-def decoded(where: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
-    (found,) = decode_images([DecodeTask(where, seen(where), bucket)])
-    return found
+def decoded(location: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
+    (result,) = decode_images([DecodeTask(location, probe_one(location), bucket)])
+    return result
 
 
 @pytest.mark.parametrize(
@@ -53,52 +53,56 @@ def decoded(where: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
         (save(noise("L", (20, 200)), "PNG"), (20, 200)),
         (palette(0), (32, 16)),
     ],
-    ids=["plain", "turned", "grey", "palette"],
+    ids=["plain", "rotated", "grey", "palette"],
 )
-def test_the_look_and_the_decoding_agree_with_preprocess(tmp_path: Path, image: bytes, size: tuple[int, int]) -> None:
-    where = place(tmp_path, image)
-    looked = seen(where)
-    assert (looked.width, looked.height, looked.reason) == (*size, "")
-    assert looked.digest == content_digest(image, None)
-    found = decoded(where)
-    assert found.pixels is not None
-    assert found.pixels.shape == (64, 48, 3)
-    assert np.array_equal(found.pixels, fit(decode(image), plan(*size, BUCKET)))
-    assert (found.mask, found.reason, found.detail) == (None, "", "")
+def test_probing_and_decoding_agree_with_preprocess(tmp_path: Path, image: bytes, size: tuple[int, int]) -> None:
+    location = write_sample(tmp_path, image)
+    probe = probe_one(location)
+    assert (probe.width, probe.height, probe.reason) == (*size, "")
+    assert probe.digest == content_digest(image, None)
+    result = decoded(location)
+    assert result.pixels is not None
+    assert result.pixels.shape == (64, 48, 3)
+    assert np.array_equal(result.pixels, fit(decode(image), plan(*size, BUCKET)))
+    assert (result.mask, result.reason, result.detail) == (None, "", "")
 
 
-def test_many_are_done_at_once_and_bad_ones_stand_in_their_place(tmp_path: Path) -> None:
-    places = []
-    for number, data in enumerate([save(noise(), "PNG"), b"", save(halves(), "PNG"), b"no picture"]):
+def test_results_of_a_batch_are_in_order_including_rejects(tmp_path: Path) -> None:
+    locations = []
+    for number, data in enumerate([save(noise(), "PNG"), b"", save(halves(), "PNG"), b"no image"]):
         (tmp_path / str(number)).mkdir()
-        places.append(place(tmp_path / str(number), data))
-    places.append(SampleLocation(FileBytes(str(tmp_path / "nowhere")), None))
-    looked = probe_images(places)
-    assert [one.reason for one in looked] == ["", "empty_file", "", "not_an_image", "unreadable"]
-    assert "nowhere" in looked[4].detail
-    tasks = [DecodeTask(where, one, BUCKET) for where, one in zip(places, looked, strict=True) if not one.reason]
-    assert [one.pixels is not None for one in decode_images(tasks)] == [True, True]
+        locations.append(write_sample(tmp_path / str(number), data))
+    locations.append(SampleLocation(FileBytes(str(tmp_path / "nowhere")), None))
+    probes = probe_images(locations)
+    assert [probe.reason for probe in probes] == ["", "empty_file", "", "not_an_image", "unreadable"]
+    assert "nowhere" in probes[4].detail
+    tasks = [
+        DecodeTask(location, probe, BUCKET)
+        for location, probe in zip(locations, probes, strict=True)
+        if not probe.reason
+    ]
+    assert [result.pixels is not None for result in decode_images(tasks)] == [True, True]
 
 
-def test_what_only_decoding_shows_is_a_reject_too(tmp_path: Path) -> None:
+def test_errors_found_only_when_decoding_are_rejects(tmp_path: Path) -> None:
     data = save(noise(size=(64, 64)), "PNG")
-    found = decoded(place(tmp_path, data[: len(data) // 2]))
-    assert found.pixels is None
-    assert found.reason in ("truncated", "broken_image")
+    result = decoded(write_sample(tmp_path, data[: len(data) // 2]))
+    assert result.pixels is None
+    assert result.reason in ("truncated", "broken_image")
 
 
 @pytest.mark.parametrize("which", ["image", "mask"])
-def test_a_file_that_changed_since_the_look_is_not_encoded(tmp_path: Path, which: str) -> None:
-    where = place(tmp_path, save(noise(), "PNG"), save(halves("L", 255, 0), "PNG"))
-    task = DecodeTask(where, seen(where), BUCKET)
+def test_a_file_that_changed_since_the_probe_is_rejected(tmp_path: Path, which: str) -> None:
+    location = write_sample(tmp_path, save(noise(), "PNG"), save(halves("L", 255, 0), "PNG"))
+    task = DecodeTask(location, probe_one(location), BUCKET)
     (tmp_path / which).write_bytes(save(halves("L", 9, 8), "PNG"))
-    (found,) = decode_images([task])
-    assert (found.pixels, found.mask, found.reason) == (None, None, "changed_meanwhile")
+    (result,) = decode_images([task])
+    assert (result.pixels, result.mask, result.reason) == (None, None, "changed_meanwhile")
 
 
-def test_a_file_that_went_since_the_look_is_named(tmp_path: Path) -> None:
-    where = place(tmp_path, save(noise(), "PNG"))
-    task = DecodeTask(where, seen(where), BUCKET)
+def test_a_file_deleted_since_the_probe_is_unreadable(tmp_path: Path) -> None:
+    location = write_sample(tmp_path, save(noise(), "PNG"))
+    task = DecodeTask(location, probe_one(location), BUCKET)
     (tmp_path / "image").unlink()
     assert decode_images([task])[0].reason == "unreadable"
 
@@ -106,29 +110,29 @@ def test_a_file_that_went_since_the_look_is_named(tmp_path: Path) -> None:
 # --- masks ---------------------------------------------------------------------------------------
 
 
-def test_a_mask_comes_at_latent_size_with_its_pictures_crop(tmp_path: Path) -> None:
+def test_a_mask_has_latent_size_and_the_crop_of_its_image(tmp_path: Path) -> None:
     image, mask = save(noise(size=(64, 48)), "PNG"), save(halves("L", 255, 0, (128, 96)), "PNG")
-    found = decoded(place(tmp_path, image, mask))
-    assert found.mask is not None
-    assert found.mask.shape == (8, 6)
-    assert np.array_equal(found.mask, fit_mask(decode_mask(mask), plan(64, 48, BUCKET)))
-    assert (found.mask[:, :3] == 255).all()
-    assert (found.mask[:, 4:] == 0).all()
+    result = decoded(write_sample(tmp_path, image, mask))
+    assert result.mask is not None
+    assert result.mask.shape == (8, 6)
+    assert np.array_equal(result.mask, fit_mask(decode_mask(mask), plan(64, 48, BUCKET)))
+    assert (result.mask[:, :3] == 255).all()
+    assert (result.mask[:, 4:] == 0).all()
 
 
 @pytest.mark.parametrize(
     ("mask", "reason"),
-    [(b"", "empty_file"), (b"no picture", "not_an_image"), (save(Image.new("L", (64, 48), 0), "PNG"), "empty_mask")],
+    [(b"", "empty_file"), (b"no image", "not_an_image"), (save(Image.new("L", (64, 48), 0), "PNG"), "empty_mask")],
 )
-def test_a_mask_that_cannot_be_used_rejects_its_sample(tmp_path: Path, mask: bytes, reason: str) -> None:
-    where = place(tmp_path, save(noise(), "PNG"), mask)
-    assert seen(where).reason == "", "the look opens pictures only"
-    found = decoded(where)
-    assert (found.pixels, found.mask, found.reason) == (None, None, reason)
+def test_an_unusable_mask_rejects_its_sample(tmp_path: Path, mask: bytes, reason: str) -> None:
+    location = write_sample(tmp_path, save(noise(), "PNG"), mask)
+    assert probe_one(location).reason == "", "the probe reads only the image header"
+    result = decoded(location)
+    assert (result.pixels, result.mask, result.reason) == (None, None, reason)
 
 
-def test_the_hash_tells_every_mask_from_every_other_and_from_none() -> None:
-    """An empty mask is a reject: a sample must not stay rejected when the empty file is taken away."""
+def test_content_digests_differ_for_every_mask_and_for_no_mask() -> None:
+    """An empty mask rejects a sample, which must not stay rejected when the empty file is removed."""
     contents = [
         (b"ab", None),
         (b"ab", b""),
@@ -146,14 +150,14 @@ def test_the_hash_tells_every_mask_from_every_other_and_from_none() -> None:
 # --- the process ---------------------------------------------------------------------------------
 
 
-def test_a_crash_has_a_reason_that_people_can_look_up(tmp_path: Path) -> None:
-    where = place(tmp_path, b"")
-    assert crashed_probe(where).reason in REASONS
-    crashed = crashed_decode(DecodeTask(where, Probe(1, 1, ""), BUCKET))
+def test_a_crash_has_a_documented_reason(tmp_path: Path) -> None:
+    location = write_sample(tmp_path, b"")
+    assert crashed_probe(location).reason in REASONS
+    crashed = crashed_decode(DecodeTask(location, Probe(1, 1, ""), BUCKET))
     assert crashed.reason in REASONS
     assert crashed.pixels is None
 
 
-def test_a_worker_needs_no_torch() -> None:
+def test_workers_do_not_import_torch() -> None:
     code = "import sys, sd3_light.data.building.decode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Worker processes: results in order, little ahead, and a task that kills its process is told apart from the rest."""
+"""Worker processes: ordered results, bounded prefetch, and isolation of tasks that kill their process."""
 
 import faulthandler
 import multiprocessing
@@ -24,7 +24,7 @@ def double(numbers: Sequence[int]) -> list[int]:
 
 
 def double_slowly(numbers: Sequence[int]) -> list[int]:
-    """The first of any three batches takes longest."""
+    """Double; the first of any three batches takes longest."""
     time.sleep(0.02 * (-numbers[0] % 3))
     return double(numbers)
 
@@ -56,8 +56,8 @@ def process_of(numbers: Sequence[int]) -> list[int]:
     return [os.getpid() for _ in numbers]
 
 
-class Pulled:
-    """Batches that count how many were asked for."""
+class CountedBatches:
+    """Batches that count how many were requested."""
 
     def __init__(self, batches: Iterable[Sequence[int]] = BATCHES) -> None:
         self._batches, self.count = batches, 0
@@ -72,36 +72,36 @@ class Pulled:
 def test_results_come_in_order(count: int) -> None:
     with WorkerPool(count, double_slowly, negative) as workers:
         assert list(workers.map(BATCHES)) == DOUBLED
-        assert list(workers.map(BATCHES[:1])) == DOUBLED[:1], "and again"
+        assert list(workers.map(BATCHES[:1])) == DOUBLED[:1], "a second time"
         assert list(workers.map([])) == []
 
 
 @pytest.mark.parametrize(("count", "ahead", "most"), [(0, None, 1), (1, None, 2), (2, None, 3), (2, 5, 5), (2, 1, 1)])
-def test_few_batches_are_taken_ahead(count: int, ahead: int | None, most: int) -> None:
-    pulled = Pulled()
+def test_few_batches_are_prefetched(count: int, ahead: int | None, most: int) -> None:
+    batches = CountedBatches()
     with WorkerPool(count, double, negative, ahead) as workers:
-        results = workers.map(pulled)
-        assert pulled.count == 0, "nothing before it is needed"
+        results = workers.map(batches)
+        assert batches.count == 0, "nothing is read before it is needed"
         for taken, _ in enumerate(results):
-            assert pulled.count == min(taken + most, len(BATCHES))
+            assert batches.count == min(taken + most, len(BATCHES))
 
 
-def test_processes_do_the_work_unless_there_are_none() -> None:
+def test_work_runs_in_processes_or_in_this_one() -> None:
     with WorkerPool(0, process_of, negative) as workers:
         assert set(*workers.map([[1, 2]])) == {os.getpid()}
     with WorkerPool(2, process_of, negative) as workers:
-        found = {pid for pids in workers.map(BATCHES) for pid in pids}
-        assert os.getpid() not in found
-        assert 1 <= len(found) <= 2
+        used = {pid for pids in workers.map(BATCHES) for pid in pids}
+        assert os.getpid() not in used
+        assert 1 <= len(used) <= 2
 
 
 @pytest.mark.parametrize("work", [exit_on_some, crash_on_some])
 @pytest.mark.parametrize(("count", "ahead"), [(1, None), (2, 6)])
-def test_a_task_that_kills_its_process_is_told_apart(work: Any, count: int, ahead: int | None) -> None:
-    """Two of them in one batch, and one in another that was in hand at the same time."""
+def test_a_task_that_kills_its_process_is_isolated(work: Any, count: int, ahead: int | None) -> None:
+    """Two such tasks in one batch, and one in another batch that was pending at the same time."""
     with WorkerPool(count, work, negative, ahead) as workers:
-        found = list(workers.map(BATCHES))
-    assert found == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
+        results = list(workers.map(BATCHES))
+    assert results == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
 
 
 def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
@@ -110,27 +110,27 @@ def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
     return [len(numbers)] * len(numbers)
 
 
-def test_only_the_batch_that_crashed_is_taken_apart() -> None:
-    """Those that fell with it are given out again as they were."""
+def test_only_the_batch_that_crashed_is_split() -> None:
+    """Batches lost with it are resubmitted whole."""
     with WorkerPool(1, batch_size_or_exit, negative, ahead=8) as workers:
-        found = list(workers.map(BATCHES))
-    assert found == [[5] * 5, [1, 1, -7, 1, 1], *([[5] * 5] * 6)]
+        results = list(workers.map(BATCHES))
+    assert results == [[5] * 5, [1, 1, -7, 1, 1], *([[5] * 5] * 6)]
 
 
-def test_a_pool_lives_on_after_a_crash() -> None:
+def test_a_pool_works_after_a_crash() -> None:
     with WorkerPool(1, exit_on_some, negative, ahead=1) as workers:
         assert list(workers.map([[7]])) == [[-7]]
         assert list(workers.map([[1], [8], [2]])) == [[2], [-8], [4]]
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_an_exception_of_the_work_is_the_callers(count: int) -> None:
+def test_an_exception_in_the_work_is_raised(count: int) -> None:
     with WorkerPool(count, fail_on_some, negative) as workers:
         results = workers.map(BATCHES)
         assert next(results) == DOUBLED[0]
         with pytest.raises(LookupError, match="seven"):
             next(results)
-        assert list(workers.map(BATCHES[2:])) == DOUBLED[2:], "the processes are whole"
+        assert list(workers.map(BATCHES[2:])) == DOUBLED[2:], "the processes still work"
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -138,17 +138,17 @@ def test_an_exception_of_the_work_is_the_callers(count: int) -> None:
 _turns = FORK.Semaphore(0)
 
 
-def log_in_turn(paths: Sequence[Path]) -> list[Path]:
-    """Done when its turn comes, or late."""
+def touch_when_released(paths: Sequence[Path]) -> list[Path]:
+    """Touch the files when the semaphore is released, or after a timeout."""
     _turns.acquire(timeout=2)
     for path in paths:
         path.touch()
     return list(paths)
 
 
-def test_closing_drops_what_was_not_begun(tmp_path: Path) -> None:
-    """A process has one batch in hand and two more in its queue, which cannot be called back."""
-    workers = WorkerPool(1, log_in_turn, lambda path: path, ahead=20)
+def test_closing_drops_batches_that_were_not_started(tmp_path: Path) -> None:
+    """A process works on one batch and has two more in its queue that cannot be cancelled."""
+    workers = WorkerPool(1, touch_when_released, lambda path: path, ahead=20)
     _turns.release()
     results = workers.map([tmp_path / str(number)] for number in range(20))
     assert next(results) == [tmp_path / "0"]
@@ -162,13 +162,13 @@ def test_closing_drops_what_was_not_begun(tmp_path: Path) -> None:
 
 def keep_two_busy(pids: Any) -> None:
     with WorkerPool(2, process_of, negative) as workers:
-        found = {pid for batch in workers.map(BATCHES) for pid in batch}
+        used = {pid for batch in workers.map(BATCHES) for pid in batch}
         assert workers._pool is not None
-        pids.send(found | set(workers._pool._processes))
+        pids.send(used | set(workers._pool._processes))
         time.sleep(600)
 
 
-def test_workers_die_with_a_killed_parent() -> None:
+def test_workers_exit_with_a_killed_parent() -> None:
     ours, theirs = FORK.Pipe()
     parent = FORK.Process(target=keep_two_busy, args=(theirs,))
     parent.start()
@@ -180,7 +180,7 @@ def test_workers_die_with_a_killed_parent() -> None:
     parent.join()
     deadline = time.monotonic() + 20
     while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "orphans are left"
+        assert time.monotonic() < deadline, "orphaned workers are left"
         time.sleep(0.01)
 
 
