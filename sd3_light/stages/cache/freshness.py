@@ -1,4 +1,4 @@
-"""What stands between the sources and the cache, on one screen: fresh, stale, missing, orphaned."""
+"""The state of a cache compared with its plan: which samples are fresh, stale or missing, and which files are orphans."""
 
 import os
 from collections import Counter
@@ -21,9 +21,9 @@ from sd3_light.runlog import info
 from sd3_light.stages.cache.number_set import NumberSet
 from sd3_light.stages.cache.shard_builder import is_done
 
-_RECIPE_WORDS = {
-    "format": "the cache's format",
-    "preprocess": "how pictures are prepared",
+_RECIPE_LABELS = {
+    "format": "the cache format",
+    "preprocess": "the image preprocessing",
     "vae": "the VAE",
     "text_encoder": "CLIP-L",
     "text_encoder_2": "CLIP-G",
@@ -36,7 +36,7 @@ _RECIPE_WORDS = {
 
 @dataclass
 class CacheState:
-    """A cache against its plan. Samples are counted once a resolution; orphans are files that no plan names."""
+    """A cache compared with its plan. Samples are counted once per resolution; orphans are files outside the plan."""
 
     folder: Path
     todo: list[Unit] = field(default_factory=list)
@@ -50,75 +50,75 @@ class CacheState:
     causes: Counter[str] = field(default_factory=Counter)
 
 
-def compare(folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> CacheState:
-    """Look at the files of a cache; only those of units that are not fresh are opened."""
+def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> CacheState:
+    """Compare the files of a cache with its plan; only files of units that are not fresh are opened."""
     state, shards = CacheState(folder), folder / SHARDS
     for unit in plan.units:
-        if _stands(shards, unit, state):
+        if _is_fresh(shards, unit, state):
             state.fresh += unit.count
             state.shards += 1
         else:
             state.todo.append(unit)
     state.orphans = sorted(_orphans(shards, plan.units))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
-    _tell_stale_from_missing(state, folder, plan, recipe)
+    _count_stale_and_missing(state, folder, plan, recipe)
     return state
 
 
-def _stands(shards: Path, unit: Unit, state: CacheState) -> bool:
+def _is_fresh(shards: Path, unit: Unit, state: CacheState) -> bool:
     path = shards / unit.file
     entry = read_entry(shards, unit.file)
-    short = entry is not None and path.stat().st_size != entry.bytes
-    if short or damaged_mark(path).exists() or _may_be_whole_now(path):
+    truncated = entry is not None and path.stat().st_size != entry.bytes
+    if truncated or damaged_mark(path).exists() or _has_transient_rejects(path):
         state.damaged.append(unit.file)
         return False
     return is_done(shards, unit)
 
 
 def mark_damaged(state: CacheState) -> None:
-    """Have every process know what is to be encoded again."""
+    """Mark the damaged shards, so that every process encodes them again."""
     for file in state.damaged:
         damaged_mark(state.folder / SHARDS / file).touch()
 
 
-def _may_be_whole_now(path: Path) -> bool:
-    """Whether pictures of a shard were left out for what may have passed: no change of the files would tell."""
+def _has_transient_rejects(path: Path) -> bool:
+    """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
     text = rejects.read_text(encoding="utf-8") if rejects.is_file() else ""
     return any(f'"reason": "{reason}"' in text for reason in ("unreadable", "changed_meanwhile"))
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
-    """Files of shards that the plan does not name; temporary files are not looked at."""
-    wanted = {unit.file.removesuffix(".safetensors") for unit in units}
+    """Yield the shard files outside the plan, except temporary files."""
+    planned = {unit.file.removesuffix(".safetensors") for unit in units}
     with os.scandir(shards) as entries:
         for entry in entries:
             stem = entry.name.split(".safetensors")[0].removesuffix(Path(entry.name).suffix).removesuffix(".rejects")
-            if not entry.name.startswith((".", "empty-")) and stem not in wanted:
+            if not entry.name.startswith((".", "empty-")) and stem not in planned:
                 yield Path(entry.path)
 
 
-def _tell_stale_from_missing(state: CacheState, folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> None:
-    """A sample that is to be encoded is stale when the last manifest had it, and missing when it did not."""
-    old = _last_manifest(folder)
+def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> None:
+    """Count the samples to encode: stale ones were in the last manifest, missing ones were not."""
+    manifest = _last_manifest(folder)
     planned, damaged = {unit.file for unit in plan.units}, set(state.damaged)
-    gone = [] if old is None else [entry for entry in old.shards if entry.file not in planned]
+    replaced = [] if manifest is None else [entry for entry in manifest.shards if entry.file not in planned]
     with NumberSet() as known:
-        for path in _tables(folder / SHARDS, gone):
+        for path in _tables(folder / SHARDS, replaced):
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
         for unit in state.todo:
-            stale = unit.count if unit.file in damaged else int(known.holds(plan.ids(unit)).sum())
+            stale = unit.count if unit.file in damaged else int(known.contains(plan.ids(unit)).sum())
             state.stale += stale
             state.missing += unit.count - stale
-    if old is not None and old.recipe != recipe:
-        changed = [_RECIPE_WORDS.get(key, key) for key in recipe if old.recipe.get(key) != recipe[key]]
+    if manifest is not None and manifest.recipe != recipe:
+        changed = [_RECIPE_LABELS.get(key, key) for key in recipe if manifest.recipe.get(key) != recipe[key]]
         state.causes[f"changed: {', '.join(changed)}"] = state.stale
     elif state.stale:
-        _name_causes(state, folder / SHARDS, gone, plan)
+        _count_causes(state, folder / SHARDS, replaced, plan)
 
 
 def _last_manifest(folder: Path) -> Manifest | None:
-    """The manifest that stands; one that cannot be read is replaced by this run."""
+    """Return the existing manifest; None if it is missing or invalid, because this run replaces it."""
     try:
         return Manifest.load(folder) if (folder / MANIFEST).is_file() else None
     except UserError as fault:
@@ -127,13 +127,13 @@ def _last_manifest(folder: Path) -> Manifest | None:
 
 
 def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
-    """The Arrow files of shards, where they are still there."""
+    """Yield the readable Arrow files of shards."""
     paths = ((shards / entry.file).with_suffix(".arrow") for entry in entries)
     return (path for path in paths if is_readable(path))
 
 
 def is_readable(table: Path) -> bool:
-    """Whether an Arrow file is there and whole."""
+    """Return whether an Arrow file exists and is valid."""
     try:
         feather.read_table(table, memory_map=True).validate(full=True)
     except (pa.ArrowException, OSError, ValueError):
@@ -141,45 +141,45 @@ def is_readable(table: Path) -> bool:
     return True
 
 
-def _name_causes(state: CacheState, shards: Path, gone: Sequence[ShardEntry], plan: CachePlan) -> None:
-    """Why samples are stale, told by comparing them with what the replaced shards were made of."""
+def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry], plan: CachePlan) -> None:
+    """Count why samples are stale, by comparing them with the origins of the replaced shards."""
     with NumberSet() as before:
-        for entry in gone:
+        for entry in replaced:
             for path in _tables(shards, [entry]):
-                before.add([_marks(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
+                before.add([_hashes(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
         damaged = set(state.damaged)
         for unit in state.todo:
             if unit.file in damaged:
                 state.causes["in a damaged shard"] += unit.count
                 continue
             members = plan.members(unit)
-            marks = [_marks(str(unit.bucket), m.row.key, m.fingerprint, m.captions) for m in members]
-            held = before.holds(np.ravel(marks)).reshape(-1, 3)
-            state.causes.update(_cause(*row) for row in held.tolist() if row[0])
+            hashes = [_hashes(str(unit.bucket), m.row.key, m.fingerprint, m.captions) for m in members]
+            known = before.contains(np.ravel(hashes)).reshape(-1, 3)
+            state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 
 
-def _marks(bucket: str, key: str, fingerprint: str, captions: tuple[str, ...]) -> tuple[int, int, int]:
-    """A sample in a bucket as numbers: itself, itself as it is, and itself with its captions."""
+def _hashes(bucket: str, key: str, fingerprint: str, captions: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return hashes of a sample's key, of key and fingerprint, and of key and captions, in its bucket."""
     name = f"{bucket}/{key}"
     return sample_id(name), sample_id(f"{name}\0{fingerprint}"), sample_id(f"{name}\0{captions!r}")
 
 
 def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     if is_same:
-        return "unchanged itself, but its shard has other samples or settings"
-    return "the picture or its mask changed" if has_same_captions else "the caption changed"
+        return "unchanged, but its shard has other samples or settings"
+    return "the image or its mask changed" if has_same_captions else "the caption changed"
 
 
-def render(state: CacheState) -> Table:
-    """One screen."""
-    table = Table("samples", "count", "what that means", title=f"cache {state.folder}")
-    table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, taken as they are")
-    table.add_row("stale", f"{state.stale:,}", "cached, but made of something else: encoded again")
+def render_state(state: CacheState) -> Table:
+    """Return the state as a table for the terminal."""
+    table = Table("samples", "count", "meaning", title=f"cache {state.folder}")
+    table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, reused")
+    table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: encoded again")
     for cause, count in state.causes.most_common():
         table.add_row("", f"{count:,}", cause)
     table.add_row("missing", f"{state.missing:,}", "not cached yet: encoded now")
     if state.damaged:
         table.add_row("damaged", f"{len(state.damaged):,} shards", f"encoded again, such as {state.damaged[0]}")
-    orphans = f"{len(state.orphans):,} files of {state.orphan_bytes / 1e9:,.3f} GB that nothing uses"
+    orphans = f"{len(state.orphans):,} unused files, {state.orphan_bytes / 1e9:,.3f} GB"
     table.add_row("orphaned", f"{len(state.orphans):,}", f"{orphans}; `--prune` deletes them" if state.orphans else "")
     return table

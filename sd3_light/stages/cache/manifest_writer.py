@@ -1,4 +1,4 @@
-"""The end of a build: rejects listed, everything counted, the manifest written."""
+"""The end of a cache build: write the rejects, the counts and the manifest."""
 
 import json
 from collections import Counter
@@ -19,14 +19,14 @@ REJECTS = "rejects.jsonl"
 
 
 def write_manifest(
-    dataset: DatasetConfig, plan: CachePlan, recipe: dict[str, Any], empty: ShardEntry, places: Mapping[str, str]
+    dataset: DatasetConfig, plan: CachePlan, recipe: dict[str, Any], empty: ShardEntry, paths: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write rejects.jsonl, then the manifest of a plan whose units all stand; returns the counts."""
+    """Write rejects.jsonl, then the manifest of a plan whose units are all built. Return the counts."""
     folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
     entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
     with atomic_file(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for line in _rejects(plan, shards):
+        for line in _reject_lines(plan, shards):
             rejected[line["reason"]] += 1
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     if not entries:
@@ -38,51 +38,53 @@ def write_manifest(
         "enlarged": plan.counts.enlarged,
         **{f"rejected: {reason}": count for reason, count in sorted(rejected.items())},
     }
-    Manifest(recipe, tuple(entries), empty, counts, dict(places)).save(folder)
+    Manifest(recipe, tuple(entries), empty, counts, dict(paths)).save(folder)
     return counts
 
 
 def _entries(units: Sequence[Unit], shards: Path) -> list[ShardEntry]:
-    """The entries of all units but those whose samples were all rejected; none is left out in silence."""
-    found = []
-    for unit in in_order(units):
+    """Return the entries of all units except those whose samples were all rejected. A missing shard is an error."""
+    entries = []
+    for unit in sort_units(units):
         if (entry := read_entry(shards, unit.file)) is not None:
-            found.append(entry)
+            entries.append(entry)
         elif not (shards / unit.file).with_suffix(".none").is_file():
-            raise UserError(f"{shards / unit.file} has vanished, by another run's --prune perhaps; run the cache again")
-    return found
+            raise UserError(
+                f"{shards / unit.file} disappeared, perhaps because another run pruned it; run the cache stage again"
+            )
+    return entries
 
 
-def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """Units by source, resolution and bucket; among their like in the order of the samples."""
-    labels = {label: at for at, label in enumerate(dict.fromkeys(unit.label for unit in units))}
+def sort_units(units: Sequence[Unit]) -> list[Unit]:
+    """Sort units by source, resolution and bucket, then in the order of their samples."""
+    labels = {label: index for index, label in enumerate(dict.fromkeys(unit.label for unit in units))}
     return sorted(units, key=lambda unit: (labels[unit.label], unit.resolution, unit.bucket, unit.number))
 
 
-def _rejects(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
-    """What the scan and the look rejected, then what only decoding showed."""
+def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
+    """Yield the rejects of listing and probing, then those of decoding."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)
-    with closing(NameStore()) as name_store:
-        seen = name_store.names()
+    with closing(NameStore()) as store:
+        seen = store.names()
         for unit in plan.units:
-            for line in _lines((shards / unit.file).with_suffix(".rejects.jsonl")):
-                # a picture is decoded once a resolution and fails in each
+            for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl")):
+                # an image is decoded once per resolution and fails in each
                 if seen.add_new(f"{line['key']}\0{line['reason']}"):
                     yield line
 
 
-def _lines(path: Path) -> Iterator[dict[str, str]]:
-    """The lines of a unit's rejects; most units have none."""
+def _read_lines(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the lines of a unit's rejects; most units have none."""
     if path.is_file():
         with open(path, encoding="utf-8") as file:
             yield from map(json.loads, file)
 
 
-def has_manifest(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
-    """Whether the manifest is of this plan: of every unit, but those whose samples were all rejected."""
+def is_manifest_current(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
+    """Return whether the manifest contains exactly the units of this plan."""
     try:
         manifest = Manifest.load(folder)
         return manifest.recipe == recipe and list(manifest.shards) == _entries(units, folder / SHARDS)
-    except UserError:  # not there, or one that the main process is about to replace
+    except UserError:  # missing, or about to be replaced by the main process
         return False

@@ -1,4 +1,4 @@
-"""A set of 63-bit numbers on disk: what millions of samples were is compared with what they are in little memory."""
+"""A set of 63-bit numbers on disk, to compare millions of samples in little memory."""
 
 import tempfile
 from types import TracebackType
@@ -11,9 +11,9 @@ from sd3_light.config.faults import UserError
 
 
 class NumberSet:
-    """Filled first, then asked. Lies in an unnamed file of the system's temporary folder, gone with the process.
+    """A set that is filled first and queried afterwards.
 
-    Its pages are the file's, which the kernel takes back where memory is short.
+    It is stored in an unnamed temporary file and memory-mapped, so that the kernel can reclaim its pages.
     """
 
     def __init__(self) -> None:
@@ -30,28 +30,28 @@ class NumberSet:
         self._file.close()
 
     def add(self, numbers: ArrayLike) -> None:
-        """Put numbers into the set."""
-        assert self._sorted is None, "asked already"
+        """Add numbers to the set; not allowed after the first query."""
+        assert self._sorted is None, "already queried"
         try:
             np.asarray(numbers, dtype=np.int64).tofile(self._file)
         except OSError as error:
-            hint = "free some space there, or name another folder in TMPDIR"
+            hint = "free disk space there, or set TMPDIR to another folder"
             raise UserError(f"cannot write to {tempfile.gettempdir()}: {error}; {hint}") from error
 
-    def holds(self, numbers: ArrayLike) -> NDArray[np.bool_]:
-        """Which of the numbers are in the set."""
-        wanted = np.asarray(numbers, dtype=np.int64)
+    def contains(self, numbers: ArrayLike) -> NDArray[np.bool_]:
+        """Return for each number whether it is in the set."""
+        queries = np.asarray(numbers, dtype=np.int64)
         if self._sorted is None:
             self._sorted = self._sort()
         if not len(self._sorted):
-            return np.zeros(len(wanted), dtype=np.bool_)
-        at = np.searchsorted(self._sorted, wanted).clip(max=len(self._sorted) - 1)
-        found: NDArray[np.bool_] = self._sorted[at] == wanted
-        return found
+            return np.zeros(len(queries), dtype=np.bool_)
+        index = np.searchsorted(self._sorted, queries).clip(max=len(self._sorted) - 1)
+        matches: NDArray[np.bool_] = self._sorted[index] == queries
+        return matches
 
     def _sort(self) -> NDArray[np.int64]:
         self._file.flush()
-        if not self._file.tell():  # nothing cannot be mapped
+        if not self._file.tell():  # an empty file cannot be mapped
             return np.empty(0, dtype=np.int64)
         numbers = np.memmap(self._file, dtype=np.int64, mode="r+")
         numbers.sort()

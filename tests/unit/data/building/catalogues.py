@@ -13,7 +13,7 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.stages.cache.manifest_writer import in_order
+from sd3_light.stages.cache.manifest_writer import sort_units
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
@@ -86,7 +86,7 @@ def plan_for(
 
 
 def unit_files(plan: CachePlan) -> list[str]:
-    return [unit.file for unit in in_order(plan.units)]
+    return [unit.file for unit in sort_units(plan.units)]
 
 
 def sample_names(plan: CachePlan, unit: Unit) -> list[str]:

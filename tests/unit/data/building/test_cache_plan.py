@@ -19,7 +19,7 @@ from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.building.chunks import chunks
 from sd3_light.data.sources import scan_all
 from sd3_light.randomness import sample_id
-from sd3_light.stages.cache.manifest_writer import in_order
+from sd3_light.stages.cache.manifest_writer import sort_units
 from tests.unit.data.building.catalogues import (
     RECIPE,
     directory,
@@ -82,7 +82,7 @@ def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys:
     directories = [directory(tmp_path / "b", **keys), directory(tmp_path / "a", **keys)]
     plan = plan_for(cache, directories, size=size)
     units = []
-    for unit in in_order(plan.units):
+    for unit in sort_units(plan.units):
         members = plan.members(unit)
         units.append((unit.label, unit.resolution, unit.bucket, [member.row.key for member in members]))
         assert unit.count == len(members) <= size
@@ -177,7 +177,7 @@ def test_units_are_sorted_by_source_resolution_and_bucket(tmp_path: Path) -> Non
         unit(4, "a#0", 64, 64),
         unit(5, "z#0", 64, 64),
     ]
-    assert [unit.number for unit in in_order(units)] == [2, 5, 0, 3, 1, 4]
+    assert [unit.number for unit in sort_units(units)] == [2, 5, 0, 3, 1, 4]
 
 
 # --- changes that rename units -------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_rejects_are_reported_and_the_rest_is_used(images: Path, cache: Path) ->
     assert {row.key.rsplit("/", 1)[1]: row.reason for row in plan.rejected()} == expected
     assert plan.counts.rejected == Counter(expected.values())
     assert plan.counts.images == 27
-    used = [name for unit in in_order(plan.units) for name in sample_names(plan, unit)]
+    used = [name for unit in sort_units(plan.units) for name in sample_names(plan, unit)]
     assert used == [f"{number:02}.png" for number in range(30) if f"{number:02}.png" not in expected]
 
 
