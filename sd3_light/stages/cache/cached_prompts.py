@@ -1,4 +1,4 @@
-"""The prompts of [sampling] in a cache, encoded while the encoders are loaded; `prompt_features` defines their files."""
+"""Caching of the [sampling] prompts, while the encoders are loaded; `prompt_features` defines their files."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The state of a cache compared with its plan: which samples are fresh, stale or missing, and which files are orphans."""
+"""The state of a cache compared with its plan: fresh, stale and missing samples, and orphaned files."""
 
 import os
 from collections import Counter

@@ -1,7 +1,7 @@
-"""Scan, build and read hold memory for a part, a shard and the list of shards, not for samples (law 10).
+"""Listing, building and reading use memory for one part, one shard and the list of shards, not per sample (law 10).
 
-The parts of `benchmarks/memory.py` at a small size, where Python's own allocations are counted exactly; parts and
-shards of the data path are made small and equal, so that what is held of one of them does not hang on chance.
+Runs `benchmarks/memory.py` at a small size and counts Python's allocations. Parts and shards are small and of equal
+size, so that the results do not depend on chance.
 """
 
 import gc
@@ -20,15 +20,15 @@ from sd3_light.stages.cache.number_set import NumberSet
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
 FEW, MANY, ROWS = 200, 2000, 50
-A_UNIT = 4 << 10
-"""Bytes that an entry of the plan and of the manifest may take; a sample with its texts takes several hundred."""
+UNIT_BYTES = 4 << 10
+"""Allowed bytes per entry of plan and manifest; a sample with its captions takes several hundred."""
 FREE_LISTS = 512 << 10
-"""Bytes of small objects that the interpreter keeps for later use: a constant, but more than the smaller run needs."""
+"""Bytes of small objects that the interpreter keeps for reuse: a constant, but more than the smaller run needs."""
 
 
 @pytest.fixture(scope="module")
 def memory() -> ModuleType:
-    """The benchmark as a module, with tars and shards as small as the test's."""
+    """The benchmark as a module, with small tars and shards."""
     spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +42,7 @@ def memory() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, int]]]:
-    """Peak bytes of each part over few and over many samples."""
+    """Peak bytes of each stage for few and for many samples."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunks, cache_plan):
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
@@ -50,48 +50,48 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
             patch.setattr(module, "PART_ROWS", ROWS)
         patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
         patch.setattr(cache, "FrozenParts", memory.NoParts)
-        # hashing the frozen parts takes a buffer that would hide what planning holds
+        # hashing the encoders uses a buffer that would hide the memory of planning
         patch.setattr(cache, "make_recipe", lambda *_: {"text_tokens": "real"})
-        place = tmp_path_factory.mktemp("memory")
-        measure(memory, place / "warm", ROWS)  # what is made once a process
-        yield {count: measure(memory, place / str(count), count) for count in (FEW, MANY)}
+        folder = tmp_path_factory.mktemp("memory")
+        measure(memory, folder / "warm", ROWS)  # warm-up: one-time allocations
+        yield {count: measure(memory, folder / str(count), count) for count in (FEW, MANY)}
 
 
 def measure(memory: ModuleType, folder: Path, count: int) -> dict[str, int]:
-    """The peak of each part's own allocations."""
+    """Return the peak allocations of each stage."""
     memory.lay(folder, count)
-    found = {}
+    peaks = {}
     for part in (part for part in memory.PARTS if part != "read2"):
         (folder / "data.toml").write_text(memory.data_toml(part), encoding="utf-8")
         gc.collect()
         tracemalloc.start()
         try:
             memory.run_part(part, folder)
-            found[part] = tracemalloc.get_traced_memory()[1]
+            peaks[part] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    return found
+    return peaks
 
 
 @pytest.mark.parametrize("part", ["list", "look", "plan", "build", "again", "stale", "read0"])
-def test_memory_grows_with_the_list_of_shards_alone(peaks: dict[int, dict[str, int]], part: str) -> None:
+def test_memory_grows_only_with_the_list_of_shards(peaks: dict[int, dict[str, int]], part: str) -> None:
     growth = peaks[MANY][part] - peaks[FEW][part]
-    allowed = FREE_LISTS + A_UNIT * (MANY - FEW) // ROWS
-    assert growth < allowed, f"{growth / (MANY - FEW):.0f} bytes more for each sample more"
+    allowed = FREE_LISTS + UNIT_BYTES * (MANY - FEW) // ROWS
+    assert growth < allowed, f"{growth / (MANY - FEW):.0f} additional bytes per additional sample"
 
 
-def test_numbers_are_found_among_others() -> None:
+def test_a_number_set_contains_exactly_the_added_numbers() -> None:
     random = np.random.default_rng(0)
     known, others = np.split(random.permutation(1 << 16), 2)
     with NumberSet() as numbers:
-        for piece in np.array_split(known, 7):
-            numbers.add(piece)
-        assert numbers.holds(known).all()
-        assert not numbers.holds(others).any()
-        assert numbers.holds([others[0], known[0], -1, 1 << 62]).tolist() == [False, True, False, False]
+        for chunk in np.array_split(known, 7):
+            numbers.add(chunk)
+        assert numbers.contains(known).all()
+        assert not numbers.contains(others).any()
+        assert numbers.contains([others[0], known[0], -1, 1 << 62]).tolist() == [False, True, False, False]
 
 
-def test_a_set_of_no_numbers_holds_none() -> None:
+def test_an_empty_number_set_contains_nothing() -> None:
     with NumberSet() as numbers:
         numbers.add([])
-        assert not numbers.holds([0, 1]).any()
+        assert not numbers.contains([0, 1]).any()

@@ -1,4 +1,4 @@
-"""The prompts of [sampling] are encoded with the cache, once, and anew when they or the encoders change."""
+"""The prompts of [sampling] are encoded with the cache, once, and again when they or the encoders change."""
 
 import json
 import time
@@ -38,14 +38,14 @@ def names(project: Project, *prompts: str) -> set[str]:
 
 @pytest.fixture
 def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, *_: object) -> None:
+    def fail(name: str, *_: object) -> None:
         raise AssertionError(f"{name} was loaded")
 
-    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", refuse)
+    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", fail)
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
-def test_a_prompt_is_encoded_as_a_caption_is(fresh_project: Project, text_tokens: str) -> None:
+def test_prompts_are_encoded_like_captions(fresh_project: Project, text_tokens: str) -> None:
     fresh_project.build_cache(*sampling(*PROMPTS), f'model.text_tokens="{text_tokens}"')
     assert files(fresh_project) == names(fresh_project, *PROMPTS)
     with FrozenParts(
@@ -58,16 +58,16 @@ def test_a_prompt_is_encoded_as_a_caption_is(fresh_project: Project, text_tokens
     ) as parts:
         for prompt in PROMPTS:
             expected = parts.encode_captions([prompt])
-            found = read_prompt(fresh_project.cache, prompt, recipe(fresh_project))
-            assert found is not None
-            assert set(found) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
-            for name, tensor in found.items():
-                wanted = expected[name][0] if name.endswith(".pooled") else expected[f"{name}.tokens"]
-                assert wanted.dtype == torch.bfloat16, name
-                assert torch.equal(tensor, wanted), name
+            features = read_prompt(fresh_project.cache, prompt, recipe(fresh_project))
+            assert features is not None
+            assert set(features) == {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
+            for name, tensor in features.items():
+                values = expected[name][0] if name.endswith(".pooled") else expected[f"{name}.tokens"]
+                assert values.dtype == torch.bfloat16, name
+                assert torch.equal(tensor, values), name
 
 
-def test_a_fresh_cache_without_prompts_gets_them_alone(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_prompts_are_added_to_a_fresh_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     shards = {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()}
     project.build_cache(*sampling(*PROMPTS))
     assert files(project) == names(project, *PROMPTS)
@@ -76,12 +76,12 @@ def test_a_fresh_cache_without_prompts_gets_them_alone(project: Project, capsys:
 
 
 @pytest.mark.usefixtures("no_encoders")
-def test_without_prompts_nothing_is_encoded_or_made(project: Project) -> None:
+def test_without_prompts_nothing_is_encoded_or_written(project: Project) -> None:
     project.build_cache()
     assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
-def test_what_stands_is_not_encoded_again(
+def test_cached_prompts_are_not_encoded_again(
     project: Project, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project.build_cache(*sampling(*PROMPTS))
@@ -97,15 +97,15 @@ def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
     project.build_cache(*sampling(*PROMPTS))
     capsys.readouterr()
     project.build_cache(*sampling(PROMPTS[0], "three stars"))
-    said = capsys.readouterr().err
-    assert "encoding 1 prompt(s)" in said
-    assert "--prune" in said
+    output = capsys.readouterr().err
+    assert "encoding 1 prompt(s)" in output
+    assert "--prune" in output
     assert files(project) == names(project, *PROMPTS, "three stars")
     project.build_cache(*sampling(PROMPTS[0], "three stars"), prune=True)
     assert files(project) == names(project, PROMPTS[0], "three stars")
 
 
-def test_a_changed_encoder_setting_makes_other_files(project: Project) -> None:
+def test_a_changed_encoder_setting_makes_new_files(project: Project) -> None:
     project.build_cache(*sampling(*PROMPTS))
     before = files(project)
     project.build_cache(*sampling(*PROMPTS), "model.t5_max_length=12", prune=True)
@@ -114,62 +114,62 @@ def test_a_changed_encoder_setting_makes_other_files(project: Project) -> None:
 
 
 @pytest.mark.parametrize("key", ["text_tokens", "text_encoder_3", "tokenizer"])
-def test_the_name_hangs_on_all_that_is_about_text(project: Project, key: str) -> None:
-    made_of = recipe(project)
-    assert prompt_file("a", made_of) != prompt_file("a", {**made_of, key: "other"})
-    assert prompt_file("a", made_of) == prompt_file("a", {**made_of, "vae": "other", "preprocess": "other"})
+def test_the_file_name_depends_on_all_text_settings(project: Project, key: str) -> None:
+    current = recipe(project)
+    assert prompt_file("a", current) != prompt_file("a", {**current, key: "other"})
+    assert prompt_file("a", current) == prompt_file("a", {**current, "vae": "other", "preprocess": "other"})
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped", "nonsense"])
-def test_a_damaged_file_is_encoded_again(project: Project, how: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "not safetensors"])
+def test_a_damaged_file_is_encoded_again(project: Project, damage: str) -> None:
     project.build_cache(*sampling(*PROMPTS))
     path = project.cache / PROMPTS_FOLDER / prompt_file(PROMPTS[0], recipe(project))
     whole = path.read_bytes()
-    damaged = {"cut": whole[:-9], "flipped": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "nonsense": b"[]"}[how]
-    path.write_bytes(damaged)
+    flipped = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    path.write_bytes({"truncated": whole[:-9], "flipped bit": flipped, "not safetensors": b"[]"}[damage])
     assert read_prompt(project.cache, PROMPTS[0], recipe(project)) is None
     project.build_cache(*sampling(*PROMPTS))
     assert path.read_bytes() == whole
 
 
-def test_a_trusted_cache_gets_its_prompts_where_it_may_be_written(
+def test_prompts_are_added_to_a_trusted_cache_if_it_is_writable(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "may_write", lambda _: False)
+        patch.setattr("os.access", lambda *_: False)
         project.build_cache(*sampling(*PROMPTS), trust=True)
         assert not (project.cache / PROMPTS_FOLDER).exists()
     project.build_cache(*sampling(*PROMPTS), trust=True)
     assert files(project) == names(project, *PROMPTS)
 
 
-def test_a_dry_run_encodes_none(project: Project) -> None:
+def test_a_dry_run_encodes_no_prompts(project: Project) -> None:
     project.build_cache(*sampling(*PROMPTS), dry_run=True)
     project.build_cache(*sampling(*PROMPTS), dry_run=True, trust=True)
     assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
 def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They encode none themselves, and go on as soon as the last file stands."""
+    """They encode no prompts, and continue as soon as the last file exists."""
     loaded = project.load(*sampling(*PROMPTS))
-    naps: list[float] = []
+    sleeps: list[float] = []
 
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        cache.run(loaded, Launch(0, 0, 2))  # what the main process does meanwhile
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        cache.run(loaded, Launch(0, 0, 2))  # the main process, meanwhile
 
-    monkeypatch.setattr(stage_prompts, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
+    monkeypatch.setattr(stage_prompts, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     cache.run(loaded, Launch(1, 1, 2))
-    assert len(naps) == 1
+    assert len(sleeps) == 1
     assert files(project) == names(project, *PROMPTS)
 
 
-def test_waiting_has_an_end(project: Project) -> None:
+def test_waiting_times_out(project: Project) -> None:
     with pytest.raises(UserError, match="sd3_manifest_timeout_sec"):
-        stage_prompts.await_prompts(project.cache, PROMPTS, recipe(project), patience=0)
+        stage_prompts.wait_for_prompts(project.cache, PROMPTS, recipe(project), timeout=0)
 
 
-def test_evaluation_sets_carry_none(project: Project) -> None:
+def test_evaluation_sets_have_no_prompts(project: Project) -> None:
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
     assert [(report.folder / PROMPTS_FOLDER).exists() for report in reports] == [True, False]
@@ -178,17 +178,17 @@ def test_evaluation_sets_carry_none(project: Project) -> None:
 def test_a_cache_at_a_url_is_read_and_not_written(project: Project) -> None:
     project.build_cache(*sampling(PROMPTS[0]))
     url = f"file://{project.cache}"
-    made_of = recipe(project)
-    local, remote = (read_prompt(place, PROMPTS[0], made_of) for place in (project.cache, url))
+    current = recipe(project)
+    local, remote = (read_prompt(location, PROMPTS[0], current) for location in (project.cache, url))
     assert local is not None
     assert remote is not None
     assert all(torch.equal(local[name], remote[name]) for name in local)
-    assert read_prompt(url, PROMPTS[1], made_of) is None
+    assert read_prompt(url, PROMPTS[1], current) is None
     project.build_cache(*sampling(*PROMPTS), f'cache_dir="{url}"')
     assert files(project) == names(project, PROMPTS[0])
 
 
-def test_a_run_draws_its_grids_without_a_text_encoder(
+def test_a_run_samples_its_grids_without_text_encoders(
     project: Project, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (*sampling(*PROMPTS), "sampling.steps=2", "max_steps=2", "checkpoint_every_n_steps=2")
