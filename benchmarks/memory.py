@@ -133,11 +133,11 @@ class NoParts:
         starts = {f"{name}.start": torch.arange(count + 1) * TOKENS for name in WIDTHS}
         return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in text.items()} | starts
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def hand_over(self) -> Callable[[], None]:
-        return self.finish
+    def waiter(self) -> Callable[[], None]:
+        return self.synchronize
 
     def __enter__(self) -> Self:
         return self
