@@ -29,9 +29,9 @@ def inspect(
         Console().print(stage.render(stage.run(Path(cache), seed)))
         return
     init_process()
-    from sd3_light.stages.inspect.page import write_page
+    from sd3_light.stages.inspect.cache_page import write_cache_page
 
-    for note in write_page(Path(cache), out, samples, seed, vae).notes:
+    for note in write_cache_page(Path(cache), out, samples, seed, vae).notes:
         echo(f"note: {note}")
     echo(f"wrote {out}")
 
@@ -47,6 +47,6 @@ def report(
     if out is None:
         Console().print(stage.render(stage.run(run)))
         return
-    for note in stage.write_page(run, out):
+    for note in stage.write_run_page(run, out):
         echo(f"note: {note}")
     echo(f"wrote {out}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.stages.report import write_page
+from sd3_light.stages.report import write_run_page
 from tests.e2e.browser import (
     Browser,
     assert_fits_width,
@@ -59,7 +59,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in GRIDS:
         Image.new("RGB", (900, 300), (step, 80, 120)).save(run / "samples" / f"step-{step:08d}.png")
     out = run.parent / "page.html"
-    assert write_page(run, out) == []
+    assert write_run_page(run, out) == []
     return out
 
 

@@ -1,4 +1,4 @@
-"""The inspect stage: a cache as a table (`run`, `render`) or as an HTML page (`page.write_page`)."""
+"""The inspect stage: a cache as a table (`run`, `render`) or as an HTML page (`cache_page.write_cache_page`)."""
 
 from pathlib import Path
 

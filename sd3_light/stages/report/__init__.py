@@ -1,4 +1,4 @@
-"""The report stage: a run as a table (`run`, `render`) or as an HTML page (`write_page`), from its log."""
+"""The report stage: a run as a table (`run`, `render`) or as an HTML page (`write_run_page`), from its log."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sd3_light.pages.formats import duration, number, plural, utc_time
-from sd3_light.stages.report.page import write_page
 from sd3_light.stages.report.run_log import RunReport, read_run
+from sd3_light.stages.report.run_page import write_run_page
 
-__all__ = ["RunReport", "render", "run", "write_page"]
+__all__ = ["RunReport", "render", "run", "write_run_page"]
 
 
 def run(folder: Path) -> RunReport:

@@ -9,7 +9,7 @@ from sd3_light.stages.report.run_log import LogEvent, RunReport
 MOST_ROWS = 400
 """Limit of rows per kind; frequent kinds get a quarter of it."""
 
-_FREQUENT = ("checkpoint", "export", "skip")
+_FREQUENT = ("checkpoint", "snapshot", "export", "skip")
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ _DETAILS: dict[str, Callable[[LogEvent], str]] = {
     "start": _begin,
     "resume": _begin,
     "skip": _skip,
-    "checkpoint": _saved_file,
-    "export": _saved_file,
-    "checkpoint_failed": _reason,
-    "export_failed": _reason,
     "stop": _reason,
+    **dict.fromkeys(("checkpoint", "snapshot", "export"), _saved_file),
+    **dict.fromkeys(("checkpoint_failed", "snapshot_failed", "export_failed"), _reason),
 }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sd3_light.pages import Chart, ChartLine, ChartMark
 from sd3_light.pages.axes import Axis, fit_axis
 from sd3_light.pages.formats import tick_label
-from sd3_light.pages.rendering import environment
+from sd3_light.pages.html import environment
 
 NUMBERS = st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(value) > 1e-12)
 

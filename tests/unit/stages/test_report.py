@@ -164,9 +164,9 @@ def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> 
         file.write(json.dumps(event("start", 0, step=0)) + "\n")
         file.writelines(text.replace('"step": 1,', f'"step": {at},') + "\n" for at in range(1, 500_001))
     code = (
-        "import resource, sys; from pathlib import Path; from sd3_light.stages.report import write_page;"
+        "import resource, sys; from pathlib import Path; from sd3_light.stages.report import write_run_page;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        f"write_page(Path({str(tmp_path)!r}), Path({str(tmp_path / 'page.html')!r}));"
+        f"write_run_page(Path({str(tmp_path)!r}), Path({str(tmp_path / 'page.html')!r}));"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     started = time.monotonic()
@@ -221,7 +221,7 @@ def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
 def test_every_log_has_a_status(write: Write, tmp_path: Path, events: list[Event], status: str) -> None:
     folder = write(events)
     assert status in table_text(folder)
-    assert stage.write_page(folder, tmp_path / "page.html") == []
+    assert stage.write_run_page(folder, tmp_path / "page.html") == []
     assert status in (tmp_path / "page.html").read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.stages.report import grids, write_page
+from sd3_light.stages.report import grids, write_run_page
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 HOSTILE = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -24,7 +24,7 @@ def written(tmp_path: Path) -> Callable[..., tuple[ParsedPage, list[str]]]:
     def make(events: Iterable[dict[str, Any]]) -> tuple[ParsedPage, list[str]]:
         lines = [json.dumps({"time": 1.8e9, **event}) + "\n" for event in events]
         (tmp_path / "log.jsonl").write_text("".join(lines))
-        notes = write_page(tmp_path, tmp_path / "pages" / "page.html")
+        notes = write_run_page(tmp_path, tmp_path / "pages" / "page.html")
         return ParsedPage(tmp_path / "pages" / "page.html"), notes
 
     return make
@@ -186,4 +186,4 @@ def test_an_invalid_config_loses_only_the_prompts(written: Written, tmp_path: Pa
 def test_a_folder_as_output_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").touch()
     with pytest.raises(UserError, match=r"--out: .* is a folder"):
-        write_page(tmp_path, tmp_path)
+        write_run_page(tmp_path, tmp_path)

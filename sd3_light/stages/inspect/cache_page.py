@@ -14,7 +14,7 @@ from sd3_light.stages.inspect.cache_stats import (
 )
 from sd3_light.stages.inspect.histogram import Histogram, make_histogram
 from sd3_light.stages.inspect.rejects import MOST_SHOWN, RejectSummary, read_rejects
-from sd3_light.stages.inspect.samples import SampleCard, load_samples, open_decoder
+from sd3_light.stages.inspect.sample_cards import SampleCard, load_samples, open_decoder
 
 PAGE_SAMPLES = 50_000
 """The histograms use the captions of about this many samples."""
@@ -38,7 +38,7 @@ class CachePage:
     notes: list[str] = field(default_factory=list)
 
 
-def write_page(cache: Path, out: Path, samples: int = 48, seed: int = 0, vae: Path | None = None) -> CachePage:
+def write_cache_page(cache: Path, out: Path, samples: int = 48, seed: int = 0, vae: Path | None = None) -> CachePage:
     """Write the page of a cache with ``samples`` random samples.
 
     Missing sources or a missing VAE are noted on the page. Raises UserError where there is no cache, ``out`` cannot be

@@ -5,16 +5,22 @@ from pathlib import Path
 
 from sd3_light.pages import check_output_path, render, save_page
 from sd3_light.pages.formats import duration, number, plural, utc_time
-from sd3_light.stages.report import charts
 from sd3_light.stages.report.events import event_rows
 from sd3_light.stages.report.grids import load_grids
+from sd3_light.stages.report.run_charts import (
+    loss_charts,
+    memory_charts,
+    optimization_charts,
+    speed_charts,
+    validation_charts,
+)
 from sd3_light.stages.report.run_log import RunReport, read_run
 
 _LONGEST_CONFIG = 300_000  # characters
 _MOST_EVAL_TILES = 4
 
 
-def write_page(folder: Path, out: Path) -> list[str]:
+def write_run_page(folder: Path, out: Path) -> list[str]:
     """Write the page of a run to ``out`` and return notes about what cannot be shown.
 
     Raises UserError where the run has no log or ``out`` cannot be written.
@@ -33,11 +39,11 @@ def write_page(folder: Path, out: Path) -> list[str]:
         tiles=_tiles(report),
         facts=_facts(report),
         charts={
-            "loss": charts.loss_charts(report),
-            "validation": charts.validation_charts(report),
-            "optimization": charts.optimization_charts(report),
-            "speed": charts.speed_charts(report),
-            "memory": charts.memory_charts(report),
+            "loss": loss_charts(report),
+            "validation": validation_charts(report),
+            "optimization": optimization_charts(report),
+            "speed": speed_charts(report),
+            "memory": memory_charts(report),
         },
         prompts=_prompts(config),
         grids=grids,

@@ -15,7 +15,7 @@ import sd3_light.pages
 from sd3_light.config.faults import UserError
 from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render, save_page
 from sd3_light.pages.formats import byte_size, duration, language, number, plural, tick_label
-from sd3_light.pages.rendering import environment
+from sd3_light.pages.html import environment
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent
