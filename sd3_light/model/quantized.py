@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 
-INSTALL = "pip install 'sd3-light[bnb]'"
+INSTALL_COMMAND = "pip install 'sd3-light[bnb]'"
 
 
 def require_bitsandbytes(bits: int) -> None:
     """A fault where the library that keeps weights in few bits is not there."""
     if bits < 16 and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            f"adapter.base_bits = {bits} needs bitsandbytes, which is not installed; run `{INSTALL}`, or write 16"
+            f"adapter.base_bits = {bits} needs bitsandbytes, which is not installed; run `{INSTALL_COMMAND}`, or write 16"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a data set becomes: its sources scanned, picture headers read, samples counted by bucket and by reject."""
+"""Count the samples of a dataset by bucket and the rejects by reason, from image headers alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from sd3_light.runlog import progress
 
 
 @dataclass
-class Cell:
-    """The samples that one directory gives to one bucket."""
+class BucketCount:
+    """The samples of one directory in one bucket."""
 
     samples: int = 0
     captions: int = 0
@@ -26,7 +26,7 @@ class Cell:
     cropped: float = 0.0
 
     def add(self, captions: int, masked: bool, enlarged: bool, cropped: float) -> None:
-        """Count one sample."""
+        """Add one sample."""
         self.samples += 1
         self.captions += captions
         self.masked += masked
@@ -35,70 +35,70 @@ class Cell:
 
 
 @dataclass
-class Counts:
-    """A data set in numbers. A sample is in ``cells`` once for every resolution, in ``samples`` once."""
+class SampleCounts:
+    """The counts of a dataset. A sample is in ``buckets`` once per resolution, in ``samples`` once."""
 
     samples: int = 0
     rejects: Counter[str] = field(default_factory=Counter)
-    cells: dict[tuple[Resolution, Bucket], dict[int, Cell]] = field(default_factory=dict)
+    buckets: dict[tuple[Resolution, Bucket], dict[int, BucketCount]] = field(default_factory=dict)
 
-    def cell(self, resolution: Resolution, bucket: Bucket, directory: int) -> Cell:
-        """The cell of a directory in a bucket."""
-        return self.cells.setdefault((resolution, bucket), {}).setdefault(directory, Cell())
+    def bucket(self, resolution: Resolution, bucket: Bucket, directory: int) -> BucketCount:
+        """Return the count of a directory in a bucket."""
+        return self.buckets.setdefault((resolution, bucket), {}).setdefault(directory, BucketCount())
 
 
-def count(dataset: DatasetConfig, seed: int) -> Counts:
-    """What a data set holds: by its catalogue where that is of the sources as they are, else by a scan.
+def count_samples(dataset: DatasetConfig, seed: int) -> SampleCounts:
+    """Count a dataset's samples from its listing if that is up to date, otherwise from a scan.
 
-    A scan decodes no pixels: what only decoding shows (a broken body, an empty mask) is not seen. Of a cache at a URL
-    the manifest tells, as its sources may be elsewhere.
+    A scan decodes no pixels, so it misses what only decoding shows (a broken body, an empty mask). A cache at a URL is
+    counted from its manifest, because its sources may be elsewhere.
     """
     if not isinstance(dataset.cache_dir, Path):
-        return _of_manifest(load_remote_manifest(dataset.cache_dir), dataset)
-    counts = Counts()
-    with progress(f"scanning {dataset.path.name}", None, "pictures") as bar:
+        return _count_manifest(load_remote_manifest(dataset.cache_dir), dataset)
+    counts = SampleCounts()
+    with progress(f"scanning {dataset.path.name}", None, "images") as bar:
         for number, source in enumerate(make_sources(dataset.directories)):
-            known = read_last_listing(dataset.cache_dir, source)
-            for row in _scanned(source) if known is None else known:
+            listing = read_last_listing(dataset.cache_dir, source)
+            for row in _scan_rows(source) if listing is None else listing:
                 bar.advance()
                 _add(counts, row, number, source.directory, seed)
     return counts
 
 
-def _scanned(source: Source) -> Iterator[InputRow]:
-    """The rows of a source that no catalogue has, their pictures' headers read."""
-    for found in scan(source.directory, source.index):
-        if isinstance(found, Rejected):
-            yield InputRow(found.key, reason=found.reason)
+def _scan_rows(source: Source) -> Iterator[InputRow]:
+    """Yield the rows of a source without a listing; reads the image headers."""
+    for entry in scan(source.directory, source.index):
+        if isinstance(entry, Rejected):
+            yield InputRow(entry.key, reason=entry.reason)
             continue
         try:
-            width, height = probe(found.read())
+            width, height = probe(entry.read())
         except Reject as reject:
-            yield InputRow(found.key, reason=reject.reason)
+            yield InputRow(entry.key, reason=reject.reason)
         else:
-            mask = "" if found.mask is None else "a mask"
-            yield InputRow(found.key, mask=mask, captions=found.captions, width=width, height=height)
+            mask = "" if entry.mask is None else "a mask"
+            yield InputRow(entry.key, mask=mask, captions=entry.captions, width=width, height=height)
 
 
-def _add(counts: Counts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
+def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
     if row.reason:
         counts.rejects[row.reason] += 1
         return
     counts.samples += 1
     captions = len(caption_variants(row.captions, seed, row.key, directory))
     for resolution, bucket, fit in fits(row.width, row.height, directory):
-        cell = counts.cell(resolution, bucket, number)
-        cell.add(captions, bool(row.mask), fit.enlarged, fit.cropped_fraction)
+        counts.bucket(resolution, bucket, number).add(captions, bool(row.mask), fit.enlarged, fit.cropped_fraction)
 
 
-def _of_manifest(manifest: Manifest, dataset: DatasetConfig) -> Counts:
-    """One caption a sample; how many were cropped or enlarged is not told by bucket."""
+def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
+    """Count one caption per sample; a manifest does not list cropping and enlarging per bucket."""
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
-    counts = Counts(samples=manifest.counts.get("pictures", 0))
+    counts = SampleCounts(samples=manifest.counts.get("pictures", 0))
     for shard in manifest.shards:
-        cell = counts.cell(shard.resolution, Bucket(*map(int, shard.bucket.split("x"))), numbers[shard.directory])
-        cell.samples += shard.count
-        cell.captions += shard.count
+        bucket = Bucket(*map(int, shard.bucket.split("x")))
+        count = counts.bucket(shard.resolution, bucket, numbers[shard.directory])
+        count.samples += shard.count
+        count.captions += shard.count
     for name, number in manifest.counts.items():
         if name.startswith("rejected: "):
             counts.rejects[name.removeprefix("rejected: ")] = number

@@ -1,10 +1,10 @@
-"""What a run of a config will do, in numbers: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
+"""Estimate a run: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sd3_light.budget.amount import Amount
+from sd3_light.budget.amount import MIB, Amount
 from sd3_light.budget.data_bytes import (
     batch_bytes,
     caption_bytes,
@@ -34,19 +34,18 @@ from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.pipeline_folder import stored_weights, text_shape
-from sd3_light.model.start import WeightsStart, where_weights_start
+from sd3_light.model.start import WeightsStart
 from sd3_light.model.text_shape import TextShape
-from sd3_light.stages.check.count import Cell, Counts, count
+from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
 
 
 @dataclass(frozen=True)
 class BucketEstimate:
-    """One bucket at one resolution: what is in it, and what a step of it costs."""
+    """One bucket at one resolution: its samples, and the cost of one step."""
 
     bucket: Bucket
     resolution: Resolution
     samples: int
-    masked: int
     enlarged: int
     cropped: float
     micro_batch: int
@@ -63,7 +62,7 @@ class BucketEstimate:
 
 @dataclass(frozen=True)
 class DatasetEstimate:
-    """A data set in numbers. ``samples`` are usable pictures; each is in one bucket a resolution."""
+    """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution."""
 
     name: str
     path: Path
@@ -75,20 +74,20 @@ class DatasetEstimate:
 
     @property
     def steps(self) -> int:
-        """Steps over all buckets once."""
+        """Steps per epoch over all buckets."""
         return sum(row.steps for row in self.rows)
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run will do. Memory is that of the costliest bucket.
+    """The numbers of a run. Memory is that of the costliest bucket.
 
-    ``case`` is how it trains; ``stock`` says why the stock blocks would run on GPUs, None where the fast ones would.
+    ``why_stock`` is the reason why GPUs would run the stock blocks; None if they run the fast ones.
     """
 
     path: Path
-    case: TrainingSetup
-    stock: str | None
+    setup: TrainingSetup
+    why_stock: str | None
     accumulation: int
     start: WeightsStart
     parameters: int
@@ -97,26 +96,24 @@ class RunEstimate:
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
     total_steps: int
-    epoch_flops: Amount
     run_flops: Amount
     host: Amount
     gpu: GpuMemory
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps an epoch."""
+        """Optimizer steps per epoch."""
         return self.data.steps
 
 
-def estimate_run(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
-    """Scan the data and add up what a run on ``world`` GPUs costs; the config has no disk faults."""
+def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
+    """Scan the data and estimate a run on ``world`` GPUs of a config without disk faults."""
     train = loaded.train
     assert world % train.pipeline_stages == 0, "only whole pipelines train"
-    start = where_weights_start(train.model)
     text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     by_deepspeed = by_deepspeed or train.pipeline_stages > 1
     estimator = _Estimator(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
-    case = estimator.case(Tokens(0, 0), 0)
+    setup = estimator.setup(Tokens(0, 0), 0)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
@@ -124,46 +121,45 @@ def estimate_run(loaded: LoadedConfig, world: int = 1, by_deepspeed: bool = Fals
     epoch = sum(row.steps * row.step_flops.value for row in data.rows)
     return RunEstimate(
         path=loaded.path,
-        case=case,
-        stock=estimator.stock,
+        setup=setup,
+        why_stock=estimator.why_stock,
         accumulation=train.gradient_accumulation_steps,
         start=start,
         parameters=start.size.num_parameters(),
-        adapter=None if case.adapter is None else sum(case.adapter),
+        adapter=None if setup.adapter is None else sum(setup.adapter),
         text=text,
         data=data,
         evals=evals,
         total_steps=steps,
-        epoch_flops=Amount(epoch, "sum over buckets of steps·FLOPs a step"),
-        run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs an epoch·steps / steps an epoch"),
-        host=_host(train, data, evals, checkpoint_copy_bytes(case)),
-        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(case)),
+        run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
+        host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
+        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
     )
 
 
 def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the run: what `epochs` and `max_steps` allow, whichever ends first."""
+    """Return the optimizer steps of the run: the lower limit of `epochs` and `max_steps`."""
     limits = [train.max_steps, None if train.epochs is None else train.epochs * steps_per_epoch]
     return min(limit for limit in limits if limit is not None)
 
 
-def empty_faults(found: RunEstimate) -> list[Fault]:
-    """A fault for each data set without a usable sample."""
+def empty_faults(estimate: RunEstimate) -> list[Fault]:
+    """Return a fault for each dataset without usable samples."""
     faults = []
-    for data in (found.data, *found.evals):
+    for data in (estimate.data, *estimate.evals):
         if data.samples == 0:
-            why = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
-            problem = f"no usable sample ({why or 'no picture at all'})"
-            faults.append(Fault(str(data.path), "directory", problem, hint="check path and captions"))
-    if found.data.samples and found.data.steps == 0:
-        problem = "every bucket is smaller than a global batch, so nothing is left to train on"
-        faults.append(Fault(str(found.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
+            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
+            problem = f"no usable sample ({reasons or 'no images'})"
+            faults.append(Fault(str(data.path), "directory", problem, hint="check the path and the captions"))
+    if estimate.data.samples and estimate.data.steps == 0:
+        problem = "every bucket is smaller than a global batch, so no samples are left"
+        faults.append(Fault(str(estimate.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
     return faults
 
 
 @dataclass(frozen=True)
 class _Estimator:
-    """Measures data sets for one model."""
+    """Estimates datasets for one model."""
 
     train: TrainConfig
     start: WeightsStart
@@ -174,24 +170,24 @@ class _Estimator:
 
     @property
     def replicas(self) -> int:
-        """Processes that learn from samples of their own; those of one pipeline count as one."""
+        """Data-parallel replicas; the processes of one pipeline count as one."""
         return self.world // self.train.pipeline_stages
 
     @property
-    def stock(self) -> str | None:
-        """Why the stock blocks would run on GPUs."""
+    def why_stock(self) -> str | None:
+        """The reason why GPUs would run the stock blocks."""
         return why_stock_by_config(self.train, self.start.size, self.world, self.by_deepspeed)
 
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
-        """Evaluation sees each sample once, without accumulation."""
+        """Estimate an evaluation set: each sample once, without accumulation."""
         once = replace(self, accumulation=1)
         return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories))
 
     def dataset(self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float]) -> DatasetEstimate:
-        counts = count(dataset, self.train.seed)
+        counts = count_samples(dataset, self.train.seed)
         rows = [
-            self.row(bucket, resolution, cells, batch_size_for(batch, resolution), repeats)
-            for (resolution, bucket), cells in sorted(counts.cells.items())
+            self.row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
+            for (resolution, bucket), directories in sorted(counts.buckets.items())
         ]
         return DatasetEstimate(
             name=name,
@@ -204,57 +200,59 @@ class _Estimator:
         )
 
     def row(
-        self, bucket: Bucket, resolution: Resolution, cells: Mapping[int, Cell], micro: int, repeats: Sequence[float]
+        self,
+        bucket: Bucket,
+        resolution: Resolution,
+        directories: Mapping[int, BucketCount],
+        micro_batch: int,
+        repeats: Sequence[float],
     ) -> BucketEstimate:
-        segments = tuple(Segment(cell.samples, repeats[at]) for at, cell in sorted(cells.items()))
+        counts = directories.values()
+        segments = tuple(Segment(count.samples, repeats[at]) for at, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
-        order = BucketOrder(segments, micro * self.accumulation * self.replicas, self.train.shuffle_window, drop)
+        order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         pixels = latent_pixels(bucket.width, bucket.height)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
-        lean = self.train.adapter is not None
-        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, lean)
-        samples, masked = (sum(getattr(cell, name) for cell in cells.values()) for name in ("samples", "masked"))
+        adapter = self.train.adapter is not None
+        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, adapter)
+        samples, masked = sum(count.samples for count in counts), any(count.masked for count in counts)
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
             samples=samples,
-            masked=masked,
-            enlarged=sum(cell.enlarged for cell in cells.values()),
-            cropped=sum(cell.cropped for cell in cells.values()) / samples,
-            micro_batch=micro,
+            enlarged=sum(count.enlarged for count in counts),
+            cropped=sum(count.cropped for count in counts) / samples,
+            micro_batch=micro_batch,
             global_batch=order.batch,
             steps=order.num_batches,
             padding=order.padding,
             tokens=tokens,
-            step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples a step·{flops.formula}"),
-            gpu=self.gpu(tokens, micro),
-            prepared=batch_bytes(pixels, self.text, micro, masked > 0),
-            latents=latent_bytes(pixels, micro, masked > 0),
-            read=micro * sample_bytes(pixels, self.text, mask=masked > 0).value,
+            step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples per step·{flops.formula}"),
+            gpu=gpu_memory(self.setup(tokens, micro_batch)),
+            prepared=batch_bytes(pixels, self.text, micro_batch, masked),
+            latents=latent_bytes(pixels, micro_batch, masked),
+            read=micro_batch * sample_bytes(pixels, self.text, mask=masked).value,
         )
 
-    def gpu(self, tokens: Tokens, micro: int) -> GpuMemory:
-        return gpu_memory(self.case(tokens, micro))
-
-    def case(self, tokens: Tokens, micro: int) -> TrainingSetup:
-        train, draws, size = self.train, bool(self.train.sampling.prompts), self.start.size
+    def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
+        train, draws_samples, size = self.train, bool(self.train.sampling.prompts), self.start.size
         adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
         return TrainingSetup(
             size,
             tokens,
-            micro,
+            micro_batch,
             ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
             checkpointing=train.activation_checkpointing,
             compiled=train.compile,
-            fast=self.stock is None,
+            fast=self.why_stock is None,
             compute_dtype=train.model.transformer_dtype,
             accumulation=self.accumulation,
             optimizer=train.optimizer.type,
             world=self.world,
             parallel=train.parallel,
-            evaluates=bool(train.eval_datasets) or draws,
-            other_models=_vae_bytes(train) if draws else 0,
+            evaluates=bool(train.eval_datasets) or draws_samples,
+            other_models=_vae_bytes(train) if draws_samples else 0,
             adapter=adapter,
             deepspeed=self.by_deepspeed,
             zero=train.zero_stage,
@@ -265,37 +263,35 @@ class _Estimator:
 
 
 def _vae_bytes(train: TrainConfig) -> int:
-    """The VAE that decodes samples, in float32."""
+    """Return the bytes of the VAE that decodes samples, in float32."""
     return 4 * sum(count for _, count in stored_weights(train.model.diffusers_path / "vae"))
 
 
-def _cache(counts: Counts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:
-    """Bytes of the cache's shards; each resolution keeps its own copy of the captions' features."""
-    caption = caption_bytes(text)
-    total = 0
-    for (_, bucket), cells in counts.cells.items():
-        for at, cell in cells.items():
+def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:
+    """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
+    caption, total = caption_bytes(text), 0
+    for (_, bucket), by_directory in counts.buckets.items():
+        pixels = latent_pixels(bucket.width, bucket.height)
+        for at, count in by_directory.items():
             variants = 2 if directories[at].flip else 1
-            total += (
-                cell.samples * image_bytes(latent_pixels(bucket.width, bucket.height), variants, cell.masked > 0).value
-            )
-            total += cell.captions * caption.value
-    return Amount(total, f"pictures·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
+            total += count.samples * image_bytes(pixels, variants, count.masked > 0).value
+            total += count.captions * caption.value
+    return Amount(total, f"images·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
 def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
-    """The training loader, beside it that of an evaluation while one runs, and what checkpoints are written from."""
+    """Return the host memory of the loaders of training and evaluation, and of the copies for checkpoints."""
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
-    beside = max((_loader(train, one, 1)[0].value for one in evals), default=0)
-    formula = f"{loader.formula}; micro-batch {micro_batch.value / (1 << 20):.1f} MiB = {micro_batch.formula}"
-    if beside:
-        formula += f"; + {beside / (1 << 20):.0f} MiB by the same formula while evaluating"
-    formula += f"; + {copies.value / (1 << 20):.0f} MiB copies for checkpoints = {copies.formula}"
-    return Amount(loader.value + beside + copies.value, formula)
+    evaluation = max((_loader(train, dataset, 1)[0].value for dataset in evals), default=0)
+    formula = f"{loader.formula}; micro-batch {micro_batch.value / MIB:.1f} MiB = {micro_batch.formula}"
+    if evaluation:
+        formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
+    formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
+    return Amount(loader.value + evaluation + copies.value, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:
-    """The memory of a data set's loader, and of the largest prepared micro-batch."""
+    """Return the memory of a dataset's loader, and of the largest prepared micro-batch."""
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
     loader = loader_bytes(
         prepared,

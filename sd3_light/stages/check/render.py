@@ -1,4 +1,4 @@
-"""A survey as one screen for people: every number with its formula beside it."""
+"""Render an estimate as one screen: every number with its formula."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -13,12 +13,12 @@ from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
 MAX_ROWS = 12
-"""Buckets shown of a data set; the rest are summed up in one line."""
+"""Buckets shown per dataset; one line sums up the rest."""
 
 
 def render(estimate: RunEstimate) -> RenderableType:
-    """The survey as tables for a rich console."""
-    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults. This is what will happen."), _numbers(estimate)]
+    """Return the estimate as tables for a rich console."""
+    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults. A run of this config:"), _numbers(estimate)]
     for data in (estimate.data, *estimate.evals):
         parts.append(_buckets(data))
         parts += [Text(f"  rejected {line}") for line in _rejects(data.rejects)]
@@ -26,7 +26,7 @@ def render(estimate: RunEstimate) -> RenderableType:
 
 
 def size_text(count: int) -> str:
-    """Bytes in the unit that gives three or four digits."""
+    """Return bytes in the unit that gives three or four digits."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -36,7 +36,7 @@ def size_text(count: int) -> str:
 
 
 def flops_text(count: int) -> str:
-    """FLOPs in the unit that gives three or four digits."""
+    """Return FLOPs in the unit that gives three or four digits."""
     value = float(count)
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if value < 1000:
@@ -59,36 +59,36 @@ def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
     size, text, gpu, data = estimate.start.size, estimate.text, estimate.gpu, estimate.data
     images = sorted({row.tokens.image for row in data.rows})
     shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
-    case, replicas = estimate.case, estimate.case.replicas
-    who = "pipeline" if case.stages > 1 else "GPU"
-    batch = f"micro-batch·{estimate.accumulation} accumulation·{replicas} {who}{'s' if replicas > 1 else ''}"
+    setup, replicas = estimate.setup, estimate.setup.replicas
+    unit = "pipeline" if setup.stages > 1 else "GPU"
+    batch = f"micro-batch·{estimate.accumulation} accumulation·{replicas} {unit}{'s' if replicas > 1 else ''}"
     batches = sorted({row.global_batch for row in data.rows})
-    flops = max(data.rows, key=lambda row: row.step_flops.value, default=None)
+    costliest = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [
         ("weights start", estimate.start.kind, estimate.start.sentence),
         ("parameters", f"{estimate.parameters:,}", shape),
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
-        ("processes", f"{case.world:,}", layout_text(case)),
-        ("blocks on GPUs", *_blocks(estimate.stock)),
-        ("samples a step", _span(batches), batch),
-        ("steps an epoch", f"{estimate.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples a step, up"),
-        ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps an epoch, whichever ends first"),
+        ("processes", f"{setup.world:,}", layout_text(setup)),
+        ("blocks on GPUs", *_blocks(estimate.why_stock)),
+        ("samples per step", _span(batches), batch),
+        ("steps per epoch", f"{estimate.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples per step"),
+        ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps per epoch, whichever is lower"),
     ]
     if estimate.adapter is not None:
         share = f"{estimate.adapter / estimate.parameters:.2%} of the parameters train; the rest is frozen"
         lines.insert(2, ("adapter", f"{estimate.adapter:,}", share))
-    if flops is not None:
-        lines.append(
-            ("FLOPs a step", flops_text(flops.step_flops.value), f"{flops.bucket}: {flops.step_flops.formula}")
-        )
+    if costliest is not None:
+        flops = costliest.step_flops
+        lines.append(("FLOPs per step", flops_text(flops.value), f"{costliest.bucket}: {flops.formula}"))
     lines.append(("FLOPs, all steps", flops_text(estimate.run_flops.value), estimate.run_flops.formula))
-    for one in (data, *estimate.evals):
-        lines.append((f"cache {one.name}", size_text(one.cache.value), f"{one.cache.formula}; in {one.cache_dir}"))
-    stage = f" on stage {gpu.stage}, which takes most" if case.stages > 1 else ""
+    for dataset in (data, *estimate.evals):
+        formula = f"{dataset.cache.formula}; in {dataset.cache_dir}"
+        lines.append((f"cache {dataset.name}", size_text(dataset.cache.value), formula))
+    stage = f" on stage {gpu.stage}, which needs most" if setup.stages > 1 else ""
     return [
         *lines,
-        ("host memory a GPU", size_text(estimate.host.value), f"{estimate.host.formula}; interpreters not counted"),
+        ("host memory per GPU", size_text(estimate.host.value), f"{estimate.host.formula}; without interpreters"),
         ("GPU memory (estimate)", size_text(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
         ("  state", size_text(gpu.state.value), gpu.state.formula),
         ("  step", size_text(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
@@ -96,33 +96,33 @@ def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
     ]
 
 
-def layout_text(case: TrainingSetup) -> str:
-    """Engine and layout in words, with the command's own."""
-    if not case.deepspeed:
-        if case.world == 1:
-            return "torch's engine; --processes N and --deepspeed show other launches"
-        cut = "weights and all state cut over all" if case.shards > 1 else "all weights on each"
-        return f'torch\'s engine, parallel = "{case.parallel}": {cut}'
-    words = f"DeepSpeed (--deepspeed), ZeRO-{case.zero_stage}"
-    if case.zero_stage != case.zero:
-        words += f" (zero_stage = {case.zero} has nobody to share with)"
-    if case.stages == 1:
-        return words
-    parts = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(case.layer_bounds))
-    pipelines = f"{case.replicas} pipelines" if case.replicas > 1 else "one pipeline"
-    return f"{words}, {pipelines} of {case.stages} stages: layers {parts}"
+def layout_text(setup: TrainingSetup) -> str:
+    """Describe engine and layout, with the options of the command line."""
+    if not setup.deepspeed:
+        if setup.world == 1:
+            return "torch engine; see other launches with --processes N and --deepspeed"
+        sharding = "weights and state sharded over all GPUs" if setup.shards > 1 else "all weights on every GPU"
+        return f'torch engine, parallel = "{setup.parallel}": {sharding}'
+    text = f"DeepSpeed (--deepspeed), ZeRO-{setup.zero_stage}"
+    if setup.zero_stage != setup.zero:
+        text += f" (zero_stage = {setup.zero} has nothing to shard on one GPU)"
+    if setup.stages == 1:
+        return text
+    layers = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(setup.layer_bounds))
+    pipelines = f"{setup.replicas} pipelines" if setup.replicas > 1 else "one pipeline"
+    return f"{text}, {pipelines} of {setup.stages} stages: layers {layers}"
 
 
-def _blocks(stock: str | None) -> tuple[str, str]:
-    if stock is None:
-        return "fast kernels", "where Triton is installed, else stock"
-    return "stock", f"because {stock}"
+def _blocks(why_stock: str | None) -> tuple[str, str]:
+    if why_stock is None:
+        return "fast kernels", "if Triton is installed, else stock"
+    return "stock", f"because {why_stock}"
 
 
 def _text_tokens(text: TextShape) -> str:
     tokens = f"{text.at_most}CLIP {text.clip_tokens} + T5 {text.t5_tokens}"
     if text.real:
-        return f"{tokens}; real tokens: memory, cache and FLOPs below are those of the longest captions"
+        return f"{tokens}; real tokens: memory, cache and FLOPs below are for the longest captions"
     return f"{tokens}, padded"
 
 

@@ -534,7 +534,7 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", fail)
-    monkeypatch.setattr("sd3_light.stages.check.disk._cannot_make", lambda path: "cannot be written to")
+    monkeypatch.setattr("sd3_light.stages.check.disk._cannot_create", lambda path: "cannot be written to")
     faults = [fault.key for fault in disk_faults(project.load())]
     assert faults == ["output_dir"], "a finished cache need not be writable"
     with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust_cache"):

@@ -1,4 +1,4 @@
-"""Faults of [adapter] that are found before a weight is loaded, and what `check` says of a sound one."""
+"""Faults of [adapter] that check finds before weights are loaded, and its estimate of a valid one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,22 +49,22 @@ def test_an_adapter_on_random_weights_is_a_fault(place: Any, only_fault: Callabl
         ("", "base_bits = 2", "adapter.base_bits"),
     ],
 )
-def test_keys_that_mean_nothing_together(place: Any, top: str, keys: str, fault: str) -> None:
+def test_incompatible_keys(place: Any, top: str, keys: str, fault: str) -> None:
     place.denoiser("sd3/transformer")
     with pytest.raises(ConfigFaults) as caught:
         place.load(top=top, model=FROM_FOLDER, tables=tables(keys))
-    assert [found.key for found in caught.value.faults] == [fault]
+    assert [item.key for item in caught.value.faults] == [fault]
 
 
-def test_the_survey_counts_what_trains(place: Any) -> None:
+def test_the_estimate_counts_trained_parameters(place: Any) -> None:
     place.denoiser("sd3/transformer")
     for number in range(3):
         place.picture(f"{number}.png", 64, 64)
-    whole, lean = (check.run(place.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
-    assert whole.adapter is None
-    assert lean.adapter == 31 * 4 * (256 + 256)
-    assert lean.gpu.state.value < whole.gpu.state.value / 5
-    assert lean.run_flops.value < whole.run_flops.value
+    full, adapter = (check.run(place.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
+    assert full.adapter is None
+    assert adapter.adapter == 31 * 4 * (256 + 256)
+    assert adapter.gpu.state.value < full.gpu.state.value / 5
+    assert adapter.run_flops.value < full.run_flops.value
     console = Console(record=True, width=200)
-    console.print(check.render(lean))
+    console.print(check.render(adapter))
     assert "63,488" in console.export_text()

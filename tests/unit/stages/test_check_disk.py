@@ -1,4 +1,4 @@
-"""Every fault that only the disk can show is found, named by its key, and found together with the others."""
+"""Faults that only the disk shows are reported by key, all together."""
 
 import shutil
 from collections.abc import Callable
@@ -14,12 +14,12 @@ PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'
 Single = Callable[..., Fault]
 
 
-def test_a_sound_config_has_no_faults(place: Any) -> None:
+def test_a_valid_config_has_no_faults(place: Any) -> None:
     assert disk_faults(place.load()) == []
     check.require(place.load())
 
 
-def test_a_folder_that_is_not_there_is_one_fault(place: Any, only_fault: Single) -> None:
+def test_a_missing_folder_is_one_fault(place: Any, only_fault: Single) -> None:
     shutil.rmtree(place.sd3)
     fault = only_fault()
     assert (fault.key, fault.problem) == ("model.diffusers_path", "no such folder")
@@ -38,7 +38,7 @@ def test_a_folder_that_is_not_there_is_one_fault(place: Any, only_fault: Single)
         "scheduler/scheduler_config.json",
     ],
 )
-def test_each_missing_part_is_a_fault_that_names_it(place: Any, only_fault: Single, part: str) -> None:
+def test_each_missing_part_is_named(place: Any, only_fault: Single, part: str) -> None:
     (place.sd3 / part).unlink()
     fault = only_fault()
     assert fault.key == "model.diffusers_path"
@@ -51,14 +51,14 @@ def test_all_missing_parts_are_reported_at_once(place: Any) -> None:
     assert len(disk_faults(place.load())) == 5  # config and weights of two models, and a tokenizer
 
 
-def test_an_index_stands_for_the_weights_that_it_names(place: Any, only_fault: Single) -> None:
+def test_an_index_requires_the_weights_it_names(place: Any, only_fault: Single) -> None:
     (place.sd3 / "text_encoder_3/model.safetensors").rename(place.sd3 / "text_encoder_3/model-1-of-2.safetensors")
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     place.json("sd3/text_encoder_3/model.safetensors.index.json", index)
     assert "text_encoder_3/model-2-of-2.safetensors" in only_fault().problem
 
 
-def test_the_denoiser_is_needed_only_where_weights_start_there(place: Any) -> None:
+def test_the_denoiser_is_needed_only_if_weights_start_there(place: Any) -> None:
     faults = disk_faults(place.load(model=""))
     assert ["transformer/" in fault.problem for fault in faults] == [True, True]
     place.denoiser("sd3/transformer")
@@ -78,7 +78,7 @@ def test_init_names_a_folder_with_a_denoiser(place: Any, only_fault: Single) -> 
     assert disk_faults(place.load(model=model)) == []
 
 
-def test_init_may_be_the_denoisers_own_folder(place: Any, only_fault: Single) -> None:
+def test_init_may_be_a_denoiser_folder(place: Any, only_fault: Single) -> None:
     folder = place.denoiser("start")
     model = 'train_type = "sd3_light_pretrain"\ninit = "start"'
     assert disk_faults(place.load(model=model)) == []
@@ -99,33 +99,35 @@ def test_a_key_that_disagrees_with_the_weights_is_a_fault(
     place: Any, only_fault: Single, keys: str, fault: str
 ) -> None:
     place.denoiser("sd3/transformer")
-    found = only_fault(model=keys)
-    assert found.key == fault
-    assert str(place.sd3 / "transformer") in found.problem
+    reported = only_fault(model=keys)
+    assert reported.key == fault
+    assert str(place.sd3 / "transformer") in reported.problem
 
 
-def test_keys_that_agree_with_the_weights_are_none(place: Any) -> None:
+def test_keys_that_agree_with_the_weights_are_no_fault(place: Any) -> None:
     place.denoiser("sd3/transformer", num_layers=6)
     assert disk_faults(place.load(model='size = "demo"\nnum_layers = 6\nqk_norm = true')) == []
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words"),
+    ("file", "content", "problem"),
     [
         ("vae/config.json", {"latent_channels": 4, "block_out_channels": [8] * 4}, "4 latent channels"),
-        ("vae/config.json", {"latent_channels": 16, "block_out_channels": [8] * 3}, "shrinks pictures 4 times"),
+        ("vae/config.json", {"latent_channels": 16, "block_out_channels": [8] * 3}, "shrinks images 4 times"),
         ("text_encoder_3/config.json", {"d_model": 512}, "T5 is 512 wide"),
         ("text_encoder_2/config.json", {"hidden_size": 112, "projection_dim": 64}, "pooled text is 176 wide"),
-        ("text_encoder/config.json", {"hidden_size": 160, "projection_dim": 112}, "wider (160 + 112) than T5"),
-        ("tokenizer/tokenizer_config.json", {"model_max_length": 100}, "CLIP encoders take 77 at most"),
+        ("text_encoder/config.json", {"hidden_size": 160, "projection_dim": 112}, "(160 + 112) are wider than T5"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 100}, "CLIP encoders accept at most 77"),
         ("vae/config.json", ["a list"], "holds no JSON object"),
     ],
 )
-def test_frozen_parts_fit_the_denoiser(place: Any, only_fault: Single, file: str, content: object, words: str) -> None:
+def test_frozen_parts_fit_the_denoiser(
+    place: Any, only_fault: Single, file: str, content: object, problem: str
+) -> None:
     place.json(f"sd3/{file}", content)
     fault = only_fault()
     assert fault.key == "model.diffusers_path"
-    assert words in fault.problem
+    assert problem in fault.problem
 
 
 def test_t5_length_fits_its_tokenizer(place: Any, only_fault: Single) -> None:
@@ -134,7 +136,7 @@ def test_t5_length_fits_its_tokenizer(place: Any, only_fault: Single) -> None:
     assert (fault.key, fault.given, fault.allowed) == ("model.t5_max_length", "12", "1 to 10")
 
 
-def test_text_reconstruction_reads_a_layer_of_the_real_depth(place: Any, only_fault: Single) -> None:
+def test_text_reconstruction_uses_an_existing_layer(place: Any, only_fault: Single) -> None:
     place.denoiser("sd3/transformer")
     fault = only_fault(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 3")
     assert fault.key == "model.text_recon_target_layer"
@@ -142,7 +144,7 @@ def test_text_reconstruction_reads_a_layer_of_the_real_depth(place: Any, only_fa
     assert disk_faults(place.load(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 2")) == []
 
 
-def test_buckets_lie_inside_the_position_table(place: Any, only_fault: Single) -> None:
+def test_buckets_fit_the_position_table(place: Any, only_fault: Single) -> None:
     dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "pictures"\n'
     fault = only_fault(dataset=dataset)
     assert fault.key == "directory[0].resolutions"
@@ -162,9 +164,9 @@ def test_buckets_lie_inside_the_position_table(place: Any, only_fault: Single) -
         ('path = "pictures"\ndefault_mask_file = "pictures"', "directory[0].default_mask_file"),
     ],
 )
-def test_every_path_of_the_data_is_there(place: Any, only_fault: Single, keys: str, fault: str) -> None:
-    found = only_fault(dataset=f"resolutions = [64]\n[[directory]]\n{keys}\n")
-    assert (found.key, found.file) == (fault, str(place.folder / "data.toml"))
+def test_every_path_of_the_dataset_exists(place: Any, only_fault: Single, keys: str, fault: str) -> None:
+    reported = only_fault(dataset=f"resolutions = [64]\n[[directory]]\n{keys}\n")
+    assert (reported.key, reported.file) == (fault, str(place.folder / "data.toml"))
 
 
 def test_eval_sets_are_checked_too(place: Any, only_fault: Single) -> None:
@@ -176,14 +178,14 @@ def test_eval_sets_are_checked_too(place: Any, only_fault: Single) -> None:
 @pytest.mark.parametrize(
     ("keys", "fault"), [('output_dir = "file/runs"', "output_dir"), ('cache_dir = "file"', "cache_dir")]
 )
-def test_what_will_be_written_has_a_place(place: Any, only_fault: Single, keys: str, fault: str) -> None:
+def test_output_folders_can_be_created(place: Any, only_fault: Single, keys: str, fault: str) -> None:
     (place.folder / "file").touch()
-    found = only_fault(top=keys)
-    assert found.key == fault
-    assert found.problem.endswith(f"{place.folder / 'file'} is a file")
+    reported = only_fault(top=keys)
+    assert reported.key == fault
+    assert reported.problem.endswith(f"{place.folder / 'file'} is a file")
 
 
-def test_a_cache_at_a_url_needs_no_pictures_here(place: Any) -> None:
+def test_a_cache_at_a_url_needs_no_local_images(place: Any) -> None:
     dataset = 'resolutions = [64]\n[[directory]]\npath = "nowhere"\n'
     (place.folder / "val.toml").write_text(dataset)
     top = 'eval_datasets = ["val.toml"]\n'
@@ -198,18 +200,18 @@ def test_a_cache_at_a_url_needs_no_pictures_here(place: Any) -> None:
         ('cache_dir = "memory://x"\nstream_cache_dir = "file"', "stream_cache_dir", "is a file"),
     ],
 )
-def test_a_cache_at_a_url_can_be_read_and_kept(
+def test_a_cache_at_a_url_needs_a_protocol_and_a_local_folder(
     place: Any, only_fault: Single, keys: str, fault: str, problem: str
 ) -> None:
     (place.folder / "file").touch()
-    found = only_fault(top=keys)
-    assert found.key == fault
-    assert problem in found.problem
+    reported = only_fault(top=keys)
+    assert reported.key == fault
+    assert problem in reported.problem
 
 
 def test_a_cache_that_does_not_fit_into_memory_is_a_fault(place: Any, only_fault: Single) -> None:
     whole = 'sd3_streaming_dataset = false\ncache_dir = "cache"'
-    assert disk_faults(place.load(top=whole)) == [], "there is no cache to look at yet"
+    assert disk_faults(place.load(top=whole)) == [], "there is no cache yet"
     place.json("cache/manifest.json", {"shards": [{"bytes": 10**15}, {"bytes": 5}]})
     assert disk_faults(place.load(top='cache_dir = "cache"')) == []
     fault = only_fault(top=whole)
@@ -228,7 +230,7 @@ def test_require_raises_all_faults_in_one_report(place: Any) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_is_a_fault(
+def test_a_missing_tracker_package_is_a_fault(
     place: Any, only_fault: Single, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setattr("sd3_light.runlog.trackers._is_installed", lambda name: name != package)

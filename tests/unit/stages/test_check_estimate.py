@@ -1,4 +1,4 @@
-"""A survey counts what is there and adds up what a run of it costs; its screen shows every number and formula."""
+"""An estimate counts samples and sums up costs; its screen shows every number with its formula."""
 
 import io
 import shutil
@@ -9,10 +9,11 @@ from rich.console import Console
 
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
 from sd3_light.budget.flops import Tokens, training_flops
-from sd3_light.config import SIZES, ConfigFaults, UserError
+from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
+from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
+from sd3_light.stages.check import RunEstimate, estimate_run, render
 from sd3_light.stages.check import count as count_module
-from sd3_light.stages.check import estimate_run, render
 from sd3_light.stages.check.render import flops_text, size_text
 from tests.project import Project
 
@@ -20,9 +21,13 @@ PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "pictures"\n'
 
 
-def shown(found: Any) -> str:
+def estimated(loaded: LoadedConfig, world: int = 1) -> RunEstimate:
+    return estimate_run(loaded, where_weights_start(loaded.train.model), world)
+
+
+def shown(estimate: RunEstimate) -> str:
     console = Console(width=240, file=io.StringIO())
-    console.print(render(found))
+    console.print(render(estimate))
     return str(console.file.getvalue())
 
 
@@ -31,17 +36,17 @@ def test_samples_are_counted_by_bucket_and_reject(place: Any) -> None:
         place.picture(f"square{number}.png", 80, 80)
     place.picture("wide.png", 40, 20)
     place.picture("silent.png", 64, 64, caption=None)
-    (place.folder / "pictures" / "broken.png").write_bytes(b"no picture")
+    (place.folder / "pictures" / "broken.png").write_bytes(b"not an image")
     (place.folder / "pictures" / "broken.txt").write_text("a broken one")
-    found = estimate_run(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
-    assert found.data.samples == 6
-    assert found.data.rejects == {"no_caption": 1, "not_an_image": 1}
-    rows = {str(row.bucket): row for row in found.data.rows}
+    estimate = estimated(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
+    assert estimate.data.samples == 6
+    assert estimate.data.rejects == {"no_caption": 1, "not_an_image": 1}
+    rows = {str(row.bucket): row for row in estimate.data.rows}
     assert {name: (row.samples, row.enlarged, row.steps, row.padding) for name, row in rows.items()} == {
         "64x64": (5, 0, 3, 1),
         "96x48": (1, 1, 1, 1),
     }
-    assert found.steps_per_epoch == 4
+    assert estimate.steps_per_epoch == 4
 
 
 def test_steps_follow_world_accumulation_and_repeats(place: Any) -> None:
@@ -49,51 +54,49 @@ def test_steps_follow_world_accumulation_and_repeats(place: Any) -> None:
         place.picture(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
     dataset = 'resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 4\n'
-    alone, many = (estimate_run(place.load(top=top, dataset=dataset), world) for world in (1, 4))
+    alone, many = (estimated(place.load(top=top, dataset=dataset), world) for world in (1, 4))
     assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
     assert (many.steps_per_epoch, many.total_steps) == (2, 6)
     assert alone.run_flops == many.run_flops
 
 
-def test_a_micro_batch_goes_by_resolution(place: Any) -> None:
+def test_the_micro_batch_depends_on_the_resolution(place: Any) -> None:
     for number in range(4):
         place.picture(f"{number}.png", 128, 128)
     top, dataset = (
         "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
         'resolutions = [64, 128]\n[[directory]]\npath = "pictures"\n',
     )
-    found = estimate_run(place.load(top=top, dataset=dataset))
-    assert [(row.micro_batch, row.steps) for row in found.data.rows] == [(4, 1), (1, 4)]
-    assert found.data.samples == 4
+    estimate = estimated(place.load(top=top, dataset=dataset))
+    assert [(row.micro_batch, row.steps) for row in estimate.data.rows] == [(4, 1), (1, 4)]
+    assert estimate.data.samples == 4
 
 
-def test_costs_are_those_of_the_formulas(place: Any) -> None:
+def test_costs_match_the_formulas(place: Any) -> None:
     place.picture("one.png", 64, 64)
     place.picture("two.png", 64, 64)
     dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "pictures"\n'
-    found = estimate_run(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
-    (row,) = found.data.rows
-    assert (found.text.clip_tokens, found.text.t5_tokens) == (20, 12)
+    estimate = estimated(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
+    (row,) = estimate.data.rows
+    assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
     assert row.tokens == Tokens(16, 32)
     assert row.step_flops.value == 2 * training_flops(SIZES["demo"], Tokens(16, 32)).value
-    assert found.parameters == SIZES["demo"].num_parameters()
-    picture, caption = (
-        image_bytes(latent_pixels(row.bucket.width, row.bucket.height), variants=2),
-        caption_bytes(found.text),
-    )
-    assert found.data.cache.value == 2 * (picture.value + caption.value)
-    assert found.gpu == row.gpu
+    assert estimate.parameters == SIZES["demo"].num_parameters()
+    pixels = latent_pixels(row.bucket.width, row.bucket.height)
+    image, caption = image_bytes(pixels, variants=2), caption_bytes(estimate.text)
+    assert estimate.data.cache.value == 2 * (image.value + caption.value)
+    assert estimate.gpu == row.gpu
 
 
-def test_eval_sets_are_surveyed_without_repeats(place: Any) -> None:
+def test_eval_sets_are_counted_without_repeats(place: Any) -> None:
     place.picture("one.png", 64, 64)
     (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
-    found = estimate_run(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
-    (data,) = found.evals
+    estimate = estimated(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
+    (data,) = estimate.evals
     assert (data.name, data.samples, data.steps) == ("val", 1, 1)
 
 
-def test_run_refuses_data_without_a_usable_sample(place: Any) -> None:
+def test_run_rejects_data_without_a_usable_sample(place: Any) -> None:
     place.picture("silent.png", 64, 64, caption=None)
     with pytest.raises(ConfigFaults, match=r"no usable sample \(1 no_caption\)"):
         check.run(place.load())
@@ -102,27 +105,25 @@ def test_run_refuses_data_without_a_usable_sample(place: Any) -> None:
 def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
     place.picture("one.png", 64, 64)
     place.picture("silent.png", 64, 64, caption=None)
-    found = check.run(place.load(tables="[ema]\nenable = true"), world=2)
-    text = shown(found)
-    assert f"{found.parameters:,}" in text
+    estimate = check.run(place.load(tables="[ema]\nenable = true"), world=2)
+    text = shown(estimate)
+    assert f"{estimate.parameters:,}" in text
     assert "random weights of size demo" in text
     assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + compute copies 2)" in text
     assert "rejected 1: no_caption" in text
     assert "64x64" in text
     assert "estimate" in text
-    for line in ("host memory", "cache train", "FLOPs a step", "steps an epoch"):
+    for line in ("host memory", "cache train", "FLOPs per step", "steps per epoch"):
         assert line in text
 
 
 def test_real_tokens_are_counted_as_the_longest_captions(place: Any) -> None:
     place.picture("a.png", 64, 64)
-    padded, real = (
-        estimate_run(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real")
-    )
+    padded, real = (estimated(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real"))
     assert real.gpu == padded.gpu
     assert (real.data.cache.value, real.run_flops) == (padded.data.cache.value, padded.run_flops)
     lines = [line.strip() for line in shown(real).splitlines() if "at most" in line]
-    for name in ("text tokens", "FLOPs a step", "cache train", "host memory", "step "):
+    for name in ("text tokens", "FLOPs per step", "cache train", "host memory", "step "):
         assert any(line.startswith(name) for line in lines), name
     assert "at most" not in shown(padded)
 
@@ -139,81 +140,81 @@ def test_dropping_every_bucket_is_a_fault(place: Any) -> None:
         check.run(loaded)
 
 
-def test_an_evaluation_set_has_its_loader_beside_that_of_training(place: Any) -> None:
+def test_an_evaluation_set_adds_its_loader(place: Any) -> None:
     place.picture("a.png", 64, 64)
-    alone = estimate_run(place.load()).host
-    both = estimate_run(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
+    alone = estimated(place.load()).host
+    both = estimated(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
     assert both.value > 1.5 * alone.value
     assert "while evaluating" in both.formula
 
 
-# --- what has been seen before -------------------------------------------------------------------
+# --- cached datasets -------------------------------------------------------------------
 
 
-def test_a_data_set_that_was_cached_is_not_scanned_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_dataset_is_not_scanned_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(count_module, "scan", lambda *_: pytest.fail("the sources were scanned"))
-    counts = count_module.count(project.load().dataset, 0)
+    counts = count_module.count_samples(project.load().dataset, 0)
     assert counts.samples == 40
     monkeypatch.undo()
     (project.images / "000003.png").unlink()
-    assert count_module.count(project.load().dataset, 0).samples == 39, "a change is seen"
+    assert count_module.count_samples(project.load().dataset, 0).samples == 39, "a change is seen"
 
 
 def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Project) -> None:
-    here = count_module.count(project.load().dataset, 0)
+    local = count_module.count_samples(project.load().dataset, 0)
     shutil.rmtree(project.images)
-    there = count_module.count(project.load(f'cache_dir="file://{project.cache}"').dataset, 0)
-    assert there.samples == here.samples
-    assert {key: cells[0].samples for key, cells in there.cells.items()} == {
-        key: cells[0].samples for key, cells in here.cells.items()
+    remote = count_module.count_samples(project.load(f'cache_dir="file://{project.cache}"').dataset, 0)
+    assert remote.samples == local.samples
+    assert {key: counts[0].samples for key, counts in remote.buckets.items()} == {
+        key: counts[0].samples for key, counts in local.buckets.items()
     }
 
 
 # --- launches ----------------------------------------------------------------------------------
 
 
-def test_a_launch_is_foretold_as_it_will_be(place: Any) -> None:
-    """Samples a step go by pipelines, memory by the fullest stage, and words name the layout and the blocks."""
+def test_a_pipeline_launch_is_estimated(place: Any) -> None:
+    """Samples per step depend on pipelines, memory on the fullest stage; the screen names layout and blocks."""
     for number in range(16):
         place.picture(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\npipeline_stages = 2\ngradient_accumulation_steps = 4"
     loaded = place.load(top=top, model=PRETRAIN)
     least = check.run(loaded)
-    assert (least.case.world, least.case.replicas, least.case.deepspeed) == (2, 1, True)
+    assert (least.setup.world, least.setup.replicas, least.setup.deepspeed) == (2, 1, True)
     pipes = check.run(loaded, 4)
     assert {row.global_batch for row in pipes.data.rows} == {2 * 4 * 2}
     assert pipes.gpu.state.value < check.run(place.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value
-    words = shown(pipes)
-    assert "DeepSpeed (--deepspeed), ZeRO-1, 2 pipelines of 2 stages: layers 0 to 2, 3 to 5" in words
-    assert f"on stage {pipes.gpu.stage}, which takes most" in words
-    assert "micro-batch·4 accumulation·2 pipelines" in words
-    assert f"because {pipes.stock}" in words
+    text = shown(pipes)
+    assert "DeepSpeed (--deepspeed), ZeRO-1, 2 pipelines of 2 stages: layers 0 to 2, 3 to 5" in text
+    assert f"on stage {pipes.gpu.stage}, which needs most" in text
+    assert "micro-batch·4 accumulation·2 pipelines" in text
+    assert f"because {pipes.why_stock}" in text
 
 
-def test_every_layout_says_what_it_is(place: Any) -> None:
+def test_every_layout_is_described(place: Any) -> None:
     place.picture("one.png", 64, 64)
 
-    def words(world: int | None = None, by_deepspeed: bool = False, top: str = "") -> str:
+    def screen(world: int | None = None, by_deepspeed: bool = False, top: str = "") -> str:
         return shown(check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed))
 
-    assert "torch's engine; --processes N and --deepspeed show other launches" in words()
-    assert "blocks on GPUs" in words()
-    assert "fast kernels" in words()
-    assert 'torch\'s engine, parallel = "ddp": all weights on each' in words(4)
-    assert 'parallel = "fsdp2": weights and all state cut over all' in words(4, top='parallel = "fsdp2"')
-    assert "because parallel = " in words(4, top='parallel = "fsdp2"')
-    assert "DeepSpeed (--deepspeed), ZeRO-3" in words(4, True, "zero_stage = 3")
-    assert "zero_stage = 1 has nobody to share with" in words(1, True)
+    assert "torch engine; see other launches with --processes N and --deepspeed" in screen()
+    assert "blocks on GPUs" in screen()
+    assert "fast kernels" in screen()
+    assert 'torch engine, parallel = "ddp": all weights on every GPU' in screen(4)
+    assert 'parallel = "fsdp2": weights and state sharded over all GPUs' in screen(4, top='parallel = "fsdp2"')
+    assert "because parallel = " in screen(4, top='parallel = "fsdp2"')
+    assert "DeepSpeed (--deepspeed), ZeRO-3" in screen(4, True, "zero_stage = 3")
+    assert "zero_stage = 1 has nothing to shard on one GPU" in screen(1, True)
 
 
 @pytest.mark.parametrize(
-    ("top", "world", "said"),
+    ("top", "world", "message"),
     [
         ("pipeline_stages = 2", 3, "3 processes cannot form pipelines of 2 stages"),
         ('parallel = "fsdp2"', 4, "needs the torch engine"),
     ],
 )
-def test_a_launch_that_cannot_be_is_refused(place: Any, top: str, world: int, said: str) -> None:
+def test_an_impossible_launch_is_rejected(place: Any, top: str, world: int, message: str) -> None:
     place.picture("one.png", 64, 64)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed=True)

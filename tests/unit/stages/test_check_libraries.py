@@ -1,4 +1,4 @@
-"""`check` finds a library that the config needs and that is not installed."""
+"""`check` reports libraries that the config needs and that are not installed."""
 
 from collections.abc import Callable
 from typing import Any

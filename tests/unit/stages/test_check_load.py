@@ -1,4 +1,4 @@
-"""Law 7: the faults of the config itself and those that the disk shows come in one report."""
+"""Law 7: faults of the config and faults on disk come in one report."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_both_passes_report_together(tmp_path: Path) -> None:
     assert faults["model.diffusers_path"] == "no such folder"
 
 
-def test_a_key_that_is_faulty_already_is_not_looked_up_on_disk(tmp_path: Path) -> None:
+def test_a_faulty_key_is_not_checked_on_disk(tmp_path: Path) -> None:
     faults = _faults(tmp_path, "")
     assert {key for key in faults if key.startswith("model")} == {"model.diffusers_path"}
     assert faults["model.diffusers_path"] != "no such folder"
