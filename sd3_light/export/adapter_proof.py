@@ -105,7 +105,7 @@ def _put_on(denoiser: Any, modules: AdapterModules, adapter: AdapterConfig, save
     lycoris = {}
     for name, module in modules.items():
         if isinstance(module, LycorisModule):
-            rounded = {factor: tensor.to(saved) for factor, tensor in module.baked().factors.items()}
+            rounded = {factor: tensor.to(saved) for factor, tensor in module.with_unit_scale().factors.items()}
             lycoris[name] = LycorisModule(rounded)
             continue
         weight = denoiser.get_submodule(name).weight

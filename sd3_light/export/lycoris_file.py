@@ -35,7 +35,9 @@ def write_lycoris(
     for layer, module in modules.items():
         stem = f"{LYCORIS_PREFIX}{layer.replace('.', '_')}"
         names[stem] = layer
-        tensors |= {f"{stem}.{factor}": _cast(tensor, save_dtype) for factor, tensor in module.baked().factors.items()}
+        tensors |= {
+            f"{stem}.{factor}": _cast(tensor, save_dtype) for factor, tensor in module.with_unit_scale().factors.items()
+        }
         tensors[f"{stem}.alpha"] = torch.tensor(float(rank))
     broken = [key for key, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:

@@ -1,7 +1,7 @@
-"""Adapters of every kind on a denoiser: what `[adapter]` asks for, put into the model in place.
+"""Adapters of every type on a denoiser, injected in place as `[adapter]` describes them.
 
-For LoRA see `model/lora_layers.py`. LoKr (a Kronecker product) and LoHa (a Hadamard product) are peft's too, and are
-read and written by their tensors: their names in the model end with peft's name of the adapter, which no file has.
+For LoRA see `model/lora_layers.py`. LoKr (a Kronecker product) and LoHa (a Hadamard product) are peft's too. Their
+tensors are read and written directly: names in the model end with peft's adapter name, names in files do not.
 """
 
 from collections import Counter
@@ -21,19 +21,19 @@ from sd3_light.model.lora_layers import ADAPTER, add_lora, is_lora_name, lora_sc
 from sd3_light.randomness import stream
 
 LYCORIS = {"lokr": LoKrConfig, "loha": LoHaConfig}
-_PARTS = (".lokr_", ".hada_")
+_LYCORIS_NAMES = (".lokr_", ".hada_")
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether a parameter of a model with an adapter belongs to the adapter."""
-    return is_lora_name(name) or any(part in name for part in _PARTS)
+    """Return whether a parameter belongs to an adapter, by its name."""
+    return is_lora_name(name) or any(infix in name for infix in _LYCORIS_NAMES)
 
 
 def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tuple[str, ...]:
-    """Put the adapter that ``config`` describes on the model; the names of the layers that got one.
+    """Add the adapter that ``config`` describes, and return the names of its layers.
 
-    Only its weights, in float32, require gradients afterwards; they are a pure function of the seed, and the model
-    computes what it did before. A target that matches nothing is an error that names it.
+    Afterwards only its weights (float32) require gradients. They are a pure function of the seed, and the model's
+    outputs do not change. Raises UserError for a target that matches nothing.
     """
     if config.type == "lora":
         names = add_lora(
@@ -50,14 +50,14 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
             _compute_in_float32(transformer)
         return names
     if next(_adapter_layers(transformer), None) is not None:
-        raise UserError("the denoiser has an adapter already; remove it before adding another")
+        raise UserError("the denoiser already has an adapter; load it without one")
     names = target_layers(transformer, config.target_modules)
-    wanted: Any = LYCORIS[config.type](
+    peft_config: Any = LYCORIS[config.type](
         r=config.rank, alpha=config.alpha, rank_dropout=config.dropout, target_modules=list(names)
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        inject_adapter_in_model(wanted, transformer, adapter_name=ADAPTER)
+        inject_adapter_in_model(peft_config, transformer, adapter_name=ADAPTER)
     for name, parameter in transformer.named_parameters():
         if is_adapter_name(name):
             parameter.data = parameter.data.float()
@@ -65,14 +65,14 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
 
 
 def cast_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the parameters that do not train in ``dtype``; those that do, all in few bits, and all buffers, stay."""
+    """Cast frozen parameters to ``dtype``; trained and quantized parameters and buffers stay as they are."""
     for parameter in transformer.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def cast_frozen_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen weights of linear layers in ``dtype``: where autocast would narrow them anyway, nothing changes."""
+    """Cast frozen parameters of linear layers to ``dtype``; under autocast to ``dtype`` results do not change."""
     for layer in transformer.modules():
         if isinstance(layer, nn.Linear):
             for parameter in layer.parameters(recurse=False):
@@ -81,7 +81,7 @@ def cast_frozen_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Float32Linear(nn.Linear):
-    """A linear layer that autocast does not narrow."""
+    """A linear layer that autocast leaves in float32."""
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
@@ -99,11 +99,10 @@ def _adapter_layers(transformer: nn.Module) -> Iterator[tuple[str, BaseTunerLaye
 
 
 class AdapterDropout:
-    """Dropout inside an adapter, a function of seed, rank, step and micro-batch alone, so that a resumed run drops what
-    the unbroken one does. Evaluation and sampling drop nothing.
+    """Dropout inside an adapter: a function of seed, rank, step and micro-batch, so that a resumed run repeats it.
 
-    ``begin(step)`` once a step; ``forward(device)`` before the forward pass of each micro-batch, or in a pipeline,
-    where micro-batches take turns, before each ``layer`` of it.
+    Evaluation and sampling have no dropout. Call ``begin(step)`` once per step, and ``forward(device)`` before the
+    forward pass of each micro-batch, or in a pipeline, which interleaves micro-batches, before each ``layer``.
     """
 
     def __init__(self, transformer: nn.Module, seed: int, rank: int) -> None:
@@ -112,14 +111,14 @@ class AdapterDropout:
         self._micro: Counter[int | None] = Counter()
 
     def begin(self, step: int) -> None:
-        """The micro-batches from here on are those of ``step``."""
+        """Start the micro-batches of ``step``."""
         self._step = step
         self._micro.clear()
 
     def forward(self, device: torch.device, layer: int | None = None) -> None:
-        """Seed this micro-batch's dropout where gradients are wanted, turn it off where they are not.
+        """Seed this micro-batch's dropout if gradients are enabled, otherwise turn dropout off.
 
-        It stays on until the next call: activation checkpointing computes the forward pass again, and restores the
+        It stays on until the next call: activation checkpointing recomputes the forward pass and restores the
         generator for it.
         """
         training = torch.is_grad_enabled()
@@ -141,46 +140,48 @@ class AdapterDropout:
 
 @dataclass(frozen=True)
 class LycorisModule:
-    """One layer's LoKr or LoHa: its factors by LyCORIS' names, and what multiplies their product."""
+    """One layer's LoKr or LoHa: its factors by LyCORIS' names, and the scale of their product."""
 
     factors: dict[str, Tensor]
     scale: float = 1.0
 
-    def baked(self) -> "LycorisModule":
-        """The same update with scale 1: the scale is multiplied into the first factor, in float32."""
+    def with_unit_scale(self) -> "LycorisModule":
+        """Return the same update with scale 1: the scale is multiplied into the first factor, in float32."""
         first = next(name for name in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if name in self.factors)
         return LycorisModule({**self.factors, first: self.factors[first].float() * self.scale})
 
 
 def lycoris_modules(state: Mapping[str, Tensor], rank: int, alpha: float) -> dict[str, LycorisModule]:
-    """Layer -> its update, from weights with the names of a peft model in memory."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return layer -> update, from weights with the names of a peft model in memory."""
+    by_layer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         layer, factor, adapter = key.rsplit(".", 2)
         assert adapter == ADAPTER, key
-        found.setdefault(layer, {})[factor] = tensor
-    return {layer: LycorisModule(factors, lora_scale(rank, alpha)) for layer, factors in found.items()}
+        by_layer.setdefault(layer, {})[factor] = tensor
+    return {layer: LycorisModule(factors, lora_scale(rank, alpha)) for layer, factors in by_layer.items()}
 
 
 @torch.no_grad()
 def load_lycoris(transformer: nn.Module, modules: Mapping[str, LycorisModule]) -> None:
-    """Give the LoKr or LoHa on the model the weights of another of the same layers and shapes, whatever its scale."""
+    """Copy the weights of ``modules`` into the model's LoKr or LoHa, which has the same layers and shapes."""
     own = {name: layer for name, layer in _adapter_layers(transformer) if isinstance(layer, LycorisLayer)}
     live = {name: parameter for name, parameter in transformer.named_parameters() if is_adapter_name(name)}
-    given = {
+    loaded = {
         f"{layer}.{factor}.{ADAPTER}": tensor
         for layer, module in modules.items()
         for factor, tensor in _scaled(module, own.get(layer)).factors.items()
     }
-    wrong = sorted(live.keys() ^ given.keys())
-    wrong += [name for name in live if not wrong and live[name].shape != given[name].shape]
-    if wrong:
-        raise UserError(f"the file does not fit the adapter: {wrong[0]} is missing, unexpected or of another shape")
+    mismatches = sorted(live.keys() ^ loaded.keys())
+    mismatches += [name for name in live if not mismatches and live[name].shape != loaded[name].shape]
+    if mismatches:
+        raise UserError(
+            f"the file does not match the adapter: {mismatches[0]} is missing, unexpected or of another shape"
+        )
     for name, parameter in live.items():
-        parameter.copy_(given[name])
+        parameter.copy_(loaded[name])
 
 
 def _scaled(module: LycorisModule, layer: Any) -> LycorisModule:
-    """The module's weights for a layer that multiplies by a scale of its own."""
+    """Return the module's weights for a layer that applies its own scale."""
     own = 1.0 if layer is None else float(layer.scaling[ADAPTER])
-    return LycorisModule(module.factors, module.scale / own).baked()
+    return LycorisModule(module.factors, module.scale / own).with_unit_scale()

@@ -1,9 +1,9 @@
 """The MMDiT as a list of layers: embed, N joint blocks, output.
 
-The list runs the modules of a stock `SD3Transformer2DModel` and equals its forward bit for bit in float32. It is what
-pipeline parallelism cuts, so layers pass tuples of tensors on. With real text tokens each sample says how many of its
-text rows are real, and what stands in the others changes nothing. Shapes: B samples, C channels, H x W latent, N image
-tokens, T text tokens, D width.
+The list runs the modules of a stock `SD3Transformer2DModel` and equals its forward bit for bit in float32. Pipeline
+parallelism cuts the same list, so layers pass tuples of tensors. With real text tokens, lengths give the number of real
+text rows per sample, and the values of the other rows change nothing. Shapes: B samples, C channels, H x W latent,
+N image tokens, T text tokens, D width.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ from sd3_light.config.base import Checkpointing
 from sd3_light.model.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
 
 LayerState = tuple[Tensor, ...]
-"""(image_BND, text_BTD, time_BD), the lengths_B of real text tokens (int64) where text is real, and with text
-reconstruction the text tokens to reconstruct. Tensors only, and gradients belong to the first three."""
+"""(image_BND, text_BTD, time_BD), with real text lengths_B (int64), and with text reconstruction the tokens to
+reconstruct. Only the first three have gradients."""
 
 
 class Embed(nn.Module):
-    """(noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B]) -> State."""
+    """Maps (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B]) to a LayerState."""
 
     def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False) -> None:
         super().__init__()
@@ -34,17 +34,17 @@ class Embed(nn.Module):
         self.keep_text = keep_text
 
     def forward(self, inputs: LayerState) -> LayerState:
-        """Patches with positions, embedded text, and time with pooled text."""
+        """Embed patches with positions, text, and time with pooled text."""
         noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *lengths = inputs
         image_BND = self.pos_embed(noisy_BCHW).contiguous()
         time_BD = self.time_text_embed(timestep_B, pooled_BP)
         text_BTD = self.context_embedder(prompt_BTE)
-        kept = (text_BTD.detach(),) if self.keep_text else ()
-        return (image_BND, text_BTD, time_BD, *lengths, *kept)
+        target = (text_BTD.detach(),) if self.keep_text else ()
+        return (image_BND, text_BTD, time_BD, *lengths, *target)
 
 
 class JointBlock(nn.Module):
-    """State -> State through one joint block; the last block has no text output and passes its text input on."""
+    """One joint block; the last block has no text output and passes its text input through."""
 
     def __init__(self, block: nn.Module, keep_text: bool = False, real_text: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class JointBlock(nn.Module):
         self.keep_text, self.real_text = keep_text, real_text
 
     def forward(self, state: LayerState) -> LayerState:
-        """One joint attention block."""
+        """Run the joint block."""
         image_BND, text_BTD, time_BD, *rest = state
         text_out, image_BND = self.block(
             hidden_states=image_BND,
@@ -68,12 +68,12 @@ class JointBlock(nn.Module):
     def _kwargs(self, state: LayerState) -> dict[str, Tensor]:
         image_BND, text_BTD, _, lengths_B, *_ = state
         processor: Any = self.block.attn.processor  # type: ignore[union-attr]
-        assert isinstance(processor, MaskedJointAttention), "the stock processor would look at padded text"
+        assert isinstance(processor, MaskedJointAttention), "the stock processor would attend to padded text"
         return {"attention_mask": real_text_mask(lengths_B, text_BTD.shape[1], image_BND.shape[1])}
 
 
 class Output(nn.Module):
-    """State -> (patches_BNP, text_BTD, *rest): the predicted patches, and what text reconstruction compares."""
+    """Maps a LayerState to (patches_BNP, text_BTD, *rest): the predicted patches, and the texts to compare."""
 
     def __init__(self, transformer: SD3Transformer2DModel) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Output(nn.Module):
         self.proj_out = transformer.proj_out
 
     def forward(self, state: LayerState) -> LayerState:
-        """The final modulated norm and projection."""
+        """Apply the final modulated norm and projection."""
         image_BND, text_BTD, time_BD, *rest = state
         return (self.proj_out(self.norm_out(image_BND, time_BD)), text_BTD, *rest)
 
@@ -89,10 +89,11 @@ class Output(nn.Module):
 def build_layers(
     transformer: SD3Transformer2DModel, text_target_layer: int | None = None, real_text: bool = False
 ) -> list[nn.Module]:
-    """The layers of a stock transformer; they share its modules. ``text_target_layer`` k keeps the text tokens after
-    block k (0: after the context embedder) for reconstruction; the last text output itself cannot be a target.
+    """Return the layers of a stock transformer; they share its modules.
 
-    With ``real_text`` inputs end with lengths, and the transformer's attention obeys masks from now on.
+    ``text_target_layer`` k keeps the text tokens after block k (0: after the context embedder) for reconstruction; the
+    last text output cannot be a target. With ``real_text`` inputs end with lengths, and the transformer's attention
+    applies masks from now on.
     """
     blocks = list(transformer.transformer_blocks)
     assert text_target_layer is None or 0 <= text_target_layer < len(blocks) - 1, text_target_layer
@@ -107,9 +108,9 @@ def build_layers(
 def run_layers(
     layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False
 ) -> LayerState:
-    """Run the list; with ``checkpointing`` the blocks' activations are computed again in the backward pass, all of
-    them or (``"selective"``) those that neither a matrix product nor attention made."""
-    context: dict[str, Any] = {"context_fn": _keep_products} if checkpointing == "selective" else {}
+    """Run the list. With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with
+    ``"selective"`` all but the outputs of matrix products and attention."""
+    context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for layer in layers:
         if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
@@ -121,21 +122,21 @@ def run_layers(
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().removeprefix("aten::")
-    is_kept = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_keep_products = partial(create_selective_checkpoint_contexts, _policy)
+_save_products = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:
-    """Predicted patches back to a latent [B, C, height, width]."""
+    """Return predicted patches as a latent [B, C, height, width]."""
     rows, columns = height // patch, width // patch
     patches = patches_BNP.reshape(len(patches_BNP), rows, columns, patch, patch, -1)
     return torch.einsum("nhwpqc->nchpwq", patches).reshape(len(patches_BNP), -1, height, width)
 
 
 def compile_blocks(transformer: SD3Transformer2DModel) -> None:
-    """Compile each block in place; blocks of one shape share their compiled code."""
+    """Compile each block in place; blocks of the same shape share compiled code."""
     for block in transformer.transformer_blocks:
         block.compile()

@@ -1,5 +1,7 @@
-"""The linear layers of an SD3 denoiser by name and shape, which of them an adapter's targets name, and how many weights
-the adapter has. Pure arithmetic on a `ModelSize`: `check` looks at no weight."""
+"""The linear layers of an SD3 denoiser, the ones that an adapter targets, and the adapter's number of parameters.
+
+Pure arithmetic on a `ModelSize`: no weight is read.
+"""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -10,13 +12,13 @@ from sd3_light.config import AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
 
 Shape = tuple[int, int]
-"""(inputs, outputs)."""
+"""(inputs, outputs) of a linear layer."""
 
 
 def linear_layers(size: ModelSize) -> dict[str, Shape]:
-    """Name -> shape of every linear layer."""
+    """Return name -> shape of every linear layer."""
     width, embed = size.width, "time_text_embed."
-    found = {
+    layers = {
         f"{embed}timestep_embedder.linear_1": (256, width),
         f"{embed}timestep_embedder.linear_2": (width, width),
         f"{embed}text_embedder.linear_1": (size.pooled_width, width),
@@ -24,9 +26,9 @@ def linear_layers(size: ModelSize) -> dict[str, Shape]:
         "context_embedder": (size.text_width, width),
     }
     for number in range(size.num_layers):
-        found |= {f"transformer_blocks.{number}.{name}": shape for name, shape in _block(size, number).items()}
+        layers |= {f"transformer_blocks.{number}.{name}": shape for name, shape in _block(size, number).items()}
     patch = size.patch_size**2 * size.latent_channels
-    return {**found, "norm_out.linear": (width, 2 * width), "proj_out": (width, patch)}
+    return {**layers, "norm_out.linear": (width, 2 * width), "proj_out": (width, patch)}
 
 
 def _block(size: ModelSize, number: int) -> dict[str, Shape]:
@@ -55,35 +57,37 @@ def _block(size: ModelSize, number: int) -> dict[str, Shape]:
 
 
 def matches_target(name: str, target: str) -> bool:
-    """Whether a layer's name ends as the target says, which may be a pattern of shell style."""
+    """Return whether a layer's name ends with the target, which may be a shell pattern."""
     return fnmatchcase(f".{name}", f"*.{target}")
 
 
 def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
-    """The names that some target matches, in their order; a target that matches none is an error with the nearest."""
+    """Return the names that match a target, in order. Raises UserError if a target has no match."""
     names = list(names)
-    idle = [target for target in targets if not any(matches_target(name, target) for name in names)]
-    if idle:
+    unmatched = [target for target in targets if not any(matches_target(name, target) for name in names)]
+    if unmatched:
         known = {name.split(".", 2)[-1] if name.startswith("transformer_blocks.") else name for name in names}
-        near = get_close_matches(idle[0], sorted(known), 1, 0.0)
+        near = get_close_matches(unmatched[0], sorted(known), 1, 0.0)
         hint = f" (nearest: {near[0]})" if near else ""
-        raise UserError(f"adapter.target_modules: {', '.join(idle)}: no linear layer's name ends so{hint}")
+        raise UserError(
+            f"adapter.target_modules: {', '.join(unmatched)}: no linear layer has a name that ends so{hint}"
+        )
     return tuple(name for name in names if any(matches_target(name, target) for target in targets))
 
 
 def adapter_parameters(size: ModelSize, adapter: AdapterConfig) -> int:
-    """How many weights the adapter adds and trains."""
+    """Return the number of parameters that the adapter adds and trains."""
     return sum(adapter_layer_parameters(size, adapter))
 
 
 def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
-    """The adapter's weights on each layer of the list that pipelines cut: embed, the joint blocks, output."""
-    layers, found = linear_layers(size), [0] * (size.num_layers + 2)
+    """Return the adapter's parameters per layer of the pipeline's list: embed, the joint blocks, output."""
+    layers, parameters = linear_layers(size), [0] * (size.num_layers + 2)
     for name in match_targets(layers, adapter.target_modules):
         first, _, rest = name.partition(".")
         block = int(rest.partition(".")[0]) + 1 if first == "transformer_blocks" else 0
-        found[-1 if first in ("norm_out", "proj_out") else block] += _weights(layers[name], adapter)
-    return tuple(found)
+        parameters[-1 if first in ("norm_out", "proj_out") else block] += _weights(layers[name], adapter)
+    return tuple(parameters)
 
 
 def _weights(shape: Shape, adapter: AdapterConfig) -> int:
@@ -93,11 +97,11 @@ def _weights(shape: Shape, adapter: AdapterConfig) -> int:
     if adapter.type == "loha":
         return 2 * adapter.rank * (inputs + outputs)
     (a, b), (c, d) = _factors(outputs), _factors(inputs)
-    whole = adapter.rank >= max(b, d) / 2  # peft keeps the large factor whole where a product would be no smaller
+    whole = adapter.rank >= max(b, d) / 2  # peft does not factorise the large factor where that would not be smaller
     return a * c + (b * d if whole else adapter.rank * (b + d))
 
 
 def _factors(number: int) -> Shape:
-    """The two factors nearest to each other, the smaller one first."""
+    """Return the two factors of a number that are nearest to each other, the smaller one first."""
     small = next(divisor for divisor in range(isqrt(number), 0, -1) if number % divisor == 0)
     return small, number // small

@@ -1,7 +1,7 @@
-"""LoRA adapters on a denoiser: adding, reading, loading, merging and removing them.
+"""LoRA adapters on a denoiser: adding, reading and loading them.
 
-The adapters are peft's, put into the stock model in place, so that its own forward and the list of layers run them.
-An adapter's weights are named ``<module>.lora_A.default.weight``, the weights under it ``<module>.base_layer.weight``.
+peft injects the adapters into the stock model, so that its own forward and the list of layers run them. An adapter's
+weights are named ``<module>.lora_A.default.weight``, the weights below it ``<module>.base_layer.weight``.
 """
 
 import math
@@ -17,15 +17,15 @@ from sd3_light.config.faults import UserError
 from sd3_light.model.linears import match_targets, matches_target
 
 ADAPTER = "default"
-"""The name that our adapter has in peft; it never gets into a file."""
+"""The adapter's name in peft; it is never written to a file."""
 
 
 @dataclass(frozen=True)
 class LoraModule:
     """One low-rank update: the weight becomes ``W + scale * up @ down``.
 
-    ``down`` is [rank, in] and ``up`` [out, rank]; of a convolution [rank, in, k, k] and [out, rank, 1, 1]. With a
-    ``magnitude`` [out] (DoRA) each row of that sum is then scaled to this length.
+    ``down`` is [rank, in] and ``up`` [out, rank]; for a convolution [rank, in, k, k] and [out, rank, 1, 1]. With
+    a ``magnitude`` [out] (DoRA) each row of the sum is then scaled to this length.
     """
 
     down: Tensor
@@ -39,12 +39,12 @@ class LoraModule:
         return self.down.shape[0]
 
     def delta(self) -> Tensor:
-        """``scale * up @ down`` in float32, in the shape of the weight."""
+        """Return ``scale * up @ down`` in float32, in the shape of the weight."""
         product = self.up.float().flatten(1) @ self.down.float().flatten(1)
         return (self.scale * product).reshape(self.up.shape[0], *self.down.shape[1:])
 
     def applied(self, weight: Tensor, strength: float = 1.0) -> Tensor:
-        """``weight`` with the update, in float32; ``strength`` multiplies the update's scale."""
+        """Return ``weight`` with the update in float32; ``strength`` multiplies the update's scale."""
         merged = weight.float() + strength * self.delta()
         if self.magnitude is None:
             return merged
@@ -53,7 +53,7 @@ class LoraModule:
 
 
 def lora_scale(rank: int, alpha: float, use_rslora: bool = False) -> float:
-    """What multiplies the update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    """Return the scale of the update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     return alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
@@ -68,13 +68,13 @@ def add_lora(
     use_dora: bool = False,
     seed: int = 0,
 ) -> tuple[str, ...]:
-    """Put a LoRA on the linear layers that ``target_modules`` name; the names of those layers.
+    """Add a LoRA to the linear layers that ``target_modules`` name, and return the names of those layers.
 
-    Only the adapter's weights, in float32, require gradients afterwards. They are a pure function of the seed, and the
-    model computes what it did before. A target that matches no linear layer is an error that names it.
+    Afterwards only the adapter's weights (float32) require gradients. They are a pure function of the seed, and the
+    model's outputs do not change. Raises UserError for a target that matches no linear layer.
     """
     if next(_lora_layers(transformer), None) is not None:
-        raise UserError("the denoiser has a LoRA already; merge or remove it before adding another")
+        raise UserError("the denoiser already has a LoRA; load it without one")
     names = target_layers(transformer, target_modules)
     config = LoraConfig(
         r=rank,
@@ -88,74 +88,75 @@ def add_lora(
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, transformer, adapter_name=ADAPTER)
     for name, parameter in transformer.named_parameters():
-        if is_lora_name(name):  # peft takes the model's type; master weights are float32
+        if is_lora_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
     return names
 
 
 def target_layers(transformer: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:
-    """The names of the linear layers that end as one of ``target_modules``, in the model's order.
+    """Return the names of the linear layers that end with one of ``target_modules``, in the model's order.
 
-    A target may be a pattern of shell style: ``transformer_blocks.[0-7].attn.to_*``.
+    A target may be a shell pattern: ``transformer_blocks.[0-7].attn.to_*``.
     """
     modules = dict(transformer.named_modules())
     for target in target_modules:
-        hit = [name for name in modules if matches_target(name, target)]
-        if hit and not any(isinstance(modules[name], nn.Linear) for name in hit):
-            kind = type(modules[hit[0]]).__name__
-            raise UserError(f"adapter.target_modules: {target}: {hit[0]} is no linear layer but {kind}")
+        hits = [name for name in modules if matches_target(name, target)]
+        if hits and not any(isinstance(modules[name], nn.Linear) for name in hits):
+            kind = type(modules[hits[0]]).__name__
+            raise UserError(f"adapter.target_modules: {target}: {hits[0]} is not a linear layer ({kind})")
     return match_targets((name for name, module in modules.items() if isinstance(module, nn.Linear)), target_modules)
 
 
 def is_lora_name(name: str) -> bool:
-    """Whether a parameter of a model with a LoRA belongs to the LoRA."""
+    """Return whether a parameter belongs to a LoRA, by its name."""
     return ".lora_" in name
 
 
 def lora_modules(transformer: nn.Module) -> dict[str, LoraModule]:
-    """The LoRA as updates by the names of the layers; the tensors are the live ones."""
-    found = {}
+    """Return layer name -> LoRA update; the tensors are the live ones."""
+    modules = {}
     for name, layer in _lora_layers(transformer):
         magnitude = layer.lora_magnitude_vector[ADAPTER].weight.detach() if layer.use_dora.get(ADAPTER) else None
-        found[name] = LoraModule(
+        modules[name] = LoraModule(
             layer.lora_A[ADAPTER].weight.detach(),
             layer.lora_B[ADAPTER].weight.detach(),
             float(layer.scaling[ADAPTER]),
             magnitude,
         )
-    return found
+    return modules
 
 
 @torch.no_grad()
 def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None:
-    """Give the LoRA on the model the weights of another of the same layers, shapes and kind.
+    """Copy the weights of ``modules`` into the model's LoRA, which has the same layers, shapes and kind.
 
-    The model's own scale stays, so ``up`` is divided by it. Whatever does not fit is an error that names the layer, and
-    then nothing has changed.
+    The model's scale stays, so ``up`` is divided by it. Raises UserError, without changes, if a layer does not match.
     """
     own = lora_modules(transformer)
     problems = [f"{name} is not in the file" for name in own if name not in modules]
     problems += [f"{name} has no adapter in the model" for name in modules if name not in own]
     for name in own.keys() & modules.keys():
-        mine, given = own[name], modules[name]
-        if (mine.down.shape, mine.up.shape) != (given.down.shape, given.up.shape):
-            problems.append(f"{name} has rank {given.rank} and {_ends_of(given)}, not {mine.rank} and {_ends_of(mine)}")
-        elif (mine.magnitude is None) != (given.magnitude is None):
-            problems.append(f"{name} is {'not ' if given.magnitude is None else ''}DoRA, the adapter otherwise")
+        target, source = own[name], modules[name]
+        if (target.down.shape, target.up.shape) != (source.down.shape, source.up.shape):
+            actual, expected = (f"{module.rank} and {_shape_text(module)}" for module in (source, target))
+            problems.append(f"{name} has rank {actual}, not {expected}")
+        elif (target.magnitude is None) != (source.magnitude is None):
+            dora = ("", "not ") if target.magnitude is None else ("not ", "")
+            problems.append(f"{name} is {dora[0]}DoRA, the adapter is {dora[1]}DoRA")
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"the LoRA does not fit the adapter: {'; '.join(sorted(problems)[:3])}{more}")
-    for name, mine in own.items():
-        mine.down.copy_(modules[name].down)
-        mine.up.copy_(modules[name].up.float() * (modules[name].scale / mine.scale))
+        raise UserError(f"the LoRA does not match the adapter: {'; '.join(sorted(problems)[:3])}{more}")
+    for name, target in own.items():
+        target.down.copy_(modules[name].down)
+        target.up.copy_(modules[name].up.float() * (modules[name].scale / target.scale))
         magnitude = modules[name].magnitude
-        if mine.magnitude is not None and magnitude is not None:
-            mine.magnitude.copy_(magnitude)
+        if target.magnitude is not None and magnitude is not None:
+            target.magnitude.copy_(magnitude)
 
 
 def _lora_layers(transformer: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     return ((name, module) for name, module in transformer.named_modules() if isinstance(module, LoraLayer))
 
 
-def _ends_of(module: LoraModule) -> str:
+def _shape_text(module: LoraModule) -> str:
     return f"{module.down.shape[1]} -> {module.up.shape[0]}"

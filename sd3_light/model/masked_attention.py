@@ -1,4 +1,4 @@
-"""Joint attention that leaves padded text out. diffusers' stock processor takes a mask and ignores it.
+"""Joint attention that ignores padded text. diffusers' stock processor accepts a mask but does not apply it.
 
 Shapes: B samples, H heads, N image tokens, T text tokens, K = N + T, E width of a head, D = H E.
 """
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 
 def real_text_mask(lengths_B: Tensor, num_text: int, num_image: int) -> Tensor:
-    """True where a key may be looked at, [B, 1, 1, N + T]: every image token, and a sample's first ``lengths_B`` text
-    tokens. Image stands before text, as SD3 joins them."""
-    place_K = torch.arange(num_image + num_text, device=lengths_B.device)
-    return (place_K < num_image + lengths_B[:, None])[:, None, None]
+    """Return the mask of visible keys, [B, 1, 1, N + T]: all image tokens, then each sample's first ``lengths_B`` text
+    tokens."""
+    position_K = torch.arange(num_image + num_text, device=lengths_B.device)
+    return (position_K < num_image + lengths_B[:, None])[:, None, None]
 
 
 class MaskedJointAttention:
-    """The stock processor where there is no mask or no text, and the same attention under the mask elsewhere.
+    """The stock processor without a mask or text; otherwise the same attention under the mask.
 
-    A masked key has weight zero, whatever it holds; the outputs of masked text rows mean nothing.
+    A masked key has weight zero, whatever its value; the outputs of masked text rows are meaningless.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class MaskedJointAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(image_BND, text_BTD), or the image alone where there is no text (SD3.5's second attention)."""
+        """Return (image_BND, text_BTD), or the image alone without text (SD3.5's second attention)."""
         if attention_mask is None or encoder_hidden_states is None:
             result: Tensor | tuple[Tensor, Tensor] = self.stock(attn, hidden_states, encoder_hidden_states)
             return result
@@ -54,7 +54,7 @@ class MaskedJointAttention:
 
 
 def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
-    """Query, key and value of one stream, [B, H, tokens, E] each; query and key are normed where the model does so."""
+    """Return query, key and value of one stream, [B, H, tokens, E] each, with qk-norm if the model has it."""
     parts = [project(stream).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for project in projections]
     for at, norm in enumerate(norms):
         if norm is not None:
@@ -63,14 +63,14 @@ def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple
 
 
 def mask_attention(transformer: SD3Transformer2DModel) -> None:
-    """Let every joint attention of a transformer obey masks from now on; without one it computes what it did."""
+    """Make every joint attention of a transformer apply masks; without a mask its results do not change."""
     transformer.set_attn_processor(MaskedJointAttention())
 
 
 @contextmanager
 def use_masked_attention(transformer: SD3Transformer2DModel) -> Iterator[None]:
-    """While this is open, stock calls of the transformer obey ``joint_attention_kwargs={"attention_mask": mask}`` with
-    a mask of `real_text_mask`; afterwards its processors are those it had."""
+    """Inside the context, the transformer applies ``joint_attention_kwargs={"attention_mask": mask}`` with a mask from
+    `real_text_mask`; afterwards its previous processors are restored."""
     before = dict(transformer.attn_processors)
     mask_attention(transformer)
     try:

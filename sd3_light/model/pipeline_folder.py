@@ -1,7 +1,4 @@
-"""What a complete SD3 folder of diffusers holds, and what its config files say about text and latents.
-
-Only names and JSON are read here, never weights.
-"""
+"""The files of a complete SD3 folder in diffusers' layout, and the shapes in its config files. Weights are not read."""
 
 import json
 import math
@@ -14,25 +11,25 @@ from sd3_light.model.start import WEIGHTS_STEM, read_json
 from sd3_light.model.text_shape import TextShape
 from sd3_light.tensor_file import read_header
 
-CLIP_TOKENS = 77  # what CLIP tokenizers have when their config does not say
-_UNSAID = 10**6  # transformers writes lengths above this for "no limit"
+CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
+_UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
 
 
 @dataclass(frozen=True)
 class FolderPart:
-    """One part of a folder: a model with config and weights, or a folder with one of several files."""
+    """One part of the folder: at least one of the files ``any_of``, and for models the stem of their weights."""
 
     name: str
     any_of: tuple[str, ...]
     weights: str | None = None
 
     def missing(self, folder: Path) -> Iterator[str]:
-        """What of it is not in ``folder``, as paths below it."""
-        place = folder / self.name
-        if not any((place / file).is_file() for file in self.any_of):
+        """Yield the missing files, as paths relative to ``folder``."""
+        part = folder / self.name
+        if not any((part / file).is_file() for file in self.any_of):
             yield " or ".join(f"{self.name}/{file}".removeprefix("./") for file in self.any_of)
         if self.weights is not None:
-            yield from (f"{self.name}/{file}".removeprefix("./") for file in missing_weights(place, self.weights))
+            yield from (f"{self.name}/{file}".removeprefix("./") for file in missing_weights(part, self.weights))
 
 
 _TOKENIZER = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -51,18 +48,18 @@ TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
 
 
 def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
-    """The files that ``folder`` lacks to be a complete SD3; its denoiser counts when ``transformer`` is true."""
+    """Return the files missing from a complete SD3 folder, including its denoiser if ``transformer`` is true."""
     parts = (*REQUIRED_PARTS, TRANSFORMER) if transformer else REQUIRED_PARTS
     return tuple(file for part in parts for file in part.missing(folder))
 
 
 def missing_denoiser(folder: Path) -> tuple[str, ...]:
-    """The files that ``folder``, a denoiser's own, lacks."""
+    """Return the files missing from a denoiser folder."""
     return tuple(FolderPart(".", ("config.json",), WEIGHTS_STEM).missing(folder))
 
 
 def missing_weights(folder: Path, stem: str) -> Iterator[str]:
-    """The safetensors files that ``folder`` lacks: one of that stem, or all that its index names."""
+    """Yield the missing safetensors files: the one of that stem, or those that its index names."""
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file():
         return
@@ -74,15 +71,15 @@ def missing_weights(folder: Path, stem: str) -> Iterator[str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """tensor -> file, as the index of a part that is cut into several files says."""
-    found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise UserError(f"{index} has no weight_map that names files; fetch or write the folder anew")
-    return found
+    """Return tensor -> file from the index of a model in several files."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} has no weight_map of file names; download or write the folder again")
+    return weight_map
 
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
-    """The text that a folder's encoders give; what a config leaves out is transformers' default."""
+    """Return the shape of the text features of a folder's encoders; missing keys have transformers' defaults."""
     clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in ("text_encoder", *_LATER_ENCODERS))
     return TextShape(
         clip_tokens=tokenizer_length(folder / "tokenizer") or CLIP_TOKENS,
@@ -99,34 +96,33 @@ _LATER_ENCODERS = ("text_encoder_2", "text_encoder_3")
 
 
 def tokenizer_length(folder: Path) -> int | None:
-    """The longest input that a tokenizer's config names; None where it names none."""
+    """Return the maximum length in a tokenizer's config; None if there is none."""
     path = folder / "tokenizer_config.json"
     length = read_json(path).get("model_max_length") if path.is_file() else None
-    return int(length) if isinstance(length, int | float) and length < _UNSAID else None
+    return int(length) if isinstance(length, int | float) and length < _UNLIMITED else None
 
 
 def clip_positions(folder: Path) -> int:
-    """The longest input that both CLIP encoders of a folder can take."""
+    """Return the maximum input length of both CLIP encoders."""
     configs = (read_json(folder / name / "config.json") for name in ("text_encoder", "text_encoder_2"))
     return min(int(config.get("max_position_embeddings", CLIP_TOKENS)) for config in configs)
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
-    """(latent channels, pixels a latent pixel covers each way) of a folder's VAE."""
+    """Return the VAE's latent channels, and the pixels per latent pixel in each direction."""
     config = read_json(folder / "vae" / "config.json")
     return int(config.get("latent_channels", 4)), 2 ** (len(config.get("block_out_channels", [64])) - 1)
 
 
 def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
-    """(name, number of values) of all tensors of a part, such as `vae`, by the headers of the files that are loaded
-    without naming a variant."""
-    for path in _loaded_files(part):
+    """Yield (name, number of values) of all tensors of a part such as `vae`, from the headers of its default files."""
+    for path in _default_files(part):
         with open(path, "rb") as file:
             entries = read_header(file).entries
         yield from ((name, math.prod(entry["shape"])) for name, entry in entries.items())
 
 
-def _loaded_files(part: Path) -> list[Path]:
-    for index in part.glob("*.safetensors.index.json"):  # a variant's ends otherwise
+def _default_files(part: Path) -> list[Path]:
+    for index in part.glob("*.safetensors.index.json"):  # the index of a variant has another ending
         return [part / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
     return [path for name in ("model", "diffusion_pytorch_model") if (path := part / f"{name}.safetensors").is_file()]

@@ -1,7 +1,7 @@
-"""Frozen weights in 8 or 4 bits under an adapter, by bitsandbytes: the linear layers of the blocks, in place.
+"""Frozen weights in 8 or 4 bits below an adapter, through bitsandbytes: the linear layers of the blocks, in place.
 
-8 bits is LLM.int8 (a scale for each row), 4 bits is NF4 with its scales in 8 bits (QLoRA). Nothing of it is ever saved:
-an adapter's file goes on the weights as they are in their folder.
+8 bits is LLM.int8 (one scale per row), 4 bits is NF4 with 8-bit scales (QLoRA). Quantized weights are never saved: an
+adapter's file applies to the original weights.
 """
 
 import importlib
@@ -20,32 +20,32 @@ INSTALL_COMMAND = "pip install 'sd3-light[bnb]'"
 
 
 def require_bitsandbytes(bits: int) -> None:
-    """A fault where the library that keeps weights in few bits is not there."""
+    """Raise UserError if weights are quantized and bitsandbytes is not installed."""
     if bits < 16 and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"adapter.base_bits = {bits} needs bitsandbytes, which is not installed; run `{INSTALL_COMMAND}`, or write 16"
-        )
+        raise UserError(f"adapter.base_bits = {bits} needs bitsandbytes; run `{INSTALL_COMMAND}`, or write 16")
 
 
 def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None = None) -> int:
-    """Keep the linear layers of the model's blocks in ``bits`` bits, on ``device``; the number of such layers.
+    """Quantize the linear layers of the model's blocks to ``bits`` bits on ``device``; return their number.
 
-    Blocks are what lies in a list: embeddings and the output layer, which the picture depends on most and which weigh
-    little, keep their type. Call it before the adapter is put on, and train nothing but the adapter afterwards.
+    Blocks are modules in a list. Embeddings and the output layer, which are small and affect the image most, keep
+    their dtype. Call this before adding the adapter, and train only the adapter afterwards.
     """
     if bits == 16:
         return 0
     require_bitsandbytes(bits)
     if any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
-        raise UserError(f"adapter.base_bits = {bits}: the denoiser has an adapter already; remove it, or write 16")
+        raise UserError(
+            f"adapter.base_bits = {bits}: the denoiser already has an adapter; load it without one, or write 16"
+        )
     names = [name for name, module in transformer.named_modules() if type(module) is nn.Linear and _in_list(name)]
     if not names:
         raise UserError(f"adapter.base_bits = {bits}: the denoiser has no block with a linear layer; write 16")
     for name in names:
         parent, _, last = name.rpartition(".")
         setattr(transformer.get_submodule(parent), last, _quantized(transformer.get_submodule(name), bits, device))
-    told: Any = transformer
-    setattr(told, f"is_loaded_in_{bits}bit", True)  # by this peft knows which of its layers to take
+    model: Any = transformer
+    setattr(model, f"is_loaded_in_{bits}bit", True)  # peft chooses its layers by this attribute
     return len(names)
 
 
@@ -54,30 +54,29 @@ def _in_list(name: str) -> bool:
 
 
 def _quantized(layer: Any, bits: int, device: torch.device | None) -> nn.Module:
-    """The layer in few bits. bitsandbytes quantizes what is moved, from the CPU to the CPU too."""
-    made: Any = _kinds()[bits](layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    made.weight = type(made.weight)(layer.weight.data.cpu(), requires_grad=False, **_how(bits, made))
-    made.bias = layer.bias
-    made.requires_grad_(False)
-    found: nn.Module = made.to(device or layer.weight.device).ready()
-    return found
-
-
-def _how(bits: int, made: nn.Module) -> dict[str, Any]:
-    return {"quant_type": "nf4", "compress_statistics": True, "module": made} if bits == 4 else {}
+    """Return the quantized layer. bitsandbytes quantizes when a layer is moved, even from CPU to CPU."""
+    quantized: Any = _layer_classes()[bits](
+        layer.in_features, layer.out_features, layer.bias is not None, device="meta"
+    )
+    options = {"quant_type": "nf4", "compress_statistics": True, "module": quantized} if bits == 4 else {}
+    quantized.weight = type(quantized.weight)(layer.weight.data.cpu(), requires_grad=False, **options)
+    quantized.bias = layer.bias
+    quantized.requires_grad_(False)
+    moved: nn.Module = quantized.to(device or layer.weight.device).ready()
+    return moved
 
 
 @cache
-def _kinds() -> dict[int, Any]:
-    """Bits -> class, each bitsandbytes' own with some habits changed.
+def _layer_classes() -> dict[int, Any]:
+    """Return bits -> subclass of bitsandbytes' layer, with three differences.
 
-    Told to evaluate, its layers compute otherwise than in training, and on some CPUs lay out their weights so that no
-    backward pass can read them: these go on as in training. Autocast does not reach its products: these narrow what
-    they are given as stock layers do. Layers of 8 bits lose their scales when they are moved after a forward pass: here
-    the scales are a buffer.
+    In evaluation mode its layers compute differently from training, and on some CPUs rearrange their weights so that no
+    backward pass can read them: these stay in training mode. Autocast does not cover its products: these cast their
+    inputs as stock layers do. Its 8-bit layers lose their scales when moved after a forward pass: here the scales are a
+    buffer.
     """
     library: Any = importlib.import_module("bitsandbytes.nn")
-    # it would say with every product that inputs are rounded
+    # it would warn at every product that inputs are rounded
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
     class Linear8(library.Linear8bitLt):
@@ -86,15 +85,15 @@ def _kinds() -> dict[int, Any]:
 
         def ready(self) -> "Linear8":
             self.register_buffer("scale", self.weight.SCB, persistent=False)
-            self._take_scale()
+            self._attach_scale()
             return self
 
-        def _take_scale(self) -> None:
+        def _attach_scale(self) -> None:
             self.state.CB, self.state.SCB, self.weight.CB = self.weight.data, self.scale, None
 
         def forward(self, x: Tensor) -> Any:
-            self._take_scale()
-            return super().forward(_narrowed(x))
+            self._attach_scale()
+            return super().forward(_autocast(x))
 
         def train(self, mode: bool = True) -> "Linear8":
             super().train(True)
@@ -108,7 +107,7 @@ def _kinds() -> dict[int, Any]:
             return self
 
         def forward(self, x: Tensor) -> Any:
-            x = _narrowed(x)
+            x = _autocast(x)
             self.compute_dtype = x.dtype
             return super().forward(x)
 
@@ -119,7 +118,7 @@ def _kinds() -> dict[int, Any]:
     return {8: Linear8, 4: Linear4}
 
 
-def _narrowed(x: Tensor) -> Tensor:
-    """In autocast's type, where that is on."""
+def _autocast(x: Tensor) -> Tensor:
+    """Cast to autocast's dtype if autocast is enabled."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

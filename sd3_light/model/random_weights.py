@@ -1,4 +1,4 @@
-"""The random weights that training from nothing starts with."""
+"""Random initial weights for training from scratch."""
 
 import math
 import os
@@ -16,37 +16,37 @@ from sd3_light.randomness import sample_id, stream
 
 
 def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
-    """A randomly initialised denoiser: a weight is a pure function of seed, name and shape, so many are drawn at once.
+    """Return a randomly initialised denoiser. Each weight is a pure function of seed, name and shape.
 
-    Modulation and output start at zero, so every block starts as the identity (adaLN-zero, as SD3 is trained).
+    Modulation and output start at zero, so every block starts as the identity (adaLN-zero, as in SD3).
     """
-    with init_empty_weights(include_buffers=False):  # torch's own start would take longer than ours
+    with init_empty_weights(include_buffers=False):  # torch's own initialisation would take longer
         transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
     zeroed, narrow = _zeroed(transformer), _embedding_mlps(transformer)
-    places = [
+    parameters = [
         (module, name, f"{path}.{name}")
         for path, module in transformer.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     ]
 
-    def draw(place: tuple[nn.Module, str, str]) -> None:
-        module, name, full_name = place
+    def draw(parameter: tuple[nn.Module, str, str]) -> None:
+        module, name, full_name = parameter
         values = torch.zeros(getattr(module, name).shape)
         if isinstance(module, nn.Linear | nn.Conv2d):
             if name == "weight" and module not in zeroed:
                 _fill(values, stream(seed, "weights", 0, 0, sample_id(full_name)), 0.02 if module in narrow else None)
         else:
-            assert name == "weight" and isinstance(module, RMSNorm), f"nobody says how {full_name} starts"
+            assert name == "weight" and isinstance(module, RMSNorm), f"no rule for the initial value of {full_name}"
             values.fill_(1.0)
         setattr(module, name, nn.Parameter(values))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(draw, places))
+        list(pool.map(draw, parameters))
     return transformer
 
 
 def _fill(values: Tensor, generator: np.random.Generator, deviation: float | None) -> None:
-    """Normal with this deviation, or uniform as Glorot has it."""
+    """Fill with a normal distribution of this deviation, or a Glorot-uniform one."""
     array = values.numpy().reshape(-1)
     if deviation is not None:
         generator.standard_normal(dtype=np.float32, out=array)

@@ -1,4 +1,4 @@
-"""Which SD3 denoiser a single file holds, by its header alone: no weight is read."""
+"""Read a denoiser's config from the header of a single file; weights are not read."""
 
 import json
 import math
@@ -10,11 +10,11 @@ from typing import Any
 from sd3_light.config.faults import UserError
 from sd3_light.tensor_file import Header, read_header
 
-HEAD_WIDTH = 64  # of every SD3; readers know no other
+HEAD_WIDTH = 64  # of every SD3; other readers assume it
 PREFIX = "model.diffusion_model."
 ABOUT = "sd3_light"
-_SAMPLE_SIZE = 128  # SD3's; no tensor depends on it
-_TELLING = (
+_SAMPLE_SIZE = 128  # SD3's; no tensor shape depends on it
+_SHAPE_TENSORS = (
     "x_embedder.proj.weight",
     "context_embedder.weight",
     "y_embedder.mlp.0.weight",
@@ -25,19 +25,23 @@ _TELLING = (
 
 
 def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Any]:
-    """The config that a denoiser's tensors tell. Without qk-norm the head width is SD3's; sample_size is always."""
-    missing = [name for name in _TELLING if name not in single]
+    """Return the config that follows from a denoiser's tensor shapes; the rest is SD3's."""
+    missing = [name for name in _SHAPE_TENSORS if name not in single]
     if missing:
-        raise UserError(f"{where} is no SD3 single file: it lacks {', '.join(missing)}; give one that holds a denoiser")
+        raise UserError(
+            f"{where} is not an SD3 single file: it lacks {', '.join(missing)}; give a file with a denoiser"
+        )
     try:
-        shapes = [single[name] for name in _TELLING]
+        shapes = [single[name] for name in _SHAPE_TENSORS]
         (width, channels, patch, _), (_, text), (_, pooled), (outputs, _), (_, positions, _), _ = shapes
     except ValueError as error:
-        raise UserError(f"{where} is no SD3 single file: its embedders have other shapes; give another file") from error
+        raise UserError(f"{where} is not an SD3 single file: unknown embedder shapes; give another file") from error
     blocks = {int(match[1]) for name in single if (match := re.match(r"joint_blocks\.(\d+)\.", name))}
     gap = next(number for number in range(len(blocks) + 1) if number not in blocks)
     if gap < len(blocks):
-        raise UserError(f"{where} is no whole denoiser: it has joint_blocks.{max(blocks)} and lacks joint_blocks.{gap}")
+        raise UserError(
+            f"{where} is not a complete denoiser: it has joint_blocks.{max(blocks)} and lacks joint_blocks.{gap}"
+        )
     norm = single.get("joint_blocks.0.x_block.attn.ln_q.weight")
     head = HEAD_WIDTH if norm is None else norm[0]
     return {
@@ -58,7 +62,7 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 
 
 def single_file_config(path: Path) -> dict[str, Any]:
-    """The denoiser's config: what a file of ours says of itself, else what its shapes tell."""
+    """Return the denoiser's config: from the metadata of files by sd3-light, otherwise from the tensor shapes."""
     header = _header(path)
     about = header.metadata.get(ABOUT)
     if about is not None:
@@ -66,7 +70,7 @@ def single_file_config(path: Path) -> dict[str, Any]:
             config: dict[str, Any] = json.loads(about)["config"]
             return config
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file anew") from error
+            raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
     bare = not any(name.startswith(PREFIX) for name in header.entries)
     shapes = {
         name.removeprefix(PREFIX): tuple(entry["shape"])
@@ -81,4 +85,4 @@ def _header(path: Path) -> Header:
         with open(path, "rb") as file:
             return read_header(file)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no safetensors file ({error}); give an SD3 single file") from error
+        raise UserError(f"{path} is not a safetensors file ({error}); give an SD3 single file") from error

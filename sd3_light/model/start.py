@@ -1,5 +1,4 @@
-"""Where the denoiser's weights start: drawn at random, or taken from a folder or a single file. Reads config files and
-headers, never weights."""
+"""Where the denoiser's weights start: at random, or from a folder or single file. Reads configs and headers only."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -10,18 +9,18 @@ from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_s
 from sd3_light.model.single_file_config import single_file_config
 
 MARKER = "sd3_light_init.json"
-"""The file by which a folder that `sd3-light init` wrote is known."""
+"""The file that marks a folder written by `sd3-light init`."""
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """File name, without its ending, of the weights in a diffusers model folder."""
 
-_NO_SHAPE = ("name", "sample_size")  # a size's fields that no weight depends on
+_SHAPELESS = ("name", "sample_size")  # fields of a size that no weight depends on
 
 
 @dataclass(frozen=True)
 class WeightsStart:
-    """Where training starts. ``folder`` holds the denoiser itself (its ``config.json`` and weights), ``file`` is a
-    single file that holds one; both are None at random."""
+    """Where training starts: a ``folder`` with the denoiser's ``config.json`` and weights, a single ``file``, or
+    neither for random weights."""
 
     kind: Literal["random", "folder", "file"]
     folder: Path | None
@@ -36,7 +35,7 @@ class WeightsStart:
 
 
 def where_weights_start(model: ModelConfig) -> WeightsStart:
-    """The one truth about a [model] table's start; raises UserError where it names a folder without a denoiser."""
+    """Resolve where the weights of a [model] table start. Raises UserError if its folder or file has no denoiser."""
     source = start_source(model)
     if source is None:
         size = resolve_size(model)
@@ -50,10 +49,10 @@ def where_weights_start(model: ModelConfig) -> WeightsStart:
 
 
 def start_source(model: ModelConfig) -> Path | None:
-    """The folder or file that the table takes the denoiser from; None for random weights.
+    """Return the folder or file that the denoiser comes from; None for random weights.
 
-    `init` wins. Without it, pretraining starts at random unless `diffusers_path` bears the marker of
-    `sd3-light init`, and fine-tuning starts from `diffusers_path`.
+    `init` takes precedence. Without it, pretraining starts at random unless `sd3-light init` wrote `diffusers_path`,
+    and fine-tuning starts from `diffusers_path`.
     """
     if model.init is not None:
         return None if model.init == "random" else model.init
@@ -63,12 +62,12 @@ def start_source(model: ModelConfig) -> Path | None:
 
 
 def has_marker(folder: Path) -> bool:
-    """Whether `sd3-light init` wrote this folder."""
+    """Return whether `sd3-light init` wrote this folder."""
     return (folder / MARKER).is_file()
 
 
 def denoiser_folder(source: Path) -> Path:
-    """The denoiser of ``source``: its ``transformer`` folder, or ``source`` itself where it is a denoiser's."""
+    """Return the denoiser folder of ``source``: its ``transformer`` subfolder, or ``source`` itself."""
     inner = source / "transformer"
     if inner.is_dir() or not (source / "config.json").is_file():
         return inner
@@ -76,47 +75,47 @@ def denoiser_folder(source: Path) -> Path:
 
 
 def folder_size(folder: Path) -> ModelSize:
-    """The size of the denoiser in ``folder``, under its name in the table where it has one."""
+    """Return the size of the denoiser in ``folder``, with its name in the table of sizes if it has one."""
     path = folder / "config.json"
     return named_size(read_json(path), path)
 
 
 def named_size(config: dict[str, Any], path: Path) -> ModelSize:
-    """The size of an SD3 denoiser's config, which ``path`` has; another model's is a fault."""
+    """Return the size of an SD3 denoiser's config, read from ``path``. Raises UserError for another model."""
     kind = config.get("_class_name", "SD3Transformer2DModel")
     if kind != "SD3Transformer2DModel":
         raise UserError(f"{path} describes a {kind}; give the folder of an SD3Transformer2DModel")
-    for key, only in (("patch_size", ModelSize.patch_size), ("in_channels", ModelSize.latent_channels)):
-        if config.get(key, only) != only:
-            raise UserError(f"{path} has {key} {config[key]}, SD3 has {only}; give the folder of an SD3 denoiser")
+    for key, expected in (("patch_size", ModelSize.patch_size), ("in_channels", ModelSize.latent_channels)):
+        if config.get(key, expected) != expected:
+            raise UserError(f"{path} has {key} {config[key]}, SD3 has {expected}; give the folder of an SD3 denoiser")
     try:
         size = size_from_transformer_config(config, name="custom")
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}; give the folder of an SD3 denoiser") from missing
-    known = (name for name, other in SIZES.items() if not differences(other, size))
-    return replace(size, name=next(known, size.name))
+    names = (name for name, other in SIZES.items() if not differences(other, size))
+    return replace(size, name=next(names, size.name))
 
 
-def differences(asked: ModelSize, found: ModelSize) -> tuple[str, ...]:
-    """In which fields two sizes differ, those left out that no weight depends on."""
-    names = (field.name for field in fields(ModelSize) if field.name not in _NO_SHAPE)
-    return tuple(name for name in names if getattr(asked, name) != getattr(found, name))
+def differences(a: ModelSize, b: ModelSize) -> tuple[str, ...]:
+    """Return the fields in which two sizes differ, if any weight depends on them."""
+    names = (field.name for field in fields(ModelSize) if field.name not in _SHAPELESS)
+    return tuple(name for name in names if getattr(a, name) != getattr(b, name))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises UserError where there is none."""
+    """Return the object in a JSON file; raises UserError if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a complete folder") from error
     except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); fetch or write the folder anew") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object; fetch or write the folder anew")
-    return found
+        raise UserError(f"{path} is not valid JSON ({error}); download or write the folder again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object; download or write the folder again")
+    return value
 
 
 def _why(model: ModelConfig) -> str:
     if model.init is not None:
-        return "model.init names it"
-    return f"it was written by sd3-light init: {MARKER}" if model.train_type else "fine-tuning starts from there"
+        return "from model.init"
+    return f"written by sd3-light init: {MARKER}" if model.train_type else "fine-tuning of diffusers_path"

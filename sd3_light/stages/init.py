@@ -1,4 +1,4 @@
-"""The init stage: a pipeline folder with a randomly initialised denoiser, where a pretraining run can start."""
+"""The init stage: write a pipeline folder with a randomly initialised denoiser, for a pretraining run to start from."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from sd3_light.training.sd3 import starting_transformer
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:
-    """Write ``out``: encoders and VAE from `diffusers_path`, the denoiser by size and seed. Never overwrites."""
+    """Write ``out``: encoders and VAE from `diffusers_path`, the denoiser from size and seed. Never overwrites."""
     refuse_existing(out)
     train = loaded.train
     start = where_weights_start(train.model)

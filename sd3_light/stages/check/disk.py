@@ -218,7 +218,8 @@ def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> 
     if text.clip_tokens > positions:
         yield f"its tokenizer produces {text.clip_tokens} tokens and its CLIP encoders accept at most {positions}"
     if text.clip_width > text.t5_width:
-        yield f"its CLIP encoders together ({text.clip_l_width} + {text.clip_g_width}) are wider than T5 ({text.t5_width})"
+        widths = f"{text.clip_l_width} + {text.clip_g_width}"
+        yield f"its CLIP encoders together ({widths}) are wider than T5 ({text.t5_width})"
     if size is None:
         return
     if text.t5_width != size.text_width:

@@ -447,7 +447,7 @@ def test_frozen_parts_must_be_whole_too(tmp_path: Path, folder_of: FolderOf, nam
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, folder_of: FolderOf) -> None:
-    with pytest.raises(UserError, match=r"is no SD3 single file: it lacks x_embedder\.proj\.weight, "):
+    with pytest.raises(UserError, match=r"is not an SD3 single file: it lacks x_embedder\.proj\.weight, "):
         transformer_from_single_file(folder_of("square") / WEIGHTS)
     with pytest.raises(UserError, match=r"cannot be read: No such file"):
         transformer_from_single_file(tmp_path / "none.safetensors")

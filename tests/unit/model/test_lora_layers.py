@@ -97,10 +97,10 @@ def test_targets_are_ends_of_names() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("attn.toq", r"attn\.toq: no linear layer's name ends so \(nearest: attn\.to_q\)"),
-        ("o_q", r"o_q: no linear layer's name ends so"),
-        ("attn", r"attn: .*transformer_blocks\.0\.attn is no linear layer but Attention"),
-        ("pos_embed.proj", r"pos_embed\.proj is no linear layer but Conv2d"),
+        ("attn.toq", r"attn\.toq: no linear layer has a name that ends so \(nearest: attn\.to_q\)"),
+        ("o_q", r"o_q: no linear layer has a name that ends so"),
+        ("attn", r"attn: .*transformer_blocks\.0\.attn is not a linear layer \(Attention\)"),
+        ("pos_embed.proj", r"pos_embed\.proj is not a linear layer \(Conv2d\)"),
     ],
 )
 def test_a_target_without_a_layer_is_an_error(target: str, message: str) -> None:
@@ -163,7 +163,7 @@ def test_applied_updates_equal_pefts_merge() -> None:
 
 def test_one_lora_at_a_time() -> None:
     transformer = trained(alpha=6.0)
-    with pytest.raises(UserError, match="has a LoRA already"):
+    with pytest.raises(UserError, match="already has a LoRA"):
         add_lora(transformer, 4, 4.0, ("attn.to_v",))
 
 

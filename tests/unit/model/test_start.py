@@ -74,7 +74,7 @@ def test_another_models_folder_is_a_users_fault(tmp_path: Path, other: dict[str,
 def test_a_damaged_config_is_a_users_fault(tmp_path: Path) -> None:
     place = denoiser(tmp_path / "transformer") / "config.json"
     place.write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         where_weights_start(table(tmp_path))
     place.write_text('{"num_layers": 3}')
     with pytest.raises(UserError, match="lacks 'num_attention_heads'"):

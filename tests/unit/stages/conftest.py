@@ -1,4 +1,4 @@
-"""A fake SD3 folder (JSON and empty weights), a handful of pictures and the TOML files that name them."""
+"""A fake SD3 folder (JSON and empty weights), a few images, and the TOML files that name them."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 DATASET = 'resolutions = [64]\n[[directory]]\npath = "pictures"\n'
 
 
-class Place:
+class FakeProject:
     """The files of one test."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,13 +53,13 @@ class Place:
         return path
 
     def denoiser(self, name: str, size: str = "demo", **other: Any) -> Path:
-        """A denoiser's folder, by name below the test's."""
+        """Create a denoiser folder ``name`` inside the test's folder."""
         config = {"_class_name": "SD3Transformer2DModel", **SIZES[size].transformer_config(), **other}
         folder = self.json(f"{name}/config.json", config).parent
         (folder / "diffusion_pytorch_model.safetensors").touch()
         return folder
 
-    def picture(self, name: str, width: int, height: int, caption: str | None = "a picture") -> None:
+    def image(self, name: str, width: int, height: int, caption: str | None = "an image") -> None:
         path = self.folder / "pictures" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (width, height)).save(path)
@@ -67,7 +67,7 @@ class Place:
             path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
     def load(self, top: str = "", model: str = PRETRAIN, tables: str = "", dataset: str = DATASET) -> LoadedConfig:
-        """The config with these keys, and the sound ones that they do not name."""
+        """Load a config with these keys, completed by valid ones."""
         lines = [
             top,
             *(f"{key} = {value}" for key, value in TOP.items() if f"\n{key} =" not in f"\n{top}"),
@@ -82,17 +82,17 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def files(tmp_path: Path) -> FakeProject:
+    return FakeProject(tmp_path)
 
 
 @pytest.fixture
-def only_fault(place: Place) -> Callable[..., Fault]:
+def only_fault(files: FakeProject) -> Callable[..., Fault]:
     """The single disk fault of a config."""
 
     def single(**kwargs: str) -> Fault:
-        found = disk_faults(place.load(**kwargs))
-        assert len(found) == 1, [str(fault) for fault in found]
-        return found[0]
+        faults = disk_faults(files.load(**kwargs))
+        assert len(faults) == 1, [str(fault) for fault in faults]
+        return faults[0]
 
     return single

@@ -100,7 +100,10 @@ DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / WEIGHTS).rename(folder / "transformer" / "x.bin"),
         "lacks .*diffusion_pytorch",
     ),
-    "no JSON": (lambda folder: (folder / "transformer" / "config.json").write_text("{"), "config.json is no JSON"),
+    "no JSON": (
+        lambda folder: (folder / "transformer" / "config.json").write_text("{"),
+        "config.json is not valid JSON",
+    ),
     "a wrong type": (
         lambda folder: change_json(folder / "transformer" / "config.json", num_layers="two"),
         "num_layers 'two'",
@@ -129,7 +132,7 @@ def test_a_denoiser_that_is_not_whole_is_named(kind: str, model: Path, bad: Path
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("sd3_light.json", "{", "sd3_light.json is no JSON"),
+        ("sd3_light.json", "{", "sd3_light.json is not valid JSON"),
         ("sd3_light.json", '{"text": 5}', "sd3_light.json: its text is no JSON object"),
         ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length is 'x'"),
         ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text is 'x'"),

@@ -19,21 +19,25 @@ def tables(keys: str) -> str:
 @pytest.mark.parametrize(
     ("keys", "key", "problem"),
     [
-        ('target_modules = ["attn.toq"]', "adapter.target_modules", "attn.toq: no linear layer's name ends so"),
+        (
+            'target_modules = ["attn.toq"]',
+            "adapter.target_modules",
+            "attn.toq: no linear layer has a name that ends so",
+        ),
         ('init_from_existing = "nowhere.safetensors"', "adapter.init_from_existing", "no such file or folder"),
     ],
 )
-def test_a_fault_names_the_key(place: Any, only_fault: Callable[..., Fault], keys: str, key: str, problem: str) -> None:
-    place.denoiser("sd3/transformer")
+def test_a_fault_names_the_key(files: Any, only_fault: Callable[..., Fault], keys: str, key: str, problem: str) -> None:
+    files.denoiser("sd3/transformer")
     fault = only_fault(model=FROM_FOLDER, tables=tables(keys))
     assert fault.key == key
     assert problem in fault.problem
 
 
-def test_an_adapter_on_random_weights_is_a_fault(place: Any, only_fault: Callable[..., Fault]) -> None:
+def test_an_adapter_on_random_weights_is_a_fault(files: Any, only_fault: Callable[..., Fault]) -> None:
     assert only_fault(tables=tables("rank = 4")).key == "model.train_type"
     with pytest.raises(ConfigFaults, match="belongs on trained weights"):
-        place.load(model='size = "demo"\ntrain_type = "sd3_light_pretrain"\ninit = "random"', tables=tables("rank = 4"))
+        files.load(model='size = "demo"\ntrain_type = "sd3_light_pretrain"\ninit = "random"', tables=tables("rank = 4"))
 
 
 @pytest.mark.parametrize(
@@ -49,18 +53,18 @@ def test_an_adapter_on_random_weights_is_a_fault(place: Any, only_fault: Callabl
         ("", "base_bits = 2", "adapter.base_bits"),
     ],
 )
-def test_incompatible_keys(place: Any, top: str, keys: str, fault: str) -> None:
-    place.denoiser("sd3/transformer")
+def test_incompatible_keys(files: Any, top: str, keys: str, fault: str) -> None:
+    files.denoiser("sd3/transformer")
     with pytest.raises(ConfigFaults) as caught:
-        place.load(top=top, model=FROM_FOLDER, tables=tables(keys))
+        files.load(top=top, model=FROM_FOLDER, tables=tables(keys))
     assert [item.key for item in caught.value.faults] == [fault]
 
 
-def test_the_estimate_counts_trained_parameters(place: Any) -> None:
-    place.denoiser("sd3/transformer")
+def test_the_estimate_counts_trained_parameters(files: Any) -> None:
+    files.denoiser("sd3/transformer")
     for number in range(3):
-        place.picture(f"{number}.png", 64, 64)
-    full, adapter = (check.run(place.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
+        files.image(f"{number}.png", 64, 64)
+    full, adapter = (check.run(files.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
     assert full.adapter is None
     assert adapter.adapter == 31 * 4 * (256 + 256)
     assert adapter.gpu.state.value < full.gpu.state.value / 5

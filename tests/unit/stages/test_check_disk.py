@@ -14,13 +14,13 @@ PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'
 Single = Callable[..., Fault]
 
 
-def test_a_valid_config_has_no_faults(place: Any) -> None:
-    assert disk_faults(place.load()) == []
-    check.require(place.load())
+def test_a_valid_config_has_no_faults(files: Any) -> None:
+    assert disk_faults(files.load()) == []
+    check.require(files.load())
 
 
-def test_a_missing_folder_is_one_fault(place: Any, only_fault: Single) -> None:
-    shutil.rmtree(place.sd3)
+def test_a_missing_folder_is_one_fault(files: Any, only_fault: Single) -> None:
+    shutil.rmtree(files.sd3)
     fault = only_fault()
     assert (fault.key, fault.problem) == ("model.diffusers_path", "no such folder")
 
@@ -38,50 +38,50 @@ def test_a_missing_folder_is_one_fault(place: Any, only_fault: Single) -> None:
         "scheduler/scheduler_config.json",
     ],
 )
-def test_each_missing_part_is_named(place: Any, only_fault: Single, part: str) -> None:
-    (place.sd3 / part).unlink()
+def test_each_missing_part_is_named(files: Any, only_fault: Single, part: str) -> None:
+    (files.sd3 / part).unlink()
     fault = only_fault()
     assert fault.key == "model.diffusers_path"
     assert part in fault.problem
 
 
-def test_all_missing_parts_are_reported_at_once(place: Any) -> None:
+def test_all_missing_parts_are_reported_at_once(files: Any) -> None:
     for part in ("vae", "text_encoder_3", "tokenizer"):
-        shutil.rmtree(place.sd3 / part)
-    assert len(disk_faults(place.load())) == 5  # config and weights of two models, and a tokenizer
+        shutil.rmtree(files.sd3 / part)
+    assert len(disk_faults(files.load())) == 5  # config and weights of two models, and a tokenizer
 
 
-def test_an_index_requires_the_weights_it_names(place: Any, only_fault: Single) -> None:
-    (place.sd3 / "text_encoder_3/model.safetensors").rename(place.sd3 / "text_encoder_3/model-1-of-2.safetensors")
+def test_an_index_requires_the_weights_it_names(files: Any, only_fault: Single) -> None:
+    (files.sd3 / "text_encoder_3/model.safetensors").rename(files.sd3 / "text_encoder_3/model-1-of-2.safetensors")
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    place.json("sd3/text_encoder_3/model.safetensors.index.json", index)
+    files.json("sd3/text_encoder_3/model.safetensors.index.json", index)
     assert "text_encoder_3/model-2-of-2.safetensors" in only_fault().problem
 
 
-def test_the_denoiser_is_needed_only_if_weights_start_there(place: Any) -> None:
-    faults = disk_faults(place.load(model=""))
+def test_the_denoiser_is_needed_only_if_weights_start_there(files: Any) -> None:
+    faults = disk_faults(files.load(model=""))
     assert ["transformer/" in fault.problem for fault in faults] == [True, True]
-    place.denoiser("sd3/transformer")
-    assert disk_faults(place.load(model="")) == []
+    files.denoiser("sd3/transformer")
+    assert disk_faults(files.load(model="")) == []
 
 
 def test_random_weights_without_a_size_are_a_fault(only_fault: Single) -> None:
     assert only_fault(model='init = "random"').key == "model.size"
 
 
-def test_init_names_a_folder_with_a_denoiser(place: Any, only_fault: Single) -> None:
+def test_init_names_a_folder_with_a_denoiser(files: Any, only_fault: Single) -> None:
     model = 'train_type = "sd3_light_pretrain"\ninit = "start"'
     assert only_fault(model=model).problem == "no such folder"
-    (place.folder / "start").mkdir()
-    assert [fault.key for fault in disk_faults(place.load(model=model))] == ["model.init", "model.init"]
-    place.denoiser("start/transformer")
-    assert disk_faults(place.load(model=model)) == []
+    (files.folder / "start").mkdir()
+    assert [fault.key for fault in disk_faults(files.load(model=model))] == ["model.init", "model.init"]
+    files.denoiser("start/transformer")
+    assert disk_faults(files.load(model=model)) == []
 
 
-def test_init_may_be_a_denoiser_folder(place: Any, only_fault: Single) -> None:
-    folder = place.denoiser("start")
+def test_init_may_be_a_denoiser_folder(files: Any, only_fault: Single) -> None:
+    folder = files.denoiser("start")
     model = 'train_type = "sd3_light_pretrain"\ninit = "start"'
-    assert disk_faults(place.load(model=model)) == []
+    assert disk_faults(files.load(model=model)) == []
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     assert "diffusion_pytorch_model.safetensors" in only_fault(model=model).problem
 
@@ -96,17 +96,17 @@ def test_init_may_be_a_denoiser_folder(place: Any, only_fault: Single) -> None:
     ],
 )
 def test_a_key_that_disagrees_with_the_weights_is_a_fault(
-    place: Any, only_fault: Single, keys: str, fault: str
+    files: Any, only_fault: Single, keys: str, fault: str
 ) -> None:
-    place.denoiser("sd3/transformer")
+    files.denoiser("sd3/transformer")
     reported = only_fault(model=keys)
     assert reported.key == fault
-    assert str(place.sd3 / "transformer") in reported.problem
+    assert str(files.sd3 / "transformer") in reported.problem
 
 
-def test_keys_that_agree_with_the_weights_are_no_fault(place: Any) -> None:
-    place.denoiser("sd3/transformer", num_layers=6)
-    assert disk_faults(place.load(model='size = "demo"\nnum_layers = 6\nqk_norm = true')) == []
+def test_keys_that_agree_with_the_weights_are_no_fault(files: Any) -> None:
+    files.denoiser("sd3/transformer", num_layers=6)
+    assert disk_faults(files.load(model='size = "demo"\nnum_layers = 6\nqk_norm = true')) == []
 
 
 @pytest.mark.parametrize(
@@ -118,39 +118,37 @@ def test_keys_that_agree_with_the_weights_are_no_fault(place: Any) -> None:
         ("text_encoder_2/config.json", {"hidden_size": 112, "projection_dim": 64}, "pooled text is 176 wide"),
         ("text_encoder/config.json", {"hidden_size": 160, "projection_dim": 112}, "(160 + 112) are wider than T5"),
         ("tokenizer/tokenizer_config.json", {"model_max_length": 100}, "CLIP encoders accept at most 77"),
-        ("vae/config.json", ["a list"], "holds no JSON object"),
+        ("vae/config.json", ["a list"], "is not a JSON object"),
     ],
 )
-def test_frozen_parts_fit_the_denoiser(
-    place: Any, only_fault: Single, file: str, content: object, problem: str
-) -> None:
-    place.json(f"sd3/{file}", content)
+def test_frozen_parts_match(files: Any, only_fault: Single, file: str, content: object, problem: str) -> None:
+    files.json(f"sd3/{file}", content)
     fault = only_fault()
     assert fault.key == "model.diffusers_path"
     assert problem in fault.problem
 
 
-def test_t5_length_fits_its_tokenizer(place: Any, only_fault: Single) -> None:
-    place.json("sd3/tokenizer_3/tokenizer_config.json", {"model_max_length": 10})
+def test_t5_length_fits_its_tokenizer(files: Any, only_fault: Single) -> None:
+    files.json("sd3/tokenizer_3/tokenizer_config.json", {"model_max_length": 10})
     fault = only_fault()
     assert (fault.key, fault.given, fault.allowed) == ("model.t5_max_length", "12", "1 to 10")
 
 
-def test_text_reconstruction_uses_an_existing_layer(place: Any, only_fault: Single) -> None:
-    place.denoiser("sd3/transformer")
+def test_text_reconstruction_uses_an_existing_layer(files: Any, only_fault: Single) -> None:
+    files.denoiser("sd3/transformer")
     fault = only_fault(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 3")
     assert fault.key == "model.text_recon_target_layer"
     assert str(fault.allowed).startswith("0 to 2 ")
-    assert disk_faults(place.load(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 2")) == []
+    assert disk_faults(files.load(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 2")) == []
 
 
-def test_buckets_fit_the_position_table(place: Any, only_fault: Single) -> None:
+def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
     dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "pictures"\n'
     fault = only_fault(dataset=dataset)
     assert fault.key == "directory[0].resolutions"
     assert "ends at 256 px" in fault.problem
     assert "256x256" not in (fault.given or "")
-    assert disk_faults(place.load(dataset=dataset.replace("true", "false"))) == []
+    assert disk_faults(files.load(dataset=dataset.replace("true", "false"))) == []
 
 
 @pytest.mark.parametrize(
@@ -164,33 +162,33 @@ def test_buckets_fit_the_position_table(place: Any, only_fault: Single) -> None:
         ('path = "pictures"\ndefault_mask_file = "pictures"', "directory[0].default_mask_file"),
     ],
 )
-def test_every_path_of_the_dataset_exists(place: Any, only_fault: Single, keys: str, fault: str) -> None:
+def test_every_path_of_the_dataset_exists(files: Any, only_fault: Single, keys: str, fault: str) -> None:
     reported = only_fault(dataset=f"resolutions = [64]\n[[directory]]\n{keys}\n")
-    assert (reported.key, reported.file) == (fault, str(place.folder / "data.toml"))
+    assert (reported.key, reported.file) == (fault, str(files.folder / "data.toml"))
 
 
-def test_eval_sets_are_checked_too(place: Any, only_fault: Single) -> None:
-    (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
+def test_eval_sets_are_checked_too(files: Any, only_fault: Single) -> None:
+    (files.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
     fault = only_fault(top='eval_datasets = ["val.toml"]')
-    assert fault.file == str(place.folder / "val.toml")
+    assert fault.file == str(files.folder / "val.toml")
 
 
 @pytest.mark.parametrize(
     ("keys", "fault"), [('output_dir = "file/runs"', "output_dir"), ('cache_dir = "file"', "cache_dir")]
 )
-def test_output_folders_can_be_created(place: Any, only_fault: Single, keys: str, fault: str) -> None:
-    (place.folder / "file").touch()
+def test_output_folders_can_be_created(files: Any, only_fault: Single, keys: str, fault: str) -> None:
+    (files.folder / "file").touch()
     reported = only_fault(top=keys)
     assert reported.key == fault
-    assert reported.problem.endswith(f"{place.folder / 'file'} is a file")
+    assert reported.problem.endswith(f"{files.folder / 'file'} is a file")
 
 
-def test_a_cache_at_a_url_needs_no_local_images(place: Any) -> None:
+def test_a_cache_at_a_url_needs_no_local_images(files: Any) -> None:
     dataset = 'resolutions = [64]\n[[directory]]\npath = "nowhere"\n'
-    (place.folder / "val.toml").write_text(dataset)
+    (files.folder / "val.toml").write_text(dataset)
     top = 'eval_datasets = ["val.toml"]\n'
-    assert disk_faults(place.load(top=top + 'cache_dir = "memory://cache"', dataset=dataset)) == []
-    assert len(disk_faults(place.load(top=top, dataset=dataset))) == 2
+    assert disk_faults(files.load(top=top + 'cache_dir = "memory://cache"', dataset=dataset)) == []
+    assert len(disk_faults(files.load(top=top, dataset=dataset))) == 2
 
 
 @pytest.mark.parametrize(
@@ -201,29 +199,29 @@ def test_a_cache_at_a_url_needs_no_local_images(place: Any) -> None:
     ],
 )
 def test_a_cache_at_a_url_needs_a_protocol_and_a_local_folder(
-    place: Any, only_fault: Single, keys: str, fault: str, problem: str
+    files: Any, only_fault: Single, keys: str, fault: str, problem: str
 ) -> None:
-    (place.folder / "file").touch()
+    (files.folder / "file").touch()
     reported = only_fault(top=keys)
     assert reported.key == fault
     assert problem in reported.problem
 
 
-def test_a_cache_that_does_not_fit_into_memory_is_a_fault(place: Any, only_fault: Single) -> None:
+def test_a_cache_that_does_not_fit_into_memory_is_a_fault(files: Any, only_fault: Single) -> None:
     whole = 'sd3_streaming_dataset = false\ncache_dir = "cache"'
-    assert disk_faults(place.load(top=whole)) == [], "there is no cache yet"
-    place.json("cache/manifest.json", {"shards": [{"bytes": 10**15}, {"bytes": 5}]})
-    assert disk_faults(place.load(top='cache_dir = "cache"')) == []
+    assert disk_faults(files.load(top=whole)) == [], "there is no cache yet"
+    files.json("cache/manifest.json", {"shards": [{"bytes": 10**15}, {"bytes": 5}]})
+    assert disk_faults(files.load(top='cache_dir = "cache"')) == []
     fault = only_fault(top=whole)
     assert fault.key == "sd3_streaming_dataset"
     assert "takes 1000000.0 GB" in fault.problem
-    place.json("cache/manifest.json", {"shards": [{"bytes": 10**6}]})
-    assert disk_faults(place.load(top=whole)) == []
+    files.json("cache/manifest.json", {"shards": [{"bytes": 10**6}]})
+    assert disk_faults(files.load(top=whole)) == []
 
 
-def test_require_raises_all_faults_in_one_report(place: Any) -> None:
-    loaded = place.load(dataset='resolutions = [64]\n[[directory]]\npath = "nowhere"\n', model=PRETRAIN)
-    (place.sd3 / "model_index.json").unlink()
+def test_require_raises_all_faults_in_one_report(files: Any) -> None:
+    loaded = files.load(dataset='resolutions = [64]\n[[directory]]\npath = "nowhere"\n', model=PRETRAIN)
+    (files.sd3 / "model_index.json").unlink()
     with pytest.raises(ConfigFaults, match="2 problems") as caught:
         check.require(loaded)
     assert {fault.key for fault in caught.value.faults} == {"model.diffusers_path", "directory[0].path"}
@@ -231,10 +229,10 @@ def test_require_raises_all_faults_in_one_report(place: Any) -> None:
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_missing_tracker_package_is_a_fault(
-    place: Any, only_fault: Single, monkeypatch: pytest.MonkeyPatch, package: str
+    files: Any, only_fault: Single, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setattr("sd3_light.runlog.trackers._is_installed", lambda name: name != package)
     fault = only_fault(tables="[monitoring]\nenable_wandb = true\nenable_trackio = true")
     assert fault.key == f"monitoring.enable_{package}"
     assert f"pip install 'sd3-light[{package}]'" in str(fault)
-    assert disk_faults(place.load(tables=f"[monitoring]\nenable_{package} = true"), caching=True) == []
+    assert disk_faults(files.load(tables=f"[monitoring]\nenable_{package} = true"), caching=True) == []

@@ -31,14 +31,14 @@ def shown(estimate: RunEstimate) -> str:
     return str(console.file.getvalue())
 
 
-def test_samples_are_counted_by_bucket_and_reject(place: Any) -> None:
+def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
     for number in range(5):
-        place.picture(f"square{number}.png", 80, 80)
-    place.picture("wide.png", 40, 20)
-    place.picture("silent.png", 64, 64, caption=None)
-    (place.folder / "pictures" / "broken.png").write_bytes(b"not an image")
-    (place.folder / "pictures" / "broken.txt").write_text("a broken one")
-    estimate = estimated(place.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
+        files.image(f"square{number}.png", 80, 80)
+    files.image("wide.png", 40, 20)
+    files.image("silent.png", 64, 64, caption=None)
+    (files.folder / "pictures" / "broken.png").write_bytes(b"not an image")
+    (files.folder / "pictures" / "broken.txt").write_text("a broken one")
+    estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
     assert estimate.data.samples == 6
     assert estimate.data.rejects == {"no_caption": 1, "not_an_image": 1}
     rows = {str(row.bucket): row for row in estimate.data.rows}
@@ -49,34 +49,34 @@ def test_samples_are_counted_by_bucket_and_reject(place: Any) -> None:
     assert estimate.steps_per_epoch == 4
 
 
-def test_steps_follow_world_accumulation_and_repeats(place: Any) -> None:
+def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
     for number in range(8):
-        place.picture(f"{number}.png", 64, 64)
+        files.image(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
     dataset = 'resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 4\n'
-    alone, many = (estimated(place.load(top=top, dataset=dataset), world) for world in (1, 4))
+    alone, many = (estimated(files.load(top=top, dataset=dataset), world) for world in (1, 4))
     assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
     assert (many.steps_per_epoch, many.total_steps) == (2, 6)
     assert alone.run_flops == many.run_flops
 
 
-def test_the_micro_batch_depends_on_the_resolution(place: Any) -> None:
+def test_the_micro_batch_depends_on_the_resolution(files: Any) -> None:
     for number in range(4):
-        place.picture(f"{number}.png", 128, 128)
+        files.image(f"{number}.png", 128, 128)
     top, dataset = (
         "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
         'resolutions = [64, 128]\n[[directory]]\npath = "pictures"\n',
     )
-    estimate = estimated(place.load(top=top, dataset=dataset))
+    estimate = estimated(files.load(top=top, dataset=dataset))
     assert [(row.micro_batch, row.steps) for row in estimate.data.rows] == [(4, 1), (1, 4)]
     assert estimate.data.samples == 4
 
 
-def test_costs_match_the_formulas(place: Any) -> None:
-    place.picture("one.png", 64, 64)
-    place.picture("two.png", 64, 64)
+def test_costs_match_the_formulas(files: Any) -> None:
+    files.image("one.png", 64, 64)
+    files.image("two.png", 64, 64)
     dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "pictures"\n'
-    estimate = estimated(place.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
+    estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
     (row,) = estimate.data.rows
     assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
     assert row.tokens == Tokens(16, 32)
@@ -88,24 +88,24 @@ def test_costs_match_the_formulas(place: Any) -> None:
     assert estimate.gpu == row.gpu
 
 
-def test_eval_sets_are_counted_without_repeats(place: Any) -> None:
-    place.picture("one.png", 64, 64)
-    (place.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
-    estimate = estimated(place.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
+def test_eval_sets_are_counted_without_repeats(files: Any) -> None:
+    files.image("one.png", 64, 64)
+    (files.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
+    estimate = estimated(files.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
     (data,) = estimate.evals
     assert (data.name, data.samples, data.steps) == ("val", 1, 1)
 
 
-def test_run_rejects_data_without_a_usable_sample(place: Any) -> None:
-    place.picture("silent.png", 64, 64, caption=None)
+def test_run_rejects_data_without_a_usable_sample(files: Any) -> None:
+    files.image("silent.png", 64, 64, caption=None)
     with pytest.raises(ConfigFaults, match=r"no usable sample \(1 no_caption\)"):
-        check.run(place.load())
+        check.run(files.load())
 
 
-def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
-    place.picture("one.png", 64, 64)
-    place.picture("silent.png", 64, 64, caption=None)
-    estimate = check.run(place.load(tables="[ema]\nenable = true"), world=2)
+def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
+    files.image("one.png", 64, 64)
+    files.image("silent.png", 64, 64, caption=None)
+    estimate = check.run(files.load(tables="[ema]\nenable = true"), world=2)
     text = shown(estimate)
     assert f"{estimate.parameters:,}" in text
     assert "random weights of size demo" in text
@@ -117,9 +117,9 @@ def test_the_screen_shows_numbers_and_formulas(place: Any) -> None:
         assert line in text
 
 
-def test_real_tokens_are_counted_as_the_longest_captions(place: Any) -> None:
-    place.picture("a.png", 64, 64)
-    padded, real = (estimated(place.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real"))
+def test_real_tokens_are_counted_as_the_longest_captions(files: Any) -> None:
+    files.image("a.png", 64, 64)
+    padded, real = (estimated(files.load(model=PRETRAIN + f'\ntext_tokens = "{kind}"')) for kind in ("padded", "real"))
     assert real.gpu == padded.gpu
     assert (real.data.cache.value, real.run_flops) == (padded.data.cache.value, padded.run_flops)
     lines = [line.strip() for line in shown(real).splitlines() if "at most" in line]
@@ -133,17 +133,17 @@ def test_numbers_are_shown_in_readable_units() -> None:
     assert [flops_text(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
 
 
-def test_dropping_every_bucket_is_a_fault(place: Any) -> None:
-    place.picture("a.png", 64, 64)
-    loaded = place.load(top='small_buckets = "drop"\nmicro_batch_size_per_gpu = 4')
+def test_dropping_every_bucket_is_a_fault(files: Any) -> None:
+    files.image("a.png", 64, 64)
+    loaded = files.load(top='small_buckets = "drop"\nmicro_batch_size_per_gpu = 4')
     with pytest.raises(ConfigFaults, match="every bucket is smaller than a global batch"):
         check.run(loaded)
 
 
-def test_an_evaluation_set_adds_its_loader(place: Any) -> None:
-    place.picture("a.png", 64, 64)
-    alone = estimated(place.load()).host
-    both = estimated(place.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
+def test_an_evaluation_set_adds_its_loader(files: Any) -> None:
+    files.image("a.png", 64, 64)
+    alone = estimated(files.load()).host
+    both = estimated(files.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
     assert both.value > 1.5 * alone.value
     assert "while evaluating" in both.formula
 
@@ -173,17 +173,17 @@ def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Project) -> None:
 # --- launches ----------------------------------------------------------------------------------
 
 
-def test_a_pipeline_launch_is_estimated(place: Any) -> None:
+def test_a_pipeline_launch_is_estimated(files: Any) -> None:
     """Samples per step depend on pipelines, memory on the fullest stage; the screen names layout and blocks."""
     for number in range(16):
-        place.picture(f"{number}.png", 64, 64)
+        files.image(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\npipeline_stages = 2\ngradient_accumulation_steps = 4"
-    loaded = place.load(top=top, model=PRETRAIN)
+    loaded = files.load(top=top, model=PRETRAIN)
     least = check.run(loaded)
     assert (least.setup.world, least.setup.replicas, least.setup.deepspeed) == (2, 1, True)
     pipes = check.run(loaded, 4)
     assert {row.global_batch for row in pipes.data.rows} == {2 * 4 * 2}
-    assert pipes.gpu.state.value < check.run(place.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value
+    assert pipes.gpu.state.value < check.run(files.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value
     text = shown(pipes)
     assert "DeepSpeed (--deepspeed), ZeRO-1, 2 pipelines of 2 stages: layers 0 to 2, 3 to 5" in text
     assert f"on stage {pipes.gpu.stage}, which needs most" in text
@@ -191,11 +191,11 @@ def test_a_pipeline_launch_is_estimated(place: Any) -> None:
     assert f"because {pipes.why_stock}" in text
 
 
-def test_every_layout_is_described(place: Any) -> None:
-    place.picture("one.png", 64, 64)
+def test_every_layout_is_described(files: Any) -> None:
+    files.image("one.png", 64, 64)
 
     def screen(world: int | None = None, by_deepspeed: bool = False, top: str = "") -> str:
-        return shown(check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed))
+        return shown(check.run(files.load(top=top, model=PRETRAIN), world, by_deepspeed))
 
     assert "torch engine; see other launches with --processes N and --deepspeed" in screen()
     assert "blocks on GPUs" in screen()
@@ -214,7 +214,7 @@ def test_every_layout_is_described(place: Any) -> None:
         ('parallel = "fsdp2"', 4, "needs the torch engine"),
     ],
 )
-def test_an_impossible_launch_is_rejected(place: Any, top: str, world: int, message: str) -> None:
-    place.picture("one.png", 64, 64)
+def test_an_impossible_launch_is_rejected(files: Any, top: str, world: int, message: str) -> None:
+    files.image("one.png", 64, 64)
     with pytest.raises(UserError, match=message):
-        check.run(place.load(top=top, model=PRETRAIN), world, by_deepspeed=True)
+        check.run(files.load(top=top, model=PRETRAIN), world, by_deepspeed=True)

@@ -13,7 +13,7 @@ EIGHT_BIT = '[optimizer]\ntype = "adamw8bit"'
 
 
 def test_8_bit_adamw_without_its_library(
-    monkeypatch: pytest.MonkeyPatch, place: Any, only_fault: Callable[..., Fault]
+    monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Callable[..., Fault]
 ) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
     fault = only_fault(tables=EIGHT_BIT)
@@ -21,19 +21,19 @@ def test_8_bit_adamw_without_its_library(
     assert "bitsandbytes" in fault.problem
     assert fault.hint is not None
     assert "`pip install 'sd3-light[bnb]'`" in fault.hint
-    assert disk_faults(place.load(tables=EIGHT_BIT), caching=True) == [], "a cache needs no optimizer"
-    assert disk_faults(place.load(tables='[optimizer]\ntype = "muon"')) == []
+    assert disk_faults(files.load(tables=EIGHT_BIT), caching=True) == [], "a cache needs no optimizer"
+    assert disk_faults(files.load(tables='[optimizer]\ntype = "muon"')) == []
 
 
-def test_8_bit_adamw_with_its_library(monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+def test_8_bit_adamw_with_its_library(monkeypatch: pytest.MonkeyPatch, files: Any) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: object())
-    assert disk_faults(place.load(tables=EIGHT_BIT)) == []
+    assert disk_faults(files.load(tables=EIGHT_BIT)) == []
 
 
 def test_few_bits_without_their_library(
-    monkeypatch: pytest.MonkeyPatch, place: Any, only_fault: Callable[..., Fault]
+    monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Callable[..., Fault]
 ) -> None:
-    place.denoiser("sd3/transformer")
+    files.denoiser("sd3/transformer")
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
     fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
     assert (fault.key, fault.given) == ("adapter.base_bits", "4")
