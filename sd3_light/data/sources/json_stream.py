@@ -1,43 +1,46 @@
-"""A JSON document read member by member, so that a document of any length needs the memory of its largest member."""
+"""Read a JSON document member by member, so that memory is bounded by the largest member.
+
+A library that streams JSON is not used on purpose. ijson is killed by hostile files (a number of 5,000 digits, deep
+nesting), silently replaces unpaired surrogates and rejects the NaN that Python's own `json` writes.
+"""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 MAX_MEMBER = 1 << 24
-"""Characters that one key or value may have."""
+"""Largest number of characters of one key or value."""
 
 _CHUNK = 1 << 16
 _DECODER = json.JSONDecoder()
+_SPACES = re.compile(r"[ \t\r\n]*")
 
 
 def members(file: TextIO) -> Iterator[tuple[str | None, Any]]:
-    """The keys and values of an object, or None and the values of a list. Raises ValueError, also at the very end."""
+    """Yield (key, value) for each member of an object, or (None, value) for each item of a list.
+
+    Raises ValueError for anything else, possibly after all members were yielded.
+    """
     text = _Window(file)
-    opening = text.next_of("{[", "neither an object nor a list")
-    closing = "}" if opening == "{" else "]"
-    if text.peek() == closing:
-        text.next_of(closing)
-    else:
-        yield _member(text, opening)
-        while text.next_of("," + closing) == ",":
-            yield _member(text, opening)
+    is_object = text.take("{[", "neither an object nor a list") == "{"
+    closing = "}" if is_object else "]"
+    delimiter = text.take(closing) if text.peek() == closing else ","
+    while delimiter == ",":
+        key = None
+        if is_object:
+            if text.peek() != '"':
+                raise text.error("expected a key in double quotes")
+            key = text.take_value()
+            text.take(":")
+        yield key, text.take_value()
+        delimiter = text.take("," + closing)
     if text.peek():
-        raise text.fault("text after the document's end")
-
-
-def _member(text: "_Window", opening: str) -> tuple[str | None, Any]:
-    if opening == "[":
-        return None, text.value()
-    if text.peek() != '"':
-        raise text.fault("no key in double quotes")
-    key = text.value()
-    text.next_of(":")
-    return key, text.value()
+        raise text.error("text after the end of the document")
 
 
 class _Window:
-    """A stretch of the text, moved along as it is read."""
+    """The part of the document that is in memory, and the position of the parser in it."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -45,51 +48,52 @@ class _Window:
         self._passed = 0  # characters before the window
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Return the next character after white space, "" at the end."""
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
-            if not self._more():
+            match = _SPACES.match(self._text, self._at)
+            assert match is not None, "the pattern matches the empty string"
+            self._at = match.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._extend():
                 return ""
 
-    def next_of(self, characters: str, otherwise: str = "") -> str:
-        """Take the next character, which must be one of these."""
-        found = self.peek()
-        if not found or found not in characters:
-            raise self.fault(otherwise or f"{' or '.join(map(repr, characters))} is missing")
+    def take(self, characters: str, message: str = "") -> str:
+        """Consume and return the next character, which must be one of ``characters``."""
+        character = self.peek()
+        if not character or character not in characters:
+            raise self.error(message or f"expected {' or '.join(map(repr, characters))}")
         self._at += 1
-        return found
+        return character
 
-    def value(self) -> Any:
-        """Take a whole value."""
+    def take_value(self) -> Any:
+        """Consume and return one whole value."""
         self.peek()
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as fault:
+            except json.JSONDecodeError as error:
                 # either the text is wrong or the window ends too early
-                if not self._more():
-                    raise self.fault(fault.msg) from fault
+                if not self._extend():
+                    raise self.error(error.msg) from error
                 continue
-            # a number at the window's end may go on behind it, also where the window cuts "1.5e+7" after "." or "e+"
-            if end + 2 < len(self._text) or not self._more():
+            # a number at the window's end may continue behind it, also where the window cuts "1.5e+7" after "." or "e+"
+            if end + 2 < len(self._text) or not self._extend():
                 self._at = end
                 return value
 
-    def fault(self, what: str) -> ValueError:
-        """What is wrong, and where."""
-        return ValueError(f"{what}, at character {self._passed + self._at}")
+    def error(self, message: str) -> ValueError:
+        """Return an error that names the position."""
+        return ValueError(f"{message}, at character {self._passed + self._at}")
 
-    def _more(self) -> bool:
-        """Drop what was taken and widen the window; False at the end, or where one member is too large."""
+    def _extend(self) -> bool:
+        """Drop the consumed text and read more; False at the end of the file, or if one member is too large."""
         pending = len(self._text) - self._at
         if pending > MAX_MEMBER:
             return False
-        # twice as wide each time, so that a long member is not tried over and over
-        read = self._file.read(max(_CHUNK, pending))
-        if read:
+        # doubling keeps the number of attempts at a long member small
+        chunk = self._file.read(max(_CHUNK, pending))
+        if chunk:
             self._passed += self._at
-            self._text, self._at = self._text[self._at :] + read, 0
-        return bool(read)
+            self._text, self._at = self._text[self._at :] + chunk, 0
+        return bool(chunk)
