@@ -1,1 +1,1 @@
-"""From pictures and captions to batches: sources, buckets, shards, order, stream and loader."""
+"""From images and captions to batches: sources, buckets, shards, order, stream and loader."""

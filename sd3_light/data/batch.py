@@ -1,4 +1,4 @@
-"""One batch from the rows of several shards: every part is read straight to its place in one piece of memory."""
+"""Read one batch from rows of several shards: every part goes straight to its place in one block of memory."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,9 @@ from sd3_light.data.reader import RowOffsets, ShardReader
 from sd3_light.data.shards import POOLED, TOKENS
 from sd3_light.data.slots import AllocateBytes, aligned, carve
 
-_Place = tuple[int, torch.dtype, tuple[int, ...]]
-
 
 class BatchRow(NamedTuple):
-    """One sample of a batch: its reader, where its parts lie there, its id, and the variant of its picture."""
+    """One sample of a batch: its reader, the offsets of its parts in the file, its id and its image variant."""
 
     reader: ShardReader
     at: RowOffsets
@@ -26,54 +24,56 @@ class BatchRow(NamedTuple):
 
 
 @dataclass
-class _Layout:
-    """Where the tensors of a batch lie side by side: offset, dtype and shape of each."""
+class _BatchLayout:
+    """Offset, dtype and shape of each tensor of a batch in one block of memory."""
 
-    places: dict[str, _Place] = field(default_factory=dict)
+    tensors: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     nbytes: int = 0
 
     def add(self, name: str, dtype: torch.dtype, *shape: int) -> None:
-        """One more tensor."""
+        """Append a tensor."""
         offset = aligned(self.nbytes)
-        self.places[name] = (offset, dtype, shape)
+        self.tensors[name] = (offset, dtype, shape)
         self.nbytes = offset + dtype.itemsize * math.prod(shape)
 
     def row(self, name: str) -> tuple[int, int]:
-        """(offset, bytes of a row) of a tensor."""
-        offset, dtype, shape = self.places[name]
+        """Return (offset, bytes per row) of a tensor."""
+        offset, dtype, shape = self.tensors[name]
         return offset, dtype.itemsize * math.prod(shape[1:])
 
 
 def read_batch(
     rows: Sequence[BatchRow], order: Sequence[int], lengths: bool, allocate: AllocateBytes
 ) -> dict[str, Tensor]:
-    """The tensors of a batch, its rows read in some order: sample_id, moments, text as long as the longest caption with
-    zeros behind the others, pooled text; ``mask`` where any shard has masks; ``ENCODER.length`` where ``lengths`` are
-    wanted."""
+    """Read the tensors of a batch; files are read in the sequence ``order``.
+
+    Returns sample_id, moments, tokens padded with zeros to the longest caption, pooled vectors, ``mask`` if any shard
+    has masks, and with ``lengths`` ``ENCODER.length``.
+    """
     counts = np.array([[count for _, count in row.at.tokens] for row in rows])
     layout = _layout(rows, counts.max(axis=0).tolist(), lengths)
     memory = allocate(layout.nbytes)
     _read_rows(rows, order, layout, memory.numpy().data)
-    batch = {name: carve(memory, *place) for name, place in layout.places.items()}
+    batch = {name: carve(memory, *tensor) for name, tensor in layout.tensors.items()}
     batch["sample_id"].numpy()[:] = [row.sample_id for row in rows]
-    for name, of_name in zip(TOKENS, counts.T, strict=True):
-        for at in np.flatnonzero(of_name < batch[name].shape[1]).tolist():
-            batch[name][at, int(of_name[at]) :] = 0
+    for name, token_counts in zip(TOKENS, counts.T, strict=True):
+        for number in np.flatnonzero(token_counts < batch[name].shape[1]).tolist():
+            batch[name][number, int(token_counts[number]) :] = 0
         if lengths:
-            batch[f"{name}.length"].numpy()[:] = of_name
+            batch[f"{name}.length"].numpy()[:] = token_counts
     if "mask" in batch:
         _finish_masks(rows, batch["mask"])
     return batch
 
 
-def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> _Layout:
-    count, first, layout = len(rows), rows[0].reader, _Layout()
+def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> _BatchLayout:
+    count, first, layout = len(rows), rows[0].reader, _BatchLayout()
     layout.add("sample_id", torch.int64, count)
     layout.add("moments", torch.float16, count, *first.latent_shape)
     if any(row.at.mask is not None for row in rows):
         layout.add("mask", torch.uint8, count, *first.latent_shape[1:])
-    for name, most in zip(TOKENS, longest, strict=True):
-        layout.add(name, torch.bfloat16, count, most, first.width(f"{name}.tokens"))
+    for name, max_tokens in zip(TOKENS, longest, strict=True):
+        layout.add(name, torch.bfloat16, count, max_tokens, first.width(f"{name}.tokens"))
         if lengths:
             layout.add(f"{name}.length", torch.int64, count)
     for name in POOLED:
@@ -81,11 +81,11 @@ def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> 
     return layout
 
 
-def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _Layout, memory: memoryview) -> None:
-    """Everything that comes from files."""
+def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _BatchLayout, memory: memoryview) -> None:
+    """Read all tensors that come from files."""
     moments, moment_bytes = layout.row("moments")
-    mask, mask_bytes = layout.row("mask") if "mask" in layout.places else (0, 0)
-    tokens = [(*layout.row(name), 2 * layout.places[name][2][2]) for name in TOKENS]
+    mask, mask_bytes = layout.row("mask") if "mask" in layout.tensors else (0, 0)
+    tokens = [(*layout.row(name), 2 * layout.tensors[name][2][2]) for name in TOKENS]
     pooled = [layout.row(f"{name}.pooled") for name in POOLED]
     for number in order:
         read, at = rows[number].reader.read, rows[number].at
@@ -103,9 +103,9 @@ def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _Layout, 
 
 
 def _finish_masks(rows: Sequence[BatchRow], masks: Tensor) -> None:
-    """White where a shard has no masks, and mirrored where the picture is."""
-    for at, row in enumerate(rows):
+    """Fill masks of shards without masks with white, and mirror those of flipped images."""
+    for number, row in enumerate(rows):
         if row.at.mask is None:
-            masks[at] = 255
+            masks[number] = 255
         elif row.variant:
-            masks[at] = masks[at].flip(-1)
+            masks[number] = masks[number].flip(-1)

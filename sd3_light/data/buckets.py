@@ -1,6 +1,6 @@
-"""Which sizes a directory trains at, which of them a picture takes, and how it is resized and cropped to fit.
+"""Buckets: the image sizes of a directory, the choice of a bucket per image, and the resize and crop to fit it.
 
-Pure arithmetic on whole numbers: no picture is opened here, so a data set's buckets can be told from sizes alone.
+Pure integer arithmetic: no image is opened, so the buckets of a dataset follow from the image sizes alone.
 """
 
 import math
@@ -13,14 +13,14 @@ from itertools import product
 from sd3_light.config import DirectoryConfig
 
 SIDE_STEP = 16
-"""Sides are multiples of this: the VAE shrinks 8 times, the denoiser's patches take 2 x 2 of what is left."""
+"""Sides are multiples of this: the VAE downsamples by 8, the denoiser has patches of 2 x 2."""
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One size, in pixels, that pictures are brought to; its text is ``64x48`` (width x height)."""
+    """An image size in pixels that images are resized to; as text ``64x48`` (width x height)."""
 
     width: int
     height: int
@@ -36,10 +36,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ResizePlan:
-    """How a picture of size ``source`` becomes a bucket: resize all of it to ``resized``, keep ``crop`` of that.
+    """How to fit an image of size ``source`` to a bucket: resize it to ``resized``, then cut out ``crop``.
 
-    ``crop`` is (left, top, right, bottom) in resized pixels. ``cropped_fraction`` is the share of the picture that is
-    lost, ``enlarged`` says that pixels had to be invented.
+    ``crop`` is (left, top, right, bottom) in resized pixels. ``cropped_fraction`` is the share of the image that is cut
+    off; ``enlarged`` is true if the image is upscaled.
     """
 
     source: Size
@@ -50,20 +50,20 @@ class ResizePlan:
 
     @property
     def size(self) -> Size:
-        """Width and height of what comes out: the bucket's."""
+        """Width and height of the result: the bucket's."""
         left, top, right, bottom = self.crop
         return right - left, bottom - top
 
 
 def buckets_for(directory: DirectoryConfig) -> tuple[Bucket, ...]:
-    """All buckets of a directory, each once, sorted."""
+    """Return all buckets of a directory, sorted, without duplicates."""
     return tuple(sorted({bucket for group in buckets_by_resolution(directory) for bucket in group}))
 
 
 def buckets_by_resolution(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
-    """The buckets of each resolution, in the order of ``resolutions``; a sample takes one from every group.
+    """Return the buckets of each resolution in the order of ``resolutions``; a sample gets one from every group.
 
-    ``size_buckets`` are one group, whatever the resolutions. Without aspect-ratio buckets a resolution is its own only
+    ``size_buckets`` are one group, whatever the resolutions. Without aspect-ratio buckets each resolution has one
     bucket.
     """
     if directory.size_buckets:
@@ -75,7 +75,7 @@ def buckets_by_resolution(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...
 
 
 def aspect_ratios(directory: DirectoryConfig) -> tuple[float, ...]:
-    """The ratios width/height that a directory asks for: ``ar_buckets``, or a geometric row."""
+    """Return the configured ratios width/height of a directory: ``ar_buckets``, or a geometric series."""
     if directory.ar_buckets:
         return directory.ar_buckets
     low, high, count = directory.min_ar, directory.max_ar, directory.num_ar_buckets
@@ -85,17 +85,17 @@ def aspect_ratios(directory: DirectoryConfig) -> tuple[float, ...]:
 
 
 def assign(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
-    """The one of ``buckets`` (of one resolution) nearest in aspect ratio to a picture.
+    """Return the bucket (of one resolution) with the aspect ratio nearest to that of an image.
 
-    Ties go to less cropping, then to a bucket that need not be enlarged into, then to the one nearest in area: the
-    largest of those that the picture can fill, else the smallest.
+    Ties go to less cropping, then to a bucket that needs no upscaling, then to the nearest area: the largest bucket
+    that the image can fill, else the smallest.
     """
-    assert buckets, "a picture needs at least one bucket"
+    assert buckets, "an image needs at least one bucket"
 
     def cost(bucket: Bucket) -> tuple[Fraction, float, bool, int, Bucket]:
         wide, tall = width * bucket.height, height * bucket.width
         fit = plan(width, height, bucket)
-        # as a fraction, so that equal ratios tie exactly; it grows as the distance of the logarithms does
+        # a fraction, so that equal ratios tie exactly; it is monotonic in the distance of the logarithms
         stretch = Fraction(max(wide, tall), min(wide, tall))
         area = bucket.area if fit.enlarged else -bucket.area
         return stretch, fit.cropped_fraction, fit.enlarged, area, bucket
@@ -104,25 +104,24 @@ def assign(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
 
 
 def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> tuple[Bucket, ...]:
-    """A picture's bucket at every resolution; once where two resolutions share it."""
+    """Return an image's bucket at every resolution, without duplicates."""
     return tuple(dict.fromkeys(assign(width, height, group) for group in groups))
 
 
 @lru_cache(maxsize=1 << 16)
 def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
-    """For a picture of this size: (resolution, bucket, plan), one for each bucket that it takes.
+    """Return (resolution, bucket, plan) for each bucket of an image of this size.
 
-    The resolution is that which a bucket belongs to, by which batch sizes are named: the first that has it; of
-    ``size_buckets`` each is its own.
+    The resolution selects the batch size: the first one that has the bucket; for ``size_buckets`` the bucket itself.
     """
     groups = _groups(directory)
-    found = []
+    result = []
     for bucket in assign_all(width, height, groups):
-        own = bucket.width, bucket.height
-        at = next(at for at, group in enumerate(groups) if bucket in group)
-        resolution = own if directory.size_buckets else directory.resolutions[at]
-        found.append((resolution, bucket, plan(width, height, bucket)))
-    return tuple(found)
+        size = bucket.width, bucket.height
+        number = next(number for number, group in enumerate(groups) if bucket in group)
+        resolution = size if directory.size_buckets else directory.resolutions[number]
+        result.append((resolution, bucket, plan(width, height, bucket)))
+    return tuple(result)
 
 
 @lru_cache(maxsize=64)
@@ -131,10 +130,10 @@ def _groups(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
 
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:
-    """The smallest resize of a picture that covers the bucket, and the centre crop that cuts the rest away."""
+    """Plan the smallest resize of an image that covers the bucket, and the centre crop."""
     assert width > 0, width
     assert height > 0, height
-    # scale by the side that needs more; whole numbers, so that every machine plans the same
+    # scale by the side that needs more; integers, so that every machine computes the same plan
     if bucket.width * height >= bucket.height * width:
         resized = bucket.width, max(bucket.height, _round_div(height * bucket.width, width))
         enlarged = bucket.width > width
@@ -158,7 +157,7 @@ def _round_div(numerator: int, denominator: int) -> int:
 def _exact_buckets(sizes: Iterable[Size]) -> tuple[Bucket, ...]:
     buckets = tuple(sorted({Bucket(*size) for size in sizes}))
     for bucket in buckets:
-        assert bucket.width % SIDE_STEP == bucket.height % SIDE_STEP == 0, f"{bucket} should be a fault of the config"
+        assert bucket.width % SIDE_STEP == bucket.height % SIDE_STEP == 0, f"{bucket} passed config validation"
     return buckets
 
 
@@ -167,9 +166,9 @@ def _ratio_buckets(area: int, ratios: Iterable[float]) -> tuple[Bucket, ...]:
 
 
 def _ratio_bucket(area: int, ratio: float) -> Bucket:
-    """Of the four sizes around the ideal one, the nearest in area and ratio together, both as logarithms.
+    """Return the nearest of the four sizes around the ideal one, by the logarithms of area and ratio together.
 
-    Area alone would answer 272x240 when 1.25 at 256 px is asked for, where 288x224 is far nearer in shape.
+    By area alone, ratio 1.25 at 256 px would give 272x240, although the shape of 288x224 is much nearer.
     """
 
     def error(bucket: Bucket) -> tuple[float, float, Bucket]:
@@ -181,6 +180,6 @@ def _ratio_bucket(area: int, ratio: float) -> Bucket:
 
 
 def _steps_around(side: float) -> tuple[int, int]:
-    # the tiny term keeps 255.99999999, the root of an exact square, at 256
+    # the tiny term rounds 255.99999999, the root of an exact square, to 256
     below = max(SIDE_STEP, math.floor(side / SIDE_STEP + 1e-9) * SIDE_STEP)
     return below, below + SIDE_STEP

@@ -1,4 +1,4 @@
-"""The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them alive."""
+"""The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them in memory."""
 
 import atexit
 import multiprocessing.util
@@ -18,37 +18,37 @@ from sd3_light.data.slots import AllocateTensor, InPlaceDataset, Packed, Packer,
 from sd3_light.data.stream import CachedBatch, new_buffer
 
 PreparedBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""(features, label): what the model takes, and what the loss compares it with."""
+"""(features, label): the inputs of the model, and the target of the loss."""
 
 Ticket = tuple[int, int | None]
-"""What a worker is asked for: an item, and the slot that it may use."""
+"""A request to a worker: an item, and the slot that it may use."""
 
 
 class PreparesInputs(Protocol):
-    """What the loader asks of a model."""
+    """A model that can prepare its inputs in a worker process."""
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
-        """Cached features in, (features, label) out; runs in a worker process."""
+        """Return (features, label) for a batch of cached features."""
 
 
 class PreparesInPlace(PreparesInputs, Protocol):
-    """A model that can lay what is large where it is wanted, which saves a copy."""
+    """A model that can write large tensors into memory that it is given, which saves a copy."""
 
     def prepare_into(
         self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
     ) -> PreparedBatch:
-        """What `prepare_inputs` gives; ``empty`` gives tensors to be filled, with old bytes in them."""
+        """Like `prepare_inputs`; ``empty`` allocates uninitialized tensors."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A fault of the user that a worker met; raised in the trainer, without the worker's traceback."""
+    """A UserError of a worker; raised in the trainer, without the worker's traceback."""
 
     text: str
 
 
 class _PreparedItems(Dataset[Any]):
-    """A data set whose items come prepared, in a worker packed into the slot of their ticket."""
+    """A dataset of prepared items. Workers pack an item into the slot of its ticket."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _PreparedItems(Dataset[Any]):
         self.dataset, self.prepare, self._into = dataset, prepare, into
         self.pool = SlotPool(0)
         self._scratch = new_buffer(0)
-        self._handed_on = False  # whether what was read is part of what is prepared
+        self._reads_to_slot = False  # whether prepared batches contain tensors that were read
 
     def __getitem__(self, ticket: Ticket) -> Any:
         item, slot = ticket
@@ -79,14 +79,14 @@ class _PreparedItems(Dataset[Any]):
         return self._read(item, new_buffer)
 
     def _in_worker(self, item: int, slot: int | None) -> Any:
-        if slot is None:  # batches travel in the background, so each needs memory of its own
+        if slot is None:  # batches are sent in the background, so each needs its own memory
             return self.prepare(self._read(item, new_buffer))
         packer = Packer(self.pool, slot)
-        # what is read goes to the slot where it is handed on, else to memory that is read into each time
-        batch = self._read(item, packer.allocate if self._handed_on else self._take_scratch)
+        # data that ends up in the prepared batch is read into the slot, other data into memory that is reused
+        batch = self._read(item, packer.allocate if self._reads_to_slot else self._scratch_memory)
         prepared = self.prepare(batch) if self._into is None else self._into(batch, packer.empty)
         packed = packer.pack(prepared)
-        self._handed_on = self._handed_on or _shares_memory(prepared, self._scratch)
+        self._reads_to_slot = self._reads_to_slot or _shares_memory(prepared, self._scratch)
         return packed
 
     def _read(self, item: int, allocate: Callable[[int], Tensor]) -> Any:
@@ -94,14 +94,14 @@ class _PreparedItems(Dataset[Any]):
             return self.dataset.fetch(item, allocate)
         return self.dataset[item]
 
-    def _take_scratch(self, nbytes: int) -> Tensor:
+    def _scratch_memory(self, nbytes: int) -> Tensor:
         if len(self._scratch) < nbytes:
             self._scratch = new_buffer(nbytes)
         return self._scratch[:nbytes]
 
 
 class _Tickets:
-    """Items in their order, each with a slot that is free when it is asked for."""
+    """Yields each item with a slot that is free at that moment."""
 
     def __init__(self, items: Iterable[int], prepared: _PreparedItems) -> None:
         self.items, self.prepared = items, prepared
@@ -112,13 +112,13 @@ class _Tickets:
 
 
 class PipelineDataLoader:
-    """Yields (features, label) micro-batches of a rank, ``gradient_accumulation_steps`` to an optimizer step.
+    """Yields (features, label) micro-batches of a rank, ``gradient_accumulation_steps`` per optimizer step.
 
-    Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in the
-    making, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
-    With ``pin`` a device can copy what workers made from where it lies; it must be done before the tensors go. Workers
-    that have a slot call ``prepare_into``, where it is given, in place of the model's `prepare_inputs`: see
-    `PreparesInPlace`. They live as long as the iteration: whoever leaves it early closes it, or they live until the
+    Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in
+    progress, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
+    With ``pin`` a device can copy directly from the workers' memory; the copy must end before the tensors are freed.
+    Workers that have a slot call ``prepare_into``, if given, instead of the model's `prepare_inputs`: see
+    `PreparesInPlace`. Workers live as long as the iteration: close it if you leave it early, or they live until the
     program ends.
     """
 
@@ -145,9 +145,9 @@ class PipelineDataLoader:
             sampler=_Tickets(items if items is not None else range(count), self._items),
             num_workers=num_dataloader_workers,
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
-            # forked workers share the slots, and a cache that is held in memory
+            # forked workers share the slots and a cache that is in memory
             multiprocessing_context=multiprocessing.get_context("fork") if num_dataloader_workers else None,
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=_ignore_signals,
         )
 
     def __iter__(self) -> Generator[PreparedBatch, None, None]:
@@ -168,12 +168,12 @@ class PipelineDataLoader:
             if isinstance(prepared, Packed):
                 prepared = pool.unpack(prepared)
             yield prepared
-            del prepared  # before the next is waited for
+            del prepared  # free it before waiting for the next one
 
     def steps(self) -> Generator[list[PreparedBatch], None, None]:
-        """The micro-batches of one optimizer step after another.
+        """Yield the micro-batches of one optimizer step after another.
 
-        A step's list is emptied when the next step is asked for, so that no two are alive.
+        A step's list is emptied when the next step is requested, so that only one step is in memory.
         """
         batches: list[PreparedBatch] = []
         with closing(iter(self)) as source:
@@ -185,44 +185,44 @@ class PipelineDataLoader:
                 if len(batches) == self.gradient_accumulation_steps:
                     yield batches
                     batches.clear()
-        assert not batches, "the last optimizer step lacks micro-batches"
+        assert not batches, "the last optimizer step has too few micro-batches"
 
 
-def _outlive_signals(worker: int) -> None:
-    """A scheduler's SIGTERM or a Ctrl-C reaches workers too; the trainer needs them until it has saved and ends."""
+def _ignore_signals(worker: int) -> None:
+    """Ignore SIGTERM and Ctrl-C in workers, which receive them too: the trainer needs workers until it has saved."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 _WORKERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""Worker processes, with the process that started each."""
+"""Worker process -> pid of the process that started it."""
 
 
-@atexit.register  # behind the import of multiprocessing's own way to end, so before it: that one would wait for ever
+@atexit.register  # after multiprocessing registered its exit handler, so it runs before: that one would wait forever
 def _end_workers() -> None:
-    """Kill workers of iterations that nobody has closed when the program ends: they do not hear a SIGTERM."""
-    left = [worker for worker, parent in _WORKERS.items() if parent == os.getpid() and worker.is_alive()]
-    if left:
+    """Kill the workers of unclosed iterations when the program ends: they ignore SIGTERM."""
+    alive = [worker for worker, parent in _WORKERS.items() if parent == os.getpid() and worker.is_alive()]
+    if alive:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
-    for worker in left:
+    for worker in alive:
         worker.kill()
 
 
 def worker_exit_error(error: RuntimeError) -> UserError | None:
-    """A worker's death as a fault of the user in one line; None for other errors.
+    """Convert torch's error about a worker that died to a UserError of one line; None for other errors.
 
-    torch tells of it wherever the main thread happens to be, so whoever trains asks too.
+    torch raises it wherever the main thread happens to be, so the training loop calls this too.
     """
     text = str(error).partition("\n")[0]
     if not text.startswith("DataLoader worker (pid"):
         return None
     return UserError(
-        f"{text.rstrip('. ')}: out of memory, or stopped by someone; lower num_dataloader_workers or "
+        f"{text.rstrip('. ')}: out of memory, or killed by another program; lower num_dataloader_workers or "
         "dataloader_prefetch_per_worker, or free memory, then resume"
     )
 
 
 def _shares_memory(value: Any, memory: Tensor) -> bool:
-    """Whether any tensor of a prepared micro-batch lies in ``memory``."""
+    """Return whether any tensor of a prepared micro-batch is in ``memory``."""
     first, last = memory.data_ptr(), memory.data_ptr() + len(memory)
     return any(first <= tensor.data_ptr() < last for tensor in tensors_in(value))

@@ -1,4 +1,4 @@
-"""The list of a cache's shards, and what made them: all that opening a cache reads. Without torch."""
+"""The manifest of a cache: its shards and the recipe that made them. Imports no torch."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ SHARDS = "shards"
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A shard as the manifest knows it. ``directory`` is the label of its source, as in its samples' keys.
+    """A shard in the manifest. ``directory`` is the label of its source, as in its samples' keys.
 
-    Every process holds one for each shard of a cache, of which there may be millions: hence the slots.
+    Uses slots because every process holds an entry per shard, and a cache may have millions of shards.
     """
 
     file: str
@@ -42,8 +42,8 @@ def damaged_mark(shard: Path) -> Path:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that opening a cache reads: what made it, and its shards. ``places`` are folders that help people find
-    what it was made of; nothing hangs on them."""
+    """The recipe and the shards of a cache. ``places`` are folders that help people find the sources; no code depends
+    on them."""
 
     recipe: dict[str, Any]
     shards: tuple[ShardEntry, ...]
@@ -52,13 +52,13 @@ class Manifest:
     places: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write it atomically into a cache folder."""
+        """Write the manifest atomically into a cache folder."""
         text = json.dumps({"format": CACHE_FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         write_atomically(folder / MANIFEST, text.encode())
 
     @staticmethod
     def load(folder: Path) -> "Manifest":
-        """Read a cache folder's manifest; a fault of the user where there is none."""
+        """Read a cache folder's manifest; a UserError if there is none."""
         path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"no cache at {folder}; build it with `sd3-light cache CONFIG`")
@@ -66,26 +66,28 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes, where: str) -> "Manifest":
-        """A manifest from the bytes of its file; ``where`` names it in a fault."""
+        """Parse the bytes of a manifest file; ``where`` names it in errors."""
         try:
-            found = json.loads(data, object_hook=_as_entry)  # millions of dicts would be more than what is kept
-            if found["format"] != CACHE_FORMAT:
-                raise UserError(f"{where} has format {found['format']}, this version reads {CACHE_FORMAT}; rebuild it")
-            entries, empty = tuple(found["shards"]), found["empty"]
+            content = json.loads(data, object_hook=_as_entry)  # millions of dicts would need more memory
+            if content["format"] != CACHE_FORMAT:
+                raise UserError(
+                    f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}: rebuild it"
+                )
+            entries, empty = tuple(content["shards"]), content["empty"]
             if not all(isinstance(entry, ShardEntry) for entry in (*entries, empty)):
-                raise TypeError("a shard's entry has other fields")
-            return Manifest(found["recipe"], entries, empty, found["counts"], found["places"])
-        except (ValueError, LookupError, TypeError) as error:  # no JSON, not UTF-8, or not what `save` wrote
-            raise UserError(f"{where} is damaged ({error!r}); build the cache anew with --regenerate_cache") from error
+                raise TypeError("an entry has unknown or missing fields")
+            return Manifest(content["recipe"], entries, empty, content["counts"], content["places"])
+        except (ValueError, LookupError, TypeError) as error:  # not JSON, not UTF-8, or not written by `save`
+            raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate_cache") from error
 
 
 def _as_entry(item: dict[str, Any]) -> Any:
-    """A shard's entry where a JSON object is one, else the object as it is."""
+    """Return a ShardEntry if the JSON object is one, else the object itself."""
     return _entry(item) if item.keys() == _NAMES else item
 
 
 def _entry(item: dict[str, Any]) -> ShardEntry:
-    """An entry from JSON; what many shards have in common is one object for all of them."""
+    """Convert JSON to an entry; values that many shards have in common become one shared object."""
     shared = {name: sys.intern(item[name]) for name in ("bucket", "directory")}
     return ShardEntry(**{**item, **shared, "resolution": _resolution(*item["resolution"])})
 
@@ -96,7 +98,7 @@ def _resolution(width: int, height: int) -> tuple[int, int]:
 
 
 def read_entry(folder: Path, file: str) -> ShardEntry | None:
-    """The entry of a shard that stands whole under ``folder``, or None; without its entry a shard does not stand."""
+    """Return the entry of a complete shard in ``folder``; None if the shard or its entry is missing."""
     path = folder / file
     try:
         return _entry(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))) if path.is_file() else None

@@ -1,19 +1,19 @@
-"""Law 2: order is arithmetic, with locality.
+"""The order of training samples as pure arithmetic, with locality (law 2).
 
 ``(seed, epoch, shard sizes, global batch) -> the sequence of global batches`` is a pure function. A rank computes its
-slice of one step and nothing else, and the only state is the number of the step. An epoch of a bucket is made so:
+slice of one step and nothing else, and the only state is the step number. An epoch of a bucket is built as follows:
 
-1. Its blocks, one for each shard and round of its repeats, are put in a random order.
-2. The row of places so made is cut into windows, each as long as ``window`` of the bucket's largest shards.
-3. Inside a window a keyed bijection (a Feistel network, cycle-walked into range) mixes all places.
-4. Batches are taken from the row in sequence; batches of several buckets interleave evenly over the epoch.
+1. Its blocks, one per shard and repeat, are put in random order. Together they are a sequence of positions.
+2. The sequence is cut into windows, each as long as ``window`` of the bucket's largest shards.
+3. Inside a window a keyed bijection (a Feistel network, cycle-walked into range) shuffles all positions.
+4. Batches are taken from the sequence in turn; batches of several buckets interleave evenly over the epoch.
 
-So a step reads from about ``window`` shards a bucket, which the next steps read too, however large the data set is.
-The randomness given up: two samples of one shard fall into one window of an epoch (or two neighbouring ones), so they
-are seen within some ``window`` shards' worth of steps of each other. Which shards share a window is drawn anew every
-epoch, and a window as long as the epoch is a shuffle of the whole bucket.
+So a step reads from about ``window`` shards per bucket, which the next steps read too, however large the dataset is.
+The cost is some randomness: two samples of one shard are in the same window of an epoch (or in neighbouring ones), so
+they are seen within about ``window`` shards of each other. Which shards share a window is drawn again every epoch. A
+window as long as the epoch shuffles the whole bucket.
 
-Only tables of a shard a row are built, for the epochs at hand.
+The only tables have one row per block, for the current and the neighbouring epochs.
 """
 
 from collections.abc import Sequence
@@ -28,29 +28,29 @@ Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 WINDOW = 16
-_ROUNDS = 8  # with fewer, orders of 3 to 10 are not quite evenly drawn
-_UNIT_BITS = 24  # a batch number plus a fraction of so many bits is exact in a double
-_SHARE = 1 << 30  # fractional repeats are counted in this part of an occurrence: integers add up in any order
-_STEP = 0x9E3779B97F4A7C15  # splitmix64's: odd, so that its multiples are all different
+_ROUNDS = 8  # with fewer, permutations of 3 to 10 items are not uniform
+_UNIT_BITS = 24  # a batch number plus a fraction of this many bits is exact in a double
+_SHARE = 1 << 30  # fractional repeats are counted in units of 1 / _SHARE: integer sums do not depend on the order
+_STEP = 0x9E3779B97F4A7C15  # of splitmix64; odd, so that its multiples are all different
 
 
-def permute(places: Indices, sizes: Indices, keys: Words) -> Indices:
-    """What stands at each place of a pseudo-random order of ``range(size)``, each with its own size and key.
+def permute(positions: Indices, sizes: Indices, keys: Words) -> Indices:
+    """Return the items at these positions of pseudo-random permutations of ``range(size)``, one size and key each.
 
-    For one size and key this is a bijection, evaluated at any places without the others.
+    For one size and key this is a bijection that can be evaluated at any position without the others.
     """
-    values, bounds = places.astype(np.uint64), sizes.astype(np.uint64)
+    values, bounds = positions.astype(np.uint64), sizes.astype(np.uint64)
     side = np.ceil(np.sqrt(sizes)).astype(np.uint64)
     round_keys = _hash(keys, np.arange(_ROUNDS)[:, None])
     values = _network(values, side, round_keys)
-    # the network permutes a square number; values outside the range walk on until they fall inside
+    # the network permutes a square number; values outside the range are permuted again until they are inside
     while len(outside := np.flatnonzero(values >= bounds)):
         values[outside] = _network(values[outside], side[outside], round_keys[:, outside])
     return values.astype(np.int64)
 
 
 def _network(values: Words, side: Words, round_keys: Words) -> Words:
-    """A Feistel network over pairs of numbers below ``side``."""
+    """Apply a Feistel network to pairs of numbers below ``side``."""
     left, right = np.divmod(values, side)
     for key in round_keys:
         left, right = right, (left + _mix(right ^ key) % side) % side
@@ -58,14 +58,14 @@ def _network(values: Words, side: Words, round_keys: Words) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """The finaliser of splitmix64: every input bit changes every output bit with probability about one half."""
+    """Apply the finalizer of splitmix64: every input bit changes every output bit with probability about one half."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _hash(key: Words, *numbers: Indices) -> Words:
-    """A word from a key and whole numbers, elementwise."""
+    """Hash a key and integers to a word, elementwise."""
     for number in numbers:
         key = _mix(key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP))
     return key
@@ -78,8 +78,10 @@ def _key(*words: int | str) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Samples of one bucket that lie together and share a repeat count: ``size`` samples, each ``repeats`` times an
-    epoch. In a cache it is a shard."""
+    """Neighbouring samples of one bucket with the same repeats: ``size`` samples, each ``repeats`` times per epoch.
+
+    In a cache it is a shard.
+    """
 
     size: int
     repeats: float = 1.0
@@ -87,9 +89,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketOrder:
-    """One bucket: its segments, how many samples a global batch of it has, and how many segments a window mixes.
+    """The order of one bucket: its segments, the samples per global batch and the segments per window.
 
-    With ``drop_small`` a bucket that has fewer occurrences than a batch has no batches at all.
+    With ``drop_small`` a bucket with fewer occurrences than a batch has no batches.
     """
 
     segments: tuple[Segment, ...]
@@ -99,19 +101,19 @@ class BucketOrder:
 
     @cached_property
     def sizes(self) -> Indices:
-        """Samples of each segment."""
+        """Samples per segment."""
         return np.array([segment.size for segment in self.segments], dtype=np.int64)
 
     @cached_property
     def _repeats(self) -> tuple[Indices, Indices]:
-        """Whole repeats of each segment, and what is left in parts of ``_SHARE``."""
+        """Whole repeats per segment, and the remaining fraction in units of 1 / ``_SHARE``."""
         repeats = np.array([segment.repeats for segment in self.segments])
         whole = np.floor(repeats)
         return whole.astype(np.int64), np.rint((repeats - whole) * _SHARE).astype(np.int64)
 
     @cached_property
     def length(self) -> int:
-        """Occurrences in an epoch, padding not counted; fractions are rounded over the whole bucket."""
+        """Occurrences per epoch without padding; fractions are rounded over the whole bucket."""
         whole, share = self._repeats
         parts = (int((share * self.sizes).sum()) + _SHARE // 2) // _SHARE
         return max(1, int((whole * self.sizes).sum()) + parts)
@@ -123,7 +125,7 @@ class BucketOrder:
 
     @property
     def num_batches(self) -> int:
-        """Global batches in an epoch; the last is padded by occurrences from the epoch's beginning."""
+        """Global batches per epoch; the last is padded with occurrences from the start of the epoch."""
         return 0 if self.dropped else -(-self.length // self.batch)
 
     @property
@@ -133,50 +135,50 @@ class BucketOrder:
 
     @cached_property
     def span(self) -> int:
-        """Places of a window."""
+        """Positions per window."""
         return self.window * int(self.sizes.max())
 
     def within(self, first: int, last: int) -> tuple[int, int]:
-        """The places ``first`` to ``last`` up to the epoch's end; those that begin after it are from its beginning."""
+        """Clip the positions ``first`` to ``last`` to the epoch; padding starts again at the beginning."""
         laps = first // self.length * self.length
         return first - laps, min(last - laps, self.length)
 
     @cached_property
     def most_repeats(self) -> int:
-        """How often a sample comes in an epoch at most, padding not counted."""
+        """The largest number of occurrences of a sample per epoch, without padding."""
         whole, share = self._repeats
         return int((whole + (share > 0)).max())
 
-    def table(self, key: Words) -> "_Table":
-        """The blocks of one epoch in their order."""
+    def table(self, key: Words) -> "_BlockTable":
+        """Build the block table of one epoch."""
         whole, _ = self._repeats
         parts = self._parts(_hash(key, np.array([0])))
-        some = np.flatnonzero(parts)
-        segment = np.concatenate([np.repeat(np.arange(len(whole)), whole), some])
-        rounds = np.concatenate([np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole), whole[some]])
-        size = np.concatenate([self.sizes[segment[: len(segment) - len(some)]], parts[some]])
-        at = np.argsort(_hash(_hash(key, np.array([1])), segment, rounds), kind="stable")
-        return _Table(np.concatenate([[0], np.cumsum(size[at])]), segment[at], rounds[at])
+        partial = np.flatnonzero(parts)
+        segment = np.concatenate([np.repeat(np.arange(len(whole)), whole), partial])
+        rounds = np.concatenate([np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole), whole[partial]])
+        size = np.concatenate([self.sizes[segment[: len(segment) - len(partial)]], parts[partial]])
+        order = np.argsort(_hash(_hash(key, np.array([1])), segment, rounds), kind="stable")
+        return _BlockTable(np.concatenate([[0], np.cumsum(size[order])]), segment[order], rounds[order])
 
     def _parts(self, key: Words) -> Indices:
-        """Samples that the fractional round takes of each segment.
+        """Return the number of samples that the fractional repeat takes from each segment.
 
-        Rounding runs on over a random sequence of the segments: the sum is the same in every epoch, and a segment
-        whose own share is below one sample has its turn in some.
+        Rounding accumulates over a random sequence of the segments: the sum is the same in every epoch, and a segment
+        with less than one sample is used in some epochs.
         """
         whole, share = self._repeats
         order = np.argsort(_hash(key, np.arange(len(share))), kind="stable")
         ends = (np.cumsum((share * self.sizes)[order]) + _SHARE // 2) // _SHARE
         if ends[-1] == 0 and not whole.any():
-            ends[:] = 1  # an epoch of nothing is none: one sample of the first
+            ends[:] = 1  # an epoch has at least one sample
         parts = np.empty_like(ends)
         parts[order] = np.diff(ends, prepend=0)
         return parts
 
 
 @dataclass(frozen=True)
-class _Table:
-    """One epoch of one bucket: block i has the places ``starts[i]`` to ``starts[i + 1]``, a segment and a round."""
+class _BlockTable:
+    """One epoch of one bucket: block i has the positions ``starts[i]`` to ``starts[i + 1]``, a segment and a round."""
 
     starts: Indices
     segment: Indices
@@ -185,7 +187,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class Picks:
-    """Which samples make a batch: bucket, then for each sample its segment, its index there and its occurrence."""
+    """The samples of a batch: the bucket, then segment, index in the segment and occurrence per sample."""
 
     epoch: int
     bucket: int
@@ -193,15 +195,10 @@ class Picks:
     index: Indices
     repeat: Indices
 
-    def part(self, start: int, stop: int) -> "Picks":
-        """A contiguous slice, such as a rank's share."""
-        cut = slice(start, stop)
-        return Picks(self.epoch, self.bucket, self.segment[cut], self.index[cut], self.repeat[cut])
-
 
 @dataclass(frozen=True)
 class WindowRange:
-    """Windows ``first`` to ``last`` of a bucket in an epoch."""
+    """The windows ``first`` to ``last`` of a bucket in an epoch."""
 
     epoch: int
     bucket: int
@@ -211,12 +208,12 @@ class WindowRange:
 
 @dataclass(frozen=True)
 class Order:
-    """The sequence of global batches of a data set, for every epoch."""
+    """The sequence of global batches of a dataset, for every epoch."""
 
     seed: int
     buckets: tuple[BucketOrder, ...]
-    _tables: dict[tuple[int, int], _Table] = field(default_factory=dict, compare=False, repr=False)
-    _last_place: dict[int, tuple[int, int, int]] = field(default_factory=dict, compare=False, repr=False)
+    _tables: dict[tuple[int, int], _BlockTable] = field(default_factory=dict, compare=False, repr=False)
+    _last_position: dict[int, tuple[int, int, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def _counts(self) -> Indices:
@@ -224,96 +221,99 @@ class Order:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch, the same in every epoch."""
+        """Global batches per epoch, the same in every epoch."""
         return int(self._counts.sum())
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Numbers of the buckets that are left out because they are smaller than a batch."""
+        """Numbers of the buckets that are left out because they are too small."""
         return tuple(number for number, bucket in enumerate(self.buckets) if bucket.dropped)
 
     def position(self, step: int) -> tuple[int, int, int]:
-        """(epoch, bucket, batch within the bucket) of the global batch that step ``step`` trains on.
+        """Return (epoch, bucket, batch within the bucket) of the global batch of ``step``.
 
-        Batch j of a bucket's n has the time (j + u) / n with its own random u in [0, 1), and steps follow time. So of
-        each bucket about ``time * n`` batches lie before any time, give or take one, and the batch of a step is found
-        among a few candidates of each bucket: all that come before them are before the step, whatever their u.
+        Batch j of the n batches of a bucket gets the time (j + u) / n with its own random u in [0, 1), and steps are
+        sorted by time. So about ``time * n`` batches of each bucket come before any time, give or take one, and the
+        batch of a step is one of a few candidates per bucket: all batches before them precede the step, whatever u.
         """
-        found = self._last_place.get(step)
-        if found is None:
-            self._last_place.clear()
-            found = self._last_place[step] = self._find_place(step)
-        return found
+        position = self._last_position.get(step)
+        if position is None:
+            self._last_position.clear()
+            position = self._last_position[step] = self._find_position(step)
+        return position
 
-    def _find_place(self, step: int) -> tuple[int, int, int]:
-        epoch, at = divmod(step, self.steps_per_epoch)
+    def _find_position(self, step: int) -> tuple[int, int, int]:
+        epoch, number = divmod(step, self.steps_per_epoch)
         if len(self.buckets) == 1:
-            return epoch, 0, at
+            return epoch, 0, number
         counts, slack = self._counts, len(self._counts) + 1
         pace = counts / self.steps_per_epoch
-        low = np.clip(np.floor((at - slack) * pace).astype(np.int64) - 1, 0, counts)
-        high = np.clip(np.ceil((at + slack) * pace).astype(np.int64) + 1, 0, counts)
+        low = np.clip(np.floor((number - slack) * pace).astype(np.int64) - 1, 0, counts)
+        high = np.clip(np.ceil((number + slack) * pace).astype(np.int64) + 1, 0, counts)
         width = high - low
         bucket = np.repeat(np.arange(len(counts)), width)
         batch = np.arange(len(bucket)) + np.repeat(low - np.cumsum(width) + width, width)
         unit = _hash(_key(self.seed, "batches", epoch), bucket, batch) >> np.uint64(64 - _UNIT_BITS)
         time = (batch + unit / (1 << _UNIT_BITS)) / counts[bucket]
-        chosen = np.lexsort((batch, bucket, time))[at - int(low.sum())]
+        chosen = np.lexsort((batch, bucket, time))[number - int(low.sum())]
         return epoch, int(bucket[chosen]), int(batch[chosen])
 
     def batch_size(self, step: int) -> int:
-        """Samples in the global batch of ``step``."""
+        """Return the number of samples in the global batch of ``step``."""
         return self.buckets[self.position(step)[1]].batch
 
     def picks(self, step: int, start: int = 0, stop: int | None = None) -> Picks:
-        """The samples ``start`` to ``stop`` of the global batch of ``step``."""
+        """Return the samples ``start`` to ``stop`` of the global batch of ``step``."""
         epoch, bucket, batch = self.position(step)
         plan, table = self.buckets[bucket], self._table(epoch, bucket)
-        places = batch * plan.batch + np.arange(start, plan.batch if stop is None else stop, dtype=np.int64)
-        lap, places = np.divmod(places, plan.length)  # lap > 0: padding
+        positions = batch * plan.batch + np.arange(start, plan.batch if stop is None else stop, dtype=np.int64)
+        lap, positions = np.divmod(positions, plan.length)  # lap > 0: padding
         key = _key(self.seed, "samples", epoch, bucket)
-        window, offset = np.divmod(places, plan.span)
-        mixed = permute(offset, np.minimum(plan.span, plan.length - window * plan.span), _hash(key, window))
-        places = window * plan.span + mixed
-        block = np.searchsorted(table.starts, places, side="right") - 1
+        window, offset = np.divmod(positions, plan.span)
+        shuffled = permute(offset, np.minimum(plan.span, plan.length - window * plan.span), _hash(key, window))
+        positions = window * plan.span + shuffled
+        block = np.searchsorted(table.starts, positions, side="right") - 1
         segment, rounds = table.segment[block], table.rounds[block]
-        # rows are shuffled too: a fractional round takes others each epoch, and a window's edge parts a shard by chance
-        index = permute(places - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
+        # rows are shuffled too: a fractional repeat takes other rows each epoch, and a window's edge splits a shard at
+        # random
+        index = permute(positions - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
     def segments_at(self, step: int, start: int = 0, stop: int | None = None) -> Indices:
-        """The segments of the windows that the samples ``start`` to ``stop`` of ``step`` come from."""
+        """Return the segments of the windows that contain the samples ``start`` to ``stop`` of ``step``."""
         epoch, bucket, batch = self.position(step)
         plan = self.buckets[bucket]
         first, last = plan.within(batch * plan.batch + start, batch * plan.batch + (stop or plan.batch))
         return self._in_windows(epoch, bucket, first, last)
 
     def next_windows(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
-        """What the bucket of ``step`` reads after that step: a window ahead or, where a batch is longer than that, what
-        the samples ``start`` to ``stop`` of the next batch come from. Whoever reads a share of a long batch has no use
-        for the others' windows."""
+        """Return the windows that the bucket of ``step`` reads after that step.
+
+        That is one window or, if a batch is longer than a window, the windows of the samples ``start`` to ``stop`` of
+        the next batch, because a rank does not need the windows of the other ranks.
+        """
         epoch, bucket, batch = self.position(step)
         plan = self.buckets[bucket]
         first = (batch + 1) * plan.batch
         if first >= plan.length:
             epoch, first = epoch + 1, 0
-        own = plan.batch > plan.span
-        first, last = plan.within(first + own * start, first + (stop or plan.batch if own else plan.span))
+        is_long = plan.batch > plan.span
+        first, last = plan.within(first + is_long * start, first + (stop or plan.batch if is_long else plan.span))
         return WindowRange(epoch, bucket, first // plan.span, (last - 1) // plan.span)
 
     def segments_in(self, windows: WindowRange) -> Indices:
-        """The segments of some windows."""
+        """Return the segments of a range of windows."""
         span = self.buckets[windows.bucket].span
         return self._in_windows(windows.epoch, windows.bucket, windows.first * span, windows.last * span + 1)
 
     def _in_windows(self, epoch: int, bucket: int, first: int, last: int) -> Indices:
-        """The segments of the windows that hold the places ``first`` to ``last``."""
+        """Return the segments of the windows that contain the positions ``first`` to ``last``."""
         table, span = self._table(epoch, bucket), self.buckets[bucket].span
         edges = [first // span * span, -(-last // span) * span - 1]
         start, stop = np.searchsorted(table.starts[:-1], edges, side="right") - 1
         return np.unique(table.segment[start : stop + 1])
 
-    def _table(self, epoch: int, bucket: int) -> _Table:
+    def _table(self, epoch: int, bucket: int) -> _BlockTable:
         if (epoch, bucket) not in self._tables:
             for old in [key for key in self._tables if abs(key[0] - epoch) > 1]:
                 self._tables.pop(old, None)
@@ -323,7 +323,7 @@ class Order:
 
 
 def rank_slice(batch: int, rank: int, world: int, micro: int, micro_batches: int) -> tuple[int, int]:
-    """Where rank ``rank``'s micro-batch number ``micro`` lies in a global batch; any world that divides it fits."""
+    """Return the range of a rank's micro-batch in a global batch, which the world size must divide."""
     assert batch % (world * micro_batches) == 0, (batch, world, micro_batches)
     share = batch // world
     size = share // micro_batches
@@ -334,10 +334,10 @@ def rank_slice(batch: int, rank: int, world: int, micro: int, micro_batches: int
 def make_order(
     seed: int, buckets: Sequence[tuple[Sequence[Segment], int]], window: int = WINDOW, drop_small: bool = False
 ) -> Order:
-    """An order over ``(segments, global batch)`` of each bucket."""
+    """Build an order from ``(segments, global batch)`` per bucket."""
     return Order(seed, tuple(BucketOrder(tuple(segments), batch, window, drop_small) for segments, batch in buckets))
 
 
 def open_shards(window: int, buckets: int) -> int:
-    """Shards that a process keeps open: twice the windows of all buckets, as they may straddle two; at most 512."""
+    """Return the number of shards that a process keeps open: twice the windows of all buckets, at most 512."""
     return min(512, max(2, 2 * window * buckets))

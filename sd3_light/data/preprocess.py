@@ -1,7 +1,7 @@
-"""From the bytes of a picture to the pixels that the VAE sees; from the bytes of a mask to one weight a latent pixel.
+"""Decode images to the pixels that the VAE sees, and masks to one weight per latent pixel.
 
-Whatever a camera, an editor or the web may have written ends as upright 8-bit sRGB over white, or as a `Reject` that
-says why not. Nothing that a file contains is executed: formats whose readers call other programs are not opened.
+Every input becomes an upright 8-bit sRGB image over white, or a `Reject` with a reason. Nothing in a file is executed:
+formats whose readers call other programs are not opened.
 """
 
 import io
@@ -17,50 +17,50 @@ from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 from sd3_light.data.buckets import ResizePlan, Size
 
 PREPROCESS_VERSION = 1
-"""Goes into a cache's fingerprint: raise it whenever the same bytes would give other pixels."""
+"""Part of a cache's fingerprint: increase it whenever the same bytes would give other pixels."""
 
 MAX_PIXELS = 178_000_000
-"""Larger pictures are refused before they are decoded (just below the limit at which Pillow itself refuses)."""
+"""Larger images are rejected before they are decoded (just below the limit of Pillow itself)."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
-"""What is opened, as Pillow names it. EPS is not among them: reading it would run Ghostscript."""
+"""Supported formats, as Pillow names them. EPS is excluded: reading it would run Ghostscript."""
 
 REASONS = {
-    # pictures and masks
-    "empty_file": "the file has no bytes",
-    "not_an_image": "the bytes are of no picture format that is read here",
-    "truncated": "the file ends before its content does",
-    "broken_image": "the header is of a picture, the rest cannot be decoded",
+    # images and masks
+    "empty_file": "the file is empty",
+    "not_an_image": "the bytes are not of a supported image format",
+    "truncated": "the file is truncated",
+    "broken_image": "the header is that of an image, but the rest cannot be decoded",
     "too_large": f"more than {MAX_PIXELS // 1_000_000} megapixels",
-    "unsupported_mode": "a pixel format without a plain meaning as colours (floats, 32-bit integers, LAB)",
-    "decoder_crashed": "the decoder's process died of this file",
-    "empty_mask": "the mask is zero everywhere inside the crop, so the sample would teach nothing",
+    "unsupported_mode": "the pixel format has no direct conversion to RGB (floats, 32-bit integers, LAB)",
+    "decoder_crashed": "the decoder process crashed on this file",
+    "empty_mask": "the mask is zero everywhere inside the crop, so the sample has no effect on training",
     # files
     "unreadable": "the file or folder could not be read",
-    "changed_meanwhile": "the file changed while it was being cached; the next run takes it as it is then",
-    "unsupported_format": "a picture or archive format that is not read here",
+    "changed_meanwhile": "the file changed while it was being cached; the next run uses the new version",
+    "unsupported_format": "the image or archive format is not supported",
     "name_not_utf8": "the file's name is not UTF-8",
-    "missing_file": "captions name it, but it is not there",
-    "duplicate_key": "another sample of the same name came before",
-    "folder_loop": "a link leads back to a folder above it",
+    "missing_file": "captions refer to it, but it does not exist",
+    "duplicate_key": "an earlier sample has the same name",
+    "folder_loop": "a link points to a parent folder",
     # captions
-    "no_caption": "there is no caption for the picture",
+    "no_caption": "the image has no caption",
     "empty_caption": "the caption is empty and skip_empty_caption is on",
-    "bad_caption": "the caption is neither a text nor a list of texts",
+    "bad_caption": "the caption is not a text or a list of texts",
     "caption_not_utf8": "the caption is not UTF-8",
     "caption_too_long": "the caption file is too large to be a caption",
     # containers
-    "broken_table": "captions.json or the metadata table cannot be read as one",
-    "broken_row": "a row of a metadata table cannot be read or names no file",
+    "broken_table": "captions.json or the metadata table cannot be parsed",
+    "broken_row": "a row of a metadata table cannot be parsed or has no file name",
     "broken_tar": "the tar is damaged; samples before the damage are used",
-    "broken_parquet": "the Parquet file is damaged or is none",
-    "no_image_column": "the Parquet file has no column of picture bytes",
+    "broken_parquet": "the file is damaged or is not a Parquet file",
+    "no_image_column": "the Parquet file has no column of image bytes",
     "no_caption_column": "the Parquet file has no text column",
 }
-"""Every reason code and what it means. Codes are stable: reports and people's scripts count by them."""
+"""Reason codes and their meaning. Codes are stable: reports and user scripts depend on them."""
 
-# What Pillow's readers raise on damaged input: seen by cutting and scrambling files of every format, or told of by
-# their code. Only calls into Pillow stand under it.
+# Exceptions of Pillow's readers on damaged input, found by truncating and corrupting files of every format or in their
+# source. Only calls into Pillow are guarded by it.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -87,16 +87,15 @@ _UPRIGHT = {
 _SIDEWAYS = (5, 6, 7, 8)
 _GREY_16 = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 _PLAIN = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-_PROFILE_TAKES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",)}
-_NOTES = "sd3_light_notes"
+_PROFILE_MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",)}
 _FLOAT32_SIDE = 1 << 16
-_REACH = 3  # pixels either side that the widest kernel (Lanczos) looks at, at scale 1
+_REACH = 3  # pixels on either side that the widest kernel (Lanczos) uses at scale 1
 
 Pixels = NDArray[np.uint8]
 
 
 class Reject(Exception):
-    """This input cannot be used. ``reason`` is a code of `REASONS`, ``detail`` says what was seen."""
+    """An input cannot be used. ``reason`` is a code of `REASONS`, ``detail`` describes this input."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         assert reason in REASONS, reason
@@ -106,46 +105,41 @@ class Reject(Exception):
 
 
 def probe(data: bytes) -> Size:
-    """Width and height that `decode` will give, from the header alone. Raises Reject as `decode` does for headers."""
+    """Return width and height of the decoded image from its header. Raises Reject as `decode` does for headers."""
     image = _open(data)
     width, height = image.size
-    # Pillow already counts a TIFF's orientation in
-    sideways = image.format != "TIFF" and _orientation(image, data)[0] in _SIDEWAYS
+    # Pillow has already applied the orientation of a TIFF
+    sideways = image.format != "TIFF" and _orientation(image, data) in _SIDEWAYS
     return (height, width) if sideways else (width, height)
 
 
 def decode(data: bytes) -> Image.Image:
-    """The picture in upright 8-bit sRGB: first frame, profile applied, transparency over white. Raises Reject.
+    """Decode to upright 8-bit sRGB: first frame, profile applied, transparency over white. Raises Reject.
 
-    What had to be ignored on the way (a broken profile, say) is told by `notes`.
+    Broken EXIF data and broken or unsuitable colour profiles are ignored.
     """
-    image, remarks = _load_upright(data)
+    image = _load_upright(data)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
-    picture, remark = _to_srgb(image)
+    colours = _to_srgb(image)
     if alpha is not None:
-        white = Image.new("RGB", picture.size, "white")
-        white.paste(picture, mask=alpha)
-        picture = white
-    picture.info = {_NOTES: tuple(filter(None, (*remarks, remark)))}
-    return picture
-
-
-def notes(image: Image.Image) -> tuple[str, ...]:
-    """What `decode` ignored in this picture: ``broken_exif``, ``broken_icc_profile``, ``icc_profile_mismatch``."""
-    return tuple(image.info.get(_NOTES, ()))
+        white = Image.new("RGB", colours.size, "white")
+        white.paste(colours, mask=alpha)
+        colours = white
+    colours.info = {}
+    return colours
 
 
 def fit(image: Image.Image, plan: ResizePlan) -> Pixels:
-    """The planned resize and crop of a decoded picture, antialiased, as height x width x 3."""
+    """Resize and crop a decoded image as planned, antialiased, to an array height x width x 3."""
     assert image.mode == "RGB", image.mode
     assert image.size == plan.source, (image.size, plan.source)
-    # resizing only what the crop keeps is the same picture without the cut-off part ever being held in memory
+    # resizing only the crop gives the same image without holding the rest in memory
     return np.array(_resample(image, plan, plan.size, Image.Resampling.LANCZOS), dtype=np.uint8)
 
 
 def decode_mask(data: bytes) -> Image.Image:
-    """A mask as 8-bit grey: white teaches, black does not, and what is transparent does not. Raises Reject."""
-    image, _ = _load_upright(data)
+    """Decode a mask to 8-bit grey: white is trained on, black and transparent areas are not. Raises Reject."""
+    image = _load_upright(data)
     if not image.has_transparency_data:
         return image.convert("L")
     colours = image.convert("RGBA")
@@ -155,10 +149,10 @@ def decode_mask(data: bytes) -> Image.Image:
 
 
 def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = 8) -> Pixels:
-    """The mask of a planned picture at latent resolution (``factor`` times smaller), 0 to 255, by area averaging.
+    """Resize a mask to the latent resolution of a planned image (``factor`` times smaller) by area averaging, 0 to 255.
 
-    A mask of another size than its picture is stretched over it, so one default mask serves pictures of all shapes.
-    Raises Reject when nothing of it is left inside the crop.
+    A mask whose size differs from its image is stretched, so one default mask works for all shapes. Raises Reject if it
+    is black inside the crop.
     """
     assert mask.mode == "L", mask.mode
     width, height = plan.size
@@ -172,12 +166,12 @@ def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = 8) -> Pixels:
 
 
 def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Resampling) -> Image.Image:
-    """What the plan's crop keeps of ``image`` (the planned picture, or a mask stretched over it), at ``size``."""
+    """Resize the part of ``image`` (the planned image or its mask) inside the plan's crop to ``size``."""
     x, y = image.width / plan.resized[0], image.height / plan.resized[1]
     left, top, right, bottom = plan.crop
     box = left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
     if max(image.size) > _FLOAT32_SIDE:
-        # Pillow holds the box in float32, too coarse far from the origin: bring the origin near first
+        # Pillow stores the box in float32, too coarse far from the origin: crop first to move the origin
         reach = math.ceil(_REACH * max(x, y, 1)) + 1
         origin = max(0, math.floor(box[0]) - reach), max(0, math.floor(box[1]) - reach)
         far = min(image.width, math.ceil(box[2]) + reach), min(image.height, math.ceil(box[3]) + reach)
@@ -192,7 +186,7 @@ def _open(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
-        raise Reject("not_an_image", f"it starts with {data[:12]!r}") from None
+        raise Reject("not_an_image", f"starts with {data[:12]!r}") from None
     except _BOMB as fault:
         raise Reject("too_large", str(fault)) from fault
     except _BROKEN as fault:
@@ -205,13 +199,13 @@ def _open(data: bytes) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this Pillow knows: asking it for another would fail on every file."""
+    """Return the `FORMATS` that this Pillow supports: an unknown one would fail on every file."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _load_upright(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
-    """The first frame with its orientation applied, in one of the modes that we know how to convert."""
+def _load_upright(data: bytes) -> Image.Image:
+    """Load the first frame with its orientation applied, in a mode that can be converted."""
     image = _open(data)
     try:
         image.load()
@@ -219,24 +213,24 @@ def _load_upright(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
         raise Reject("too_large", str(fault)) from fault
     except _BROKEN as fault:
         raise _broken(fault) from fault
-    orientation, remark = _orientation(image, data)
-    # a TIFF comes upright out of Pillow
-    turned = orientation in _UPRIGHT and image.format != "TIFF"
-    upright = image.transpose(_UPRIGHT[orientation]) if turned else image
-    return _eight_bit(upright), (remark,) if remark else ()
+    orientation = _orientation(image, data)
+    # Pillow has already rotated a TIFF
+    if orientation in _UPRIGHT and image.format != "TIFF":
+        image = image.transpose(_UPRIGHT[orientation])
+    return _eight_bit(image)
 
 
-def _orientation(image: Image.Image, data: bytes) -> tuple[int, str]:
-    """The EXIF orientation (1 when there is none) and a note."""
-    # Pillow decodes a whole PNG to look for EXIF behind the pixels; looking for the chunk's name is quicker
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """Return the EXIF orientation, 1 if there is none or it is broken."""
+    # Pillow decodes a whole PNG to find EXIF data behind the pixels; searching for the chunk's name is faster
     if image.format == "PNG" and b"eXIf" not in data and b"Raw profile type" not in data:
-        return 1, ""
+        return 1
     try:
-        value = image.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except _BROKEN:
-        return 1, "broken_exif"
-    # 0 is what many programs write for "unknown"
-    return (value or 1, "") if value in range(9) else (1, "broken_exif")
+        return 1
+    # many programs write 0 for "unknown"
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
@@ -252,39 +246,39 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _to_srgb(image: Image.Image) -> tuple[Image.Image, str]:
-    """The colours (transparency left aside) as sRGB, by the embedded profile where it can be used, and a note."""
+def _to_srgb(image: Image.Image) -> Image.Image:
+    """Convert the colours without transparency to sRGB, with the embedded profile if it can be used."""
     profile = image.info.get("icc_profile")
     plain = _opaque(image)
     if not profile:
-        return plain.convert("RGB"), ""
+        return plain.convert("RGB")
     try:
         space, transform = _transform(profile)
     except (ImageCms.PyCMSError, OSError, ValueError):
-        return plain.convert("RGB"), "broken_icc_profile"
-    if plain.mode not in _PROFILE_TAKES[space]:
-        return plain.convert("RGB"), "icc_profile_mismatch"
+        return plain.convert("RGB")
+    if plain.mode not in _PROFILE_MODES[space]:
+        return plain.convert("RGB")
     converted = ImageCms.applyTransform(plain.convert("L" if space == "GRAY" else space), transform)
-    assert converted is not None, "a transform that is not in place returns its picture"
-    return converted, ""
+    assert converted is not None, "a transform that is not in place returns an image"
+    return converted
 
 
 def _opaque(image: Image.Image) -> Image.Image:
-    """The colours in mode L, RGB or CMYK, without transparency: true colours, not mixed with any background."""
+    """Convert to mode L, RGB or CMYK without transparency: original colours, not mixed with a background."""
     if image.mode in ("RGB", "L", "CMYK"):
         return image
     if image.mode in ("1", "LA"):
         return image.convert("L")
-    # by way of RGBA, where a palette's transparent colours keep their values
+    # via RGBA, which preserves the values of a palette's transparent colours
     return image.convert("RGBA").convert("RGB") if image.has_transparency_data else image.convert("RGB")
 
 
 @lru_cache(maxsize=16)
 def _transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform]:
-    """A profile's colour space and its transform to sRGB; kept, as most pictures of a set share a few profiles."""
+    """Return a profile's colour space and its transform to sRGB; cached, as most images share a few profiles."""
     source = ImageCms.getOpenProfile(io.BytesIO(profile))
     space = source.profile.xcolor_space.strip()
-    if space not in _PROFILE_TAKES:
+    if space not in _PROFILE_MODES:
         raise ValueError(f"a profile of {space}")
     transform = ImageCms.buildTransform(
         source,

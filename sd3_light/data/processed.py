@@ -1,11 +1,11 @@
-"""What a data-process task leaves: shards of named tensors in the cache's way (law 3), and a view for people.
+"""The output of a data-process task: immutable shards of named tensors (law 3), and a JSON view per sample.
 
-    manifest.json                      what made it, and the list of shards
-    shards/PPPPP-NNNNN.safetensors     samples of one bucket: NAME -> [n, ...], and `data_id`; a hash in its .json
-    shards/PPPPP-NNNNN.arrow           each sample's fingerprint and its values that are no tensors, as JSON
-    P/ID.json                          process P made sample ID: its shard and row, names, shapes, fingerprint
+    manifest.json                      the recipe and the list of shards
+    shards/PPPPP-NNNNN.safetensors     samples of one bucket: NAME -> [n, ...], and `data_id`; its hash is in the .json
+    shards/PPPPP-NNNNN.arrow           fingerprint and non-tensor values (as JSON) of each sample
+    P/ID.json                          shard, row, names, shapes and fingerprint of sample ID of process P
 
-Shards are immutable and appear by rename. A process that is started again keeps what it has with the same fingerprint.
+Shards are written atomically. A process that is started again keeps samples whose fingerprint has not changed.
 """
 
 import hashlib
@@ -24,16 +24,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import MANIFEST, SHARDS
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 
 PROCESSED_FORMAT = 1
-MANIFEST, SHARDS = "manifest.json", "shards"
 _ID = "data_id"
+_KIND = "processed"
 
 
 @dataclass(frozen=True)
 class ProcessedSample:
-    """One sample: its index in the user's data set, what may share a batch with it, and what was computed."""
+    """One sample: its index in the user's dataset, its bucket, its fingerprint and the computed values."""
 
     data_id: int
     bucket: str
@@ -42,40 +43,40 @@ class ProcessedSample:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The values that are tensors, in host memory."""
-        found = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        """The tensor values, in host memory."""
+        tensors = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The others, which JSON must know."""
+        """The other values, which must be JSON."""
         return {name: value for name, value in self.values.items() if not isinstance(value, Tensor)}
 
     def layout(self) -> Hashable:
-        """Samples of one layout fit one shard."""
-        return self.bucket, tuple((name, tuple(one.shape), str(one.dtype)) for name, one in self.tensors.items())
+        """Return a key that is equal for samples that fit one shard."""
+        return self.bucket, tuple((name, tuple(t.shape), str(t.dtype)) for name, t in self.tensors.items())
 
 
 def fingerprint(value: Any) -> str:
-    """A hash of what a data set gave: tensors and arrays by their bytes, pictures by their pixels, the rest by JSON."""
+    """Hash a dataset item: tensors and arrays by their bytes, images by their pixels, the rest as JSON."""
     digest = hashlib.sha256()
-    _feed(digest, value)
+    _update(digest, value)
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _update(digest: Any, value: Any) -> None:
     digest.update(type(value).__name__.encode())
     if isinstance(value, Mapping):
         for key in sorted(value):
             digest.update(str(key).encode())
-            _feed(digest, value[key])
+            _update(digest, value[key])
     elif isinstance(value, list | tuple):
         for item in value:
-            _feed(digest, item)
+            _update(digest, item)
     elif isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "tobytes"):  # arrays and pictures
+    elif hasattr(value, "tobytes"):  # arrays and images
         digest.update(f"{getattr(value, 'size', '')}{getattr(value, 'mode', '')}".encode())
         digest.update(value.tobytes())
     else:
@@ -83,50 +84,50 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 class ProcessedWriter:
-    """Writes the samples of one process, a shard of ``shard_size`` at a time."""
+    """Writes the samples of one process in shards of ``shard_size``."""
 
     def __init__(self, folder: Path, process: int, shard_size: int = 256) -> None:
         self.folder, self.process, self.shard_size = folder, process, shard_size
-        self._waiting: dict[Hashable, list[ProcessedSample]] = {}
+        self._pending: dict[Hashable, list[ProcessedSample]] = {}
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         (folder / str(process)).mkdir(exist_ok=True)
-        self.known = self._whole_before()
-        self._next = 1 + max((int(path.stem.split("-")[1]) for path in self._own()), default=-1)
+        self.known = self._existing()
+        self._next = 1 + max((int(path.stem.split("-")[1]) for path in self._shard_entries()), default=-1)
 
-    def _own(self) -> list[Path]:
+    def _shard_entries(self) -> list[Path]:
         return sorted((self.folder / SHARDS).glob(f"{self.process:05d}-*.json"))
 
-    def _whole_before(self) -> dict[int, str]:
-        """data_id -> fingerprint of what an earlier start of this process has written."""
-        found = {}
+    def _existing(self) -> dict[int, str]:
+        """Return data_id -> fingerprint of samples that an earlier start of this process has written."""
+        existing = {}
         for path in (self.folder / str(self.process)).glob("*.json"):
             try:
                 view = json.loads(path.read_text(encoding="utf-8"))
-                shard, made_of = self.folder / view["shard"], view["fingerprint"]
+                shard, known = self.folder / view["shard"], view["fingerprint"]
             except (ValueError, LookupError, TypeError):  # damaged: computed again
                 continue
             if shard.is_file():
-                found[int(path.stem)] = made_of
-        return found
+                existing[int(path.stem)] = known
+        return existing
 
     def add(self, sample: ProcessedSample) -> None:
-        """One more sample; full shards are written at once."""
-        row = self._waiting.setdefault(sample.layout(), [])
-        row.append(sample)
-        if len(row) >= self.shard_size:
-            self._write(self._waiting.pop(sample.layout()))
+        """Add a sample; a full shard is written immediately."""
+        samples = self._pending.setdefault(sample.layout(), [])
+        samples.append(sample)
+        if len(samples) >= self.shard_size:
+            self._write(self._pending.pop(sample.layout()))
 
     def close(self) -> None:
-        """Write what waits."""
-        for layout in list(self._waiting):
-            self._write(self._waiting.pop(layout))
+        """Write the remaining samples."""
+        for layout in list(self._pending):
+            self._write(self._pending.pop(layout))
 
     def _write(self, samples: Sequence[ProcessedSample]) -> None:
         file = f"{SHARDS}/{self.process:05d}-{self._next:05d}.safetensors"
         self._next += 1
         path = self.folder / file
-        columns = {name: torch.stack([one.tensors[name] for one in samples]) for name in samples[0].tensors}
-        columns[_ID] = torch.tensor([one.data_id for one in samples])
+        columns = {name: torch.stack([sample.tensors[name] for sample in samples]) for name in samples[0].tensors}
+        columns[_ID] = torch.tensor([sample.data_id for sample in samples])
         with atomic_file(path) as temporary:
             try:
                 save_file(columns, temporary, {"bucket": samples[0].bucket})
@@ -136,12 +137,12 @@ class ProcessedWriter:
             entry |= {"bytes": temporary.stat().st_size, "sha256": file_sha256(temporary)}
             write_atomically(path.with_suffix(".arrow"), _rows(samples))
             write_atomically(path.with_suffix(".json"), json.dumps(entry).encode())
-        for row, one in enumerate(samples):
-            self._show(file, row, one)
+        for row, sample in enumerate(samples):
+            self._write_view(file, row, sample)
 
-    def _show(self, file: str, row: int, sample: ProcessedSample) -> None:
-        """The view of one sample, written after its shard."""
-        names = {name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in sample.tensors.items()}
+    def _write_view(self, file: str, row: int, sample: ProcessedSample) -> None:
+        """Write the JSON view of one sample, after its shard."""
+        names = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sample.tensors.items()}
         view = {"shard": file, "row": row, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
         text = json.dumps({**view, "tensors": names, "values": sample.plain}, ensure_ascii=False, indent=1)
         write_atomically(self.folder / str(self.process) / f"{sample.data_id}.json", text.encode())
@@ -150,9 +151,9 @@ class ProcessedWriter:
 def _rows(samples: Sequence[ProcessedSample]) -> bytes:
     table = pa.table(
         {
-            _ID: [one.data_id for one in samples],
-            "fingerprint": [one.fingerprint for one in samples],
-            "values": [json.dumps(one.plain, ensure_ascii=False) for one in samples],
+            _ID: [sample.data_id for sample in samples],
+            "fingerprint": [sample.fingerprint for sample in samples],
+            "values": [json.dumps(sample.plain, ensure_ascii=False) for sample in samples],
         }
     )
     sink = pa.BufferOutputStream()
@@ -162,48 +163,49 @@ def _rows(samples: Sequence[ProcessedSample]) -> bytes:
 
 
 def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
-    """Write the manifest when all processes are done: the views say which rows hold the samples now."""
+    """Write the manifest after all processes are done; the views say which rows hold the samples."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / SHARDS).glob("*.json"))]
-    where: dict[int, tuple[str, int]] = {}
+    rows: dict[int, tuple[str, int]] = {}
     for path in sorted(folder.glob("[0-9]*/*.json")):
         view = json.loads(path.read_text(encoding="utf-8"))
         if int(path.stem) < count:
-            where[int(path.stem)] = (view["shard"], view["row"])
-    if missing := sorted(set(range(count)) - where.keys()):
-        raise UserError(f"{folder} lacks {len(missing)} samples, such as {missing[0]}; run the data process again")
-    used = {file for file, _ in where.values()}
+            rows[int(path.stem)] = (view["shard"], view["row"])
+    if missing := sorted(set(range(count)) - rows.keys()):
+        raise UserError(
+            f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; run the data process again"
+        )
+    used = {file for file, _ in rows.values()}
     shards = [entry for entry in entries if entry["file"] in used]
-    samples = [list(where[number]) for number in range(count)]
-    found = {
-        "format": PROCESSED_FORMAT,
-        "kind": "processed",
-        "recipe": dict(recipe),
-        "shards": shards,
-        "samples": samples,
-    }
-    write_atomically(folder / MANIFEST, json.dumps(found, ensure_ascii=False).encode())
+    samples = [list(rows[number]) for number in range(count)]
+    manifest = {"format": PROCESSED_FORMAT, "kind": _KIND, "recipe": dict(recipe), "shards": shards, "samples": samples}
+    write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
 
 
 class ProcessedDataset(Dataset[Any]):
-    """The samples of a data-process task, in the order of the data set that they were made of: the second stage's data.
+    """The samples of a data-process task in the order of the original dataset: the data of the second stage.
 
-    Shards are hashed when they are first opened. ``bucket_of(index)`` says which samples may share a batch.
+    Shards are hashed when they are first opened. Samples with the same ``bucket_of(index)`` may share a batch.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise UserError(f"{self.folder} holds no processed data; run launch_data_process_task first")
+            raise UserError(f"no processed data in {self.folder}; run launch_data_process_task first")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
-        if not isinstance(found, dict) or (found.get("kind"), found.get("format")) != ("processed", PROCESSED_FORMAT):
-            raise UserError(f"{path} is no manifest of processed data of format {PROCESSED_FORMAT}; make it anew")
-        self.recipe: dict[str, Any] = found["recipe"]
-        self._entries = {entry["file"]: entry for entry in found["shards"]}
-        self._samples: list[tuple[str, int]] = [(file, row) for file, row in found["samples"]]
+        if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (
+            _KIND,
+            PROCESSED_FORMAT,
+        ):
+            raise UserError(
+                f"{path} is not processed data of format {PROCESSED_FORMAT}; run launch_data_process_task again"
+            )
+        self.recipe: dict[str, Any] = manifest["recipe"]
+        self._entries = {entry["file"]: entry for entry in manifest["shards"]}
+        self._samples: list[tuple[str, int]] = [(file, row) for file, row in manifest["samples"]]
         self._open: dict[str, tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class ProcessedDataset(Dataset[Any]):
         return len(self._samples)
 
     def bucket_of(self, index: int) -> str:
-        """The bucket that the sample had when it was processed."""
+        """Return the bucket that the sample had when it was processed."""
         bucket: str = self._entries[self._samples[index][0]]["bucket"]
         return bucket
 
@@ -226,7 +228,7 @@ class ProcessedDataset(Dataset[Any]):
         if file not in self._open:
             path = self.folder / file
             if not path.is_file() or file_sha256(path) != self._entries[file]["sha256"]:
-                raise UserError(f"{path} is missing or damaged; run the data process again without it")
+                raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
             with safe_open(path, framework="pt") as opened:
                 columns = {name: opened.get_tensor(name) for name in opened.keys() if name != _ID}  # noqa: SIM118
             rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()

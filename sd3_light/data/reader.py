@@ -1,7 +1,7 @@
-"""Rows of a shard, read straight into the memory where they are wanted.
+"""Read rows of a shard directly into their destination.
 
-A reader keeps a shard's small index tensors and reads everything else by its place in the file; no memory map, so a
-row costs its own bytes and no page of its neighbours. `data.shards` has the format.
+A reader keeps a shard's small index tensors and reads everything else by its offset in the file. It uses no memory map,
+so a row costs its own bytes and no pages of its neighbours. `data.shards` has the format.
 """
 
 import json
@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.budget.data_bytes import LATENT_STEP
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
 from sd3_light.tensor_file import read_header
 
-REMEDY = "run `sd3-light cache CONFIG`: it is encoded again (or fetched again, where the cache is at a URL)"
-LATENT_STEP = 8
+REMEDY = "run `sd3-light cache CONFIG` to encode it again (or to fetch it again, if the cache is at a URL)"
 _ITEM_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 _FIELDS = {
     "sample_id": ("I64", 1),
@@ -43,7 +43,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where a tensor lies in a file."""
+    """The position of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,18 +51,17 @@ class TensorSpan:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one entry of the first dimension."""
+        """Bytes per index of the first dimension."""
         return math.prod(self.shape[1:]) * _ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the tensor."""
         return self.shape[0] * self.row_bytes
 
 
 class RowOffsets(NamedTuple):
-    """Where the parts of one sample lie in its file: offsets, and tokens of each encoder, in the order of `TOKENS` and
-    `POOLED`."""
+    """Offsets of the parts of one sample in its file; (offset, count) of tokens. In the order of `TOKENS`, `POOLED`."""
 
     moments: int
     mask: int | None
@@ -71,11 +70,11 @@ class RowOffsets(NamedTuple):
 
 
 class ShardReader:
-    """One open shard. Positions, shapes, dtypes and counts are held against the manifest's entry when it is opened; a
-    file that does not fit is a fault of the user. Its bytes are not hashed here: see `data.verify`.
+    """One open shard. Opening compares offsets, shapes, dtypes and counts with the manifest's entry and raises a
+    UserError if they differ. It does not hash the file: see `data.verify`.
 
-    With ``in_memory`` the whole file is read at once and rows are copied from there. Raises FileNotFoundError where
-    there is no file. Forked processes may share a reader, as it keeps no position in the file.
+    With ``in_memory`` the whole file is read at once and rows are copied from memory. Raises FileNotFoundError if the
+    file is missing. Forked processes may share a reader, as it keeps no file position.
     """
 
     def __init__(self, path: Path, entry: ShardEntry, in_memory: bool = False) -> None:
@@ -87,24 +86,24 @@ class ShardReader:
             self.fields = self._layout()
             self._index = {name: self._load(name) for name in self.fields if _FIELDS[name][0] == "I64"}
             self._check_index()
-            # as memory views: single numbers come out of them several times faster than out of arrays
+            # memory views return single numbers several times faster than arrays
             self._ids, self._caption_start, self._caption = (
                 self._index[name].data for name in ("sample_id", "caption_start", "caption")
             )
             self._text = self._text_fields()
         except (ValueError, TypeError, LookupError) as error:
-            self._refuse(str(error))
+            self._reject(str(error))
         if in_memory:
             memory = np.empty(entry.bytes, dtype=np.uint8).data
             self.read(memory, 0)
             self._memory = memory
             self.close()
 
-    # --- opening -------------------------------------------------------------------------------
+    # --- opening ------------------------------------------------------------------------------
 
-    def _refuse(self, why: str) -> NoReturn:
+    def _reject(self, reason: str) -> NoReturn:
         self.close()
-        raise UserError(f"shard {self.path} is damaged or no shard of this cache ({why}); {REMEDY}")
+        raise UserError(f"shard {self.path} is damaged or belongs to another cache ({reason}); {REMEDY}")
 
     def _layout(self) -> dict[str, TensorSpan]:
         size = os.fstat(self._file).st_size
@@ -113,19 +112,22 @@ class ShardReader:
             header = read_header(file)
         _expect("shard" in header.metadata, "its metadata has no entry 'shard'")
         about = json.loads(header.metadata["shard"])
-        _expect(about["fingerprint"] == self.entry.fingerprint, "it has another fingerprint")
+        _expect(about["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         fields = _fields(header.entries, header.start, size)
         _check_shapes(fields, self.entry)
         return fields
 
     def _check_index(self) -> None:
         starts, captions = self._index["caption_start"], self._index["caption"]
-        _expect(_is_rising(starts, len(captions), 1), "its captions do not add up")
+        _expect(_is_rising(starts, len(captions), 1), "its caption counts are inconsistent")
         for name in TOKENS:
-            of_name = self._index[f"{name}.start"]
-            _expect(_is_rising(of_name, self.fields[f"{name}.tokens"].shape[0], 0), f"{name}: tokens do not add up")
-            inside = int(captions.min()) >= 0 and int(captions.max()) < len(of_name) - 1
-            _expect(inside, f"{name}: a caption lies outside")
+            first_rows = self._index[f"{name}.start"]
+            _expect(
+                _is_rising(first_rows, self.fields[f"{name}.tokens"].shape[0], 0),
+                f"{name}: its token counts are inconsistent",
+            )
+            in_range = int(captions.min()) >= 0 and int(captions.max()) < len(first_rows) - 1
+            _expect(in_range, f"{name}: a caption index is out of range")
 
     def _load(self, name: str) -> NDArray[np.int64]:
         field = self.fields[name]
@@ -137,7 +139,7 @@ class ShardReader:
         return out
 
     def _text_fields(self) -> tuple[list[tuple[memoryview, int, int]], list[tuple[int, int]]]:
-        """(first rows, offset, bytes of a row) of tokens and (offset, bytes of a row) of pooled vectors."""
+        """Return (first rows, offset, bytes per row) of tokens and (offset, bytes per row) of pooled vectors."""
         tokens = [(self._index[f"{name}.start"], self.fields[f"{name}.tokens"]) for name in TOKENS]
         pooled = [self.fields[f"{name}.pooled"] for name in POOLED]
         return (
@@ -145,25 +147,25 @@ class ShardReader:
             [(field.offset, field.row_bytes) for field in pooled],
         )
 
-    # --- reading -------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------
 
     def read(self, out: memoryview, offset: int) -> None:
-        """Fill ``out`` with the file's bytes from ``offset`` on."""
+        """Fill ``out`` with the file's bytes from ``offset``."""
         if self._memory is not None:
             out[:] = self._memory[offset : offset + len(out)]
             return
         try:
             done = os.preadv(self._file, (out,), offset)
-            while done < len(out):  # a signal, or a file that was cut short
+            while done < len(out):  # interrupted by a signal, or the file was truncated
                 more = os.preadv(self._file, (out[done:],), offset + done)
                 if more == 0:
-                    self._refuse("it ends too early")
+                    self._reject("it is truncated")
                 done += more
         except OSError as error:
-            raise UserError(f"cannot read shard {self.path}: {error.strerror}; mend the disk or {REMEDY}") from error
+            raise UserError(f"cannot read shard {self.path}: {error.strerror}; fix the disk or {REMEDY}") from error
 
     def locate(self, row: int, caption: int, variant: int) -> RowOffsets:
-        """Where a sample's picture in a variant lies, its mask, and the features of one of its captions."""
+        """Return the offsets of a sample: one variant of its image, its mask and the features of one caption."""
         moments, mask = self.fields["moments"], self.fields.get("mask")
         distinct = self._caption[self._caption_start[row] + caption]
         tokens, pooled = self._text
@@ -179,40 +181,35 @@ class ShardReader:
 
     @property
     def sample_id(self) -> Tensor:
-        """The ids of its samples."""
+        """The ids of all samples."""
         return torch.from_numpy(self._index["sample_id"])
 
     @property
     def num_variants(self) -> int:
-        """Encodings of each picture: as it is, then flipped."""
+        """Encodings per image: original, then flipped."""
         return self.fields["moments"].shape[1]
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """[2C, h, w] of a picture's moments."""
+        """Shape [2C, h, w] of an image's moments."""
         return self.fields["moments"].shape[2:]
 
-    @property
-    def has_mask(self) -> bool:
-        """Whether any sample has a mask."""
-        return "mask" in self.fields
-
     def identity(self, row: int) -> int:
-        """The id of a sample."""
+        """Return the id of a sample."""
         number: int = self._ids[row]
         return number
 
     def num_captions(self, row: int) -> int:
-        """Captions of a sample."""
+        """Return the number of captions of a sample."""
         count: int = self._caption_start[row + 1] - self._caption_start[row]
         return count
 
     def width(self, field: str) -> int:
-        """Width of an encoder's ``.tokens`` or ``.pooled``."""
+        """Return the width of an encoder's ``.tokens`` or ``.pooled``."""
         return self.fields[field].shape[1]
 
     def image(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
-        """A sample's moments [2C, h, w] and its mask [h, w], or None where no sample of the shard has one."""
+        """Read a sample's moments [2C, h, w] and its mask [h, w], None if the shard has no masks."""
         at = self.locate(row, 0, variant)
         moments = self._tensor(at.moments, torch.float16, self.latent_shape)
         if at.mask is None:
@@ -221,7 +218,7 @@ class ShardReader:
         return moments, mask.flip(-1) if variant else mask
 
     def caption(self, row: int, number: int) -> CaptionFeatures:
-        """The features of a sample's caption."""
+        """Read the features of a sample's caption."""
         at = self.locate(row, number, 0)
         features: CaptionFeatures = {}
         for name, (offset, count) in zip(TOKENS, at.tokens, strict=True):
@@ -236,19 +233,19 @@ class ShardReader:
         return tensor
 
 
-# --- checks: what they raise becomes one fault that names the file ------------------------------
+# --- checks: their ValueErrors become a UserError that names the file --------------------------
 
 
-def _expect(holds: bool, otherwise: str) -> None:
+def _expect(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(otherwise)
+        raise ValueError(message)
 
 
 def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
-    """The tensors of a header: known names and dtypes, side by side from ``first`` to the end of the file."""
+    """Return the tensors of a header: known names and dtypes, without gaps from ``first`` to the end of the file."""
     fields, spans = {}, []
     for name, about in header.items():
-        _expect(name in _FIELDS, f"it holds a tensor {name!r}")
+        _expect(name in _FIELDS, f"it contains an unknown tensor {name!r}")
         dtype, dimensions = _FIELDS[name]
         shape, (begin, end) = tuple(map(int, about["shape"])), map(int, about["data_offsets"])
         fits = about["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
@@ -258,15 +255,15 @@ def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, Tenso
         fields[name] = field
         spans.append((begin, end))
     missing = sorted(_FIELDS.keys() - fields.keys() - {"mask"})
-    _expect(not missing, f"it lacks {', '.join(missing)}")
+    _expect(not missing, f"it has no {', '.join(missing)}")
     spans.sort()
-    gapless = all(one[1] == two[0] for one, two in pairwise(spans))
-    _expect(spans[0][0] == 0 and gapless and first + spans[-1][1] == size, "its tensors do not fill it")
+    gapless = all(left[1] == right[0] for left, right in pairwise(spans))
+    _expect(spans[0][0] == 0 and gapless and first + spans[-1][1] == size, "its tensors do not fill the file")
     return fields
 
 
 def _check_shapes(fields: Mapping[str, TensorSpan], entry: ShardEntry) -> None:
-    """Shapes agree with the entry and with each other."""
+    """Raise ValueError unless shapes agree with the entry and with each other."""
     count = entry.count
     for name, rows in {"sample_id": count, "moments": count, "mask": count, "caption_start": count + 1}.items():
         if name in fields:
@@ -277,10 +274,10 @@ def _check_shapes(fields: Mapping[str, TensorSpan], entry: ShardEntry) -> None:
     if cross:
         expected = [int(height) // LATENT_STEP, int(width) // LATENT_STEP]
         _expect(latent == expected, f"its latents are {latent}, those of bucket {entry.bucket} {expected}")
-    _expect("mask" not in fields or list(fields["mask"].shape[1:]) == latent, "masks and latents differ in size")
+    _expect("mask" not in fields or list(fields["mask"].shape[1:]) == latent, "the sizes of masks and latents differ")
     distinct = {fields[f"{name}.start"].shape[0] - 1 for name in TOKENS}
     distinct |= {fields[f"{name}.pooled"].shape[0] for name in POOLED}
-    _expect(len(distinct) == 1, "its encoders differ in the number of captions")
+    _expect(len(distinct) == 1, "the numbers of captions of its encoders differ")
 
 
 def _is_rising(starts: NDArray[np.int64], end: int, least: int) -> bool:

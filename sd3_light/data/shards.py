@@ -1,18 +1,18 @@
-"""The cache's format: immutable, self-describing shards of one bucket, and the manifest that lists them (law 3).
+"""The shard format of the cache: immutable, self-describing files with samples of one bucket (law 3).
 
-A shard is a safetensors file. With n samples, v variants of a picture (2 where flips are cached), k captions in all and
-d distinct ones:
+A shard is a safetensors file. With n samples, v variants per image (2 if flips are cached), k captions in total and d
+distinct ones:
 
     sample_id        int64 [n]
-    moments          fp16  [n, v, 2C, h, w]  mean and log-variance of the VAE, not normalised
-    mask             uint8 [n, h, w]         present when any sample has one; 255 where a sample has none
-    caption_start    int64 [n + 1]           number of each sample's first caption
-    caption          int64 [k]               which distinct caption each of them is
+    moments          fp16  [n, v, 2C, h, w]  mean and log-variance of the VAE, not normalized
+    mask             uint8 [n, h, w]         present if any sample has one; 255 for samples without
+    caption_start    int64 [n + 1]           index of each sample's first caption
+    caption          int64 [k]               index of the distinct caption of each
     ENCODER.tokens   bf16  [rows, width]     ENCODER.start  int64 [d + 1]      first row of each distinct caption
-    ENCODER.pooled   bf16  [d, width]        the CLIP encoders only
+    ENCODER.pooled   bf16  [d, width]        CLIP encoders only
 
-Beside it lies an Arrow file with each sample's source key, fingerprint, original size, captions and where its picture
-is, read only to look for staleness or to show the data. Files appear by rename, so a name that exists is whole.
+An Arrow file next to it has each sample's source key, fingerprint, original size, captions and image location; it is
+read only to find stale samples or to show the data. Files are written atomically, so a file that exists is complete.
 """
 
 import json
@@ -33,12 +33,12 @@ TOKENS = ("clip_l", "clip_g", "t5")
 POOLED = ("clip_l", "clip_g")
 
 CaptionFeatures = dict[str, Tensor]
-"""One caption's features: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width]."""
+"""The features of one caption: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width]."""
 
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``text`` are those of the encoders, named as in the file."""
+    """The tensors of a shard; ``text`` contains those of the encoders, named as in the file."""
 
     sample_id: Tensor
     moments: Tensor
@@ -48,18 +48,18 @@ class ShardContent:
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by their names in the file."""
-        picture = {"sample_id": self.sample_id, "moments": self.moments}
+        """Return all tensors by their names in the file."""
+        image = {"sample_id": self.sample_id, "moments": self.moments}
         captions = {"caption_start": self.caption_start, "caption": self.caption}
         mask = {} if self.mask is None else {"mask": self.mask}
-        return {name: tensor.contiguous() for name, tensor in {**picture, **captions, **mask, **self.text}.items()}
+        return {name: tensor.contiguous() for name, tensor in {**image, **captions, **mask, **self.text}.items()}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a cached sample came from; a row of the Arrow file beside its shard.
+    """The source of a cached sample: a row of the Arrow file next to its shard.
 
-    ``image`` and ``mask`` say where the bytes were, as `sources.location_text` writes it.
+    ``image`` and ``mask`` are locations as `sources.location_text` writes them.
     """
 
     key: str
@@ -72,13 +72,13 @@ class Origin:
 
 
 def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins: Sequence[Origin]) -> ShardEntry:
-    """Write a shard, its Arrow file and its manifest entry under ``folder``; returns the entry with size and hash.
+    """Write a shard, its Arrow file and its manifest entry to ``folder``; return the entry with size and hash.
 
-    The shard's own name appears last, so that it never stands without the others.
+    The shard file appears last, so that it never exists without the others.
     """
     count = len(content.sample_id)
     assert count == len(origins) > 0
-    # one entry: safetensors writes several in an order of chance, and equal shards must be equal bytes
+    # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
     about = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
     path = folder / entry.file
     with atomic_file(path) as temporary:
@@ -86,7 +86,7 @@ def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins:
             save_file(content.tensors(), temporary, {"shard": about})
         except SafetensorError as error:
             raise OSError(0, str(error)) from error
-        # read back from the disk (its cache), so that the hash is that of the file
+        # read back from the file, so that the hash is that of the written bytes
         entry = replace(entry, count=count, bytes=temporary.stat().st_size, sha256=file_sha256(temporary))
         write_atomically(path.with_suffix(".arrow"), _origin_table(content.sample_id.tolist(), origins))
         write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry)).encode())
@@ -103,7 +103,7 @@ def _origin_table(ids: Sequence[int], origins: Sequence[Origin]) -> bytes:
 
 
 def read_origins(path: Path) -> list[Origin]:
-    """The rows of the Arrow file beside a shard."""
+    """Read the Arrow file next to a shard."""
     rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()
     names = tuple(Origin.__dataclass_fields__)
     return [Origin(**{**{name: row[name] for name in names}, "captions": tuple(row["captions"])}) for row in rows]

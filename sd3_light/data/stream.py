@@ -1,4 +1,4 @@
-"""The streaming data set: batches read from a cache's shards as the order asks for them, in bounded memory."""
+"""The streaming dataset: batches read from a cache's shards in the order's sequence, in bounded memory."""
 
 import threading
 from collections import OrderedDict, deque
@@ -25,7 +25,7 @@ from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
 CachedBatch = dict[str, Any]
-_SEEN_AHEAD = 256  # forgetting one costs a look at its shards' marks, no more
+_MAX_PREFETCHED = 256  # dropping one only costs another check of its shards' markers
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,32 @@ class BucketShards:
 
     @property
     def size(self) -> int:
-        """Samples of the bucket."""
+        """Number of samples in the bucket."""
         return sum(shard.count for shard in self.shards)
 
 
 def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:
-    """Buckets and their shards in a fixed order, so that every rank means the same by a number."""
-    grouped: dict[tuple[tuple[int, int], str], list[ShardEntry]] = {}
+    """Group shards by bucket in a fixed order, so that a bucket number means the same on every rank."""
+    groups: dict[tuple[tuple[int, int], str], list[ShardEntry]] = {}
     for shard in sorted(shards, key=lambda shard: shard.file):
-        grouped.setdefault((shard.resolution, shard.bucket), []).append(shard)
+        groups.setdefault((shard.resolution, shard.bucket), []).append(shard)
     return tuple(
-        BucketShards(bucket, resolution, tuple(found)) for (resolution, bucket), found in sorted(grouped.items())
+        BucketShards(bucket, resolution, tuple(group)) for (resolution, bucket), group in sorted(groups.items())
     )
 
 
 def new_buffer(nbytes: int) -> Tensor:
-    """Memory of its own for one batch."""
+    """Allocate new memory for one batch."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class CachedDataset:
-    """A cache as batches, by the picks of an `Order`.
+    """A cache read as batches, selected by the picks of an `Order`.
 
-    A shard is hashed when it is first read (see `data.verify`); as many are kept open as the order's windows hold. With
-    ``in_memory`` all are read here and now, and worker processes that are forked later share that memory;
-    ``processes`` on this machine do the same. ``launched``: this process is one of several of a launcher.
+    A shard is hashed before it is first read (see `data.verify`). The number of open shards is bounded by the order's
+    windows. With ``in_memory`` all shards are read at once, and worker processes that are forked later share that
+    memory; ``processes`` is how many processes on this machine do so. ``launched``: this process is one of several
+    that a launcher started.
     """
 
     def __init__(self, store: ShardStore, in_memory: bool = False, processes: int = 1, launched: bool = False) -> None:
@@ -71,16 +72,15 @@ class CachedDataset:
         self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
-        self._ahead: threading.Thread | None = None
+        self._prefetcher: threading.Thread | None = None
         self._verifier: Verifier | None = None
         if not store.verified:
-            folder = store.path(self.manifest.empty).parent
-            self._verifier = Verifier(folder, self.manifest, launched)
+            self._verifier = Verifier(store.path(self.manifest.empty).parent, launched)
         self._resident = self._read_all(processes) if in_memory else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # open files and threads do not travel to worker processes
-        return {**self.__dict__, "_open": OrderedDict(), "_ahead": None}
+        # open files and threads cannot be sent to worker processes
+        return {**self.__dict__, "_open": OrderedDict(), "_prefetcher": None}
 
     def order(
         self,
@@ -90,16 +90,16 @@ class CachedDataset:
         window: int = WINDOW,
         small: str = "pad",
     ) -> Order:
-        """The order of this cache: ``repeats`` by directory label, ``batch_of`` a resolution the global batch.
+        """Build the order of this cache from the repeats per directory label and the global batch per resolution.
 
         ``small`` is the config's ``small_buckets``: "drop" leaves out buckets with fewer occurrences than a batch.
         """
         if unknown := sorted({shard.directory for shard in self.manifest.shards} - repeats.keys()):
             raise UserError(
-                f"the cache holds samples of {unknown[0]!r}, which the dataset TOML does not have (it has "
-                f"{', '.join(map(repr, repeats))}): it is of another data set; run without --trust_cache"
+                f"the cache contains samples of {unknown[0]!r}, which is not in the dataset TOML (it has "
+                f"{', '.join(map(repr, repeats))}): the cache belongs to another dataset; run without --trust_cache"
             )
-        segment = cache(Segment)  # shards are many, their sizes and repeats are few
+        segment = cache(Segment)  # there are many shards but few different sizes and repeats
         buckets = [
             ([segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
             for bucket in self.buckets
@@ -107,25 +107,27 @@ class CachedDataset:
         order = make_order(seed, buckets, window, small == "drop")
         if order.steps_per_epoch == 0:
             raise UserError(
-                "every bucket is smaller than a global batch; write small_buckets = 'pad', or lower the batch"
+                "every bucket is smaller than a global batch; set small_buckets = 'pad', or lower the batch size"
             )
         self.max_open = open_shards(window, len(self.buckets))
         return order
 
     def empty_text(self) -> CaptionFeatures:
-        """The features of the empty caption: tokens [L, W] by encoder name, of a cache of real tokens just its own
-        ones, and pooled vectors [W]."""
+        """Return the features of the empty caption: tokens [L, W] per encoder and pooled vectors [W].
+
+        A cache of real tokens has only the tokens of the empty string.
+        """
         return self._readers([self.manifest.empty])[0].caption(0, 0)
 
-    # --- a batch -------------------------------------------------------------------------------
+    # --- batches ------------------------------------------------------------------------------
 
     def read(self, picks: Picks, seed: int, allocate: AllocateBytes = new_buffer) -> CachedBatch:
-        """The picked samples as one batch; caption and flip are each sample's own draw (law 1).
+        """Read the picked samples as one batch; caption and flip are drawn per sample (law 1).
 
-        ``mask`` is None where no shard of the batch has one. Text is as long as the longest caption of the batch, zeros
-        behind the others, and a cache of real tokens adds ``ENCODER.length``.
+        ``mask`` is None if no shard of the batch has one. Text is padded with zeros to the longest caption of the
+        batch, and a cache of real tokens adds ``ENCODER.length``.
         """
-        # in the order of the files, so that the disk may read ahead
+        # in file order, so that the disk can read ahead
         order = np.lexsort((picks.index, picks.segment)).tolist()
         tensors = read_batch(self._rows(picks, seed), order, self.has_lengths, allocate)
         epoch = torch.full((len(picks.repeat),), picks.epoch)
@@ -134,7 +136,7 @@ class CachedDataset:
     def _rows(self, picks: Picks, seed: int) -> list[BatchRow]:
         shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
         needed = sorted(set(segments))
-        readers = dict(zip(needed, self._readers([shards[at] for at in needed]), strict=True))
+        readers = dict(zip(needed, self._readers([shards[segment] for segment in needed]), strict=True))
         rows = []
         for segment, row, repeat in zip(segments, picks.index.tolist(), picks.repeat.tolist(), strict=True):
             reader = readers[segment]
@@ -145,15 +147,15 @@ class CachedDataset:
             rows.append(BatchRow(reader, reader.locate(row, caption, variant), occurrence[2], variant))
         return rows
 
-    # --- shards --------------------------------------------------------------------------------
+    # --- shards -------------------------------------------------------------------------------
 
     def _readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
-        """Readers of verified shards; beyond ``max_open`` those used longest ago are closed when nobody reads them."""
-        found = [self._resident.get(entry.file) or self._open.get(entry.file) for entry in entries]
-        if None in found and self._verifier is not None:
-            missing = [entry for entry, reader in zip(entries, found, strict=True) if reader is None]
+        """Return readers of verified shards; beyond ``max_open`` the least recently used ones are closed."""
+        cached = [self._resident.get(entry.file) or self._open.get(entry.file) for entry in entries]
+        if None in cached and self._verifier is not None:
+            missing = [entry for entry, reader in zip(entries, cached, strict=True) if reader is None]
             self._verifier.require((entry, self.store.path(entry)) for entry in missing)
-        readers = [reader or self._reader(entry) for entry, reader in zip(entries, found, strict=True)]
+        readers = [reader or self._open_reader(entry) for entry, reader in zip(entries, cached, strict=True)]
         for entry in entries:
             if entry.file in self._open:
                 self._open.move_to_end(entry.file)
@@ -161,38 +163,38 @@ class CachedDataset:
             self._open.popitem(last=False)
         return readers
 
-    def _reader(self, entry: ShardEntry) -> ShardReader:
-        reader = self._open[entry.file] = self._opened(entry)
+    def _open_reader(self, entry: ShardEntry) -> ShardReader:
+        reader = self._open[entry.file] = self._new_reader(entry)
         return reader
 
-    def _opened(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
+    def _new_reader(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
         return open_shard(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
 
     def _read_all(self, processes: int) -> dict[str, ShardReader]:
         if problem := too_large(sum(entry.bytes for entry in self.manifest.shards), processes):
             raise UserError(problem)
-        found = {}
+        readers = {}
         for entry in self.manifest.shards:
             if self._verifier is not None:
                 self._verifier.require([(entry, self.store.path(entry))])
-            found[entry.file] = self._opened(entry, in_memory=True)
-        return found
+            readers[entry.file] = self._new_reader(entry, in_memory=True)
+        return readers
 
     def prefetch(self, bucket: int, segments: Sequence[int]) -> bool:
-        """Fetch and hash in the background what will be read later; False where an earlier such work is under way."""
+        """Fetch and hash shards in a background thread; False if an earlier prefetch is still running."""
         if self._resident:
             return True
-        if self._ahead is not None and self._ahead.is_alive():
+        if self._prefetcher is not None and self._prefetcher.is_alive():
             return False
-        entries = [self.buckets[bucket].shards[at] for at in segments]
+        entries = [self.buckets[bucket].shards[segment] for segment in segments]
         if self._verifier is not None:
-            entries = [entry for entry in entries if not self._verifier.is_known(entry)]
+            entries = [entry for entry in entries if not self._verifier.is_verified(entry)]
         if not entries:
             return True
-        first = getpid() % len(entries)  # processes begin at different shards
+        first = getpid() % len(entries)  # processes start at different shards
         entries = [*entries[first:], *entries[:first]]
-        self._ahead = threading.Thread(target=self._prefetch, args=(entries,), daemon=True)
-        self._ahead.start()
+        self._prefetcher = threading.Thread(target=self._prefetch, args=(entries,), daemon=True)
+        self._prefetcher.start()
         return True
 
     def _prefetch(self, entries: Sequence[ShardEntry]) -> None:
@@ -202,7 +204,7 @@ class CachedDataset:
                 if self._verifier is not None:
                     self._verifier.prefetch((entry, path))
             except (UserError, OSError):
-                return  # it is told when the shard is read
+                return  # reported when the shard is read
 
 
 def _choose(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int, count: int) -> int:
@@ -210,37 +212,38 @@ def _choose(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int, co
 
 
 class MicroBatches(InPlaceDataset):
-    """A rank's micro-batches as a map: item ``step * micro_batches + micro``. Its whole state is that number."""
+    """A rank's micro-batches by number: item ``step * micro_batches + micro``. That number is its whole state."""
 
     def __init__(self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int) -> None:
         self.data, self.order = data, order
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
-        # the steps of all buckets interleave, and a step asks for what its neighbours asked for
-        self._seen_ahead: deque[WindowRange] = deque(maxlen=_SEEN_AHEAD)
+        # the steps of all buckets interleave, and neighbouring steps need the same windows
+        self._prefetched: deque[WindowRange] = deque(maxlen=_MAX_PREFETCHED)
 
     def __getitem__(self, item: int) -> CachedBatch:
         return self.fetch(item, new_buffer)
 
     def fetch(self, item: int, allocate: AllocateBytes) -> CachedBatch:
-        """The micro-batch, its tensors in one piece of ``allocate``'s memory."""
+        """Read a micro-batch; its tensors share one block of memory from ``allocate``."""
         step, micro = divmod(item, self.micro_batches)
         size = self.order.batch_size(step)
         start, stop = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
         batch = self.data.read(self.order.picks(step, start, stop), self.order.seed, allocate)
-        self._look_ahead(step)
+        self._prefetch_after(step)
         return batch
 
     def prefetch_step(self, step: int) -> None:
-        """Begin to hash, in the background, what ``step`` will read; the trainer may load its model meanwhile."""
-        self.data.prefetch(self.order.position(step)[1], self.order.segments_at(step, *self._share(step)).tolist())
+        """Start to hash the shards of ``step`` in the background, for example while the model is loading."""
+        bucket = self.order.position(step)[1]
+        self.data.prefetch(bucket, self.order.segments_at(step, *self._rank_share(step)).tolist())
 
-    def _share(self, step: int) -> tuple[int, int]:
-        """This rank's part of the global batch of ``step``, over all micro-batches."""
+    def _rank_share(self, step: int) -> tuple[int, int]:
+        """Return this rank's range of the global batch of ``step``, over all micro-batches."""
         return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
 
-    def _look_ahead(self, step: int) -> None:
-        windows = self.order.next_windows(step, *self._share(step))
-        if windows in self._seen_ahead:
+    def _prefetch_after(self, step: int) -> None:
+        windows = self.order.next_windows(step, *self._rank_share(step))
+        if windows in self._prefetched:
             return
         if self.data.prefetch(windows.bucket, self.order.segments_in(windows).tolist()):
-            self._seen_ahead.append(windows)
+            self._prefetched.append(windows)

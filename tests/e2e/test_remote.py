@@ -55,7 +55,7 @@ def test_a_run_from_s3_is_the_run_from_the_folder(far: Project, project: Project
 
 
 def test_a_limit_that_is_too_small_is_said_before_training(far: Project) -> None:
-    with pytest.raises(UserError, match=r"stream_cache_gb = 1e-06 has no room for the shards .* give [\d.]+ or more"):
+    with pytest.raises(UserError, match=r"stream_cache_gb = 1e-06 is too small for the shards .* set [\d.]+ or more"):
         far.train("max_steps=2", "stream_cache_gb=1e-6")
 
 

@@ -1,13 +1,12 @@
-"""Where samples come from: folders, caption tables, tars and Parquet, all read as one stream of records.
+"""Sample sources: folders, caption tables, tars and Parquet files, all read as one stream of records.
 
-`scan` walks one directory of a data set; `scan_all` walks all of them; `signature` tells whether a scan would yield
-what the last one did.
+`scan` walks one directory of a dataset; `signature` changes whenever a scan would yield something different.
 """
 
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.locations import location_from_text, location_text
 from sd3_light.data.sources.records import Location, Record, Rejected
-from sd3_light.data.sources.scan import occurrences, scan, scan_all
+from sd3_light.data.sources.scan import occurrences, scan
 from sd3_light.data.sources.signature import signature
 
 __all__ = [
@@ -19,6 +18,5 @@ __all__ = [
     "location_text",
     "occurrences",
     "scan",
-    "scan_all",
     "signature",
 ]

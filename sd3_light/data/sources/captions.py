@@ -1,4 +1,4 @@
-"""Captions: read as UTF-8, tidied, prefixed; and the shuffled variants that are cached of them."""
+"""Captions: decode, clean up and prefix them, and draw the shuffled variants that are cached."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from sd3_light.data.preprocess import Reject
 from sd3_light.randomness import sample_id, stream
 
 TEXT_NAMES = ("text", "caption", "captions", "prompt", "description", "caption_text", "txt")
-"""Column names of a caption, in order of precedence, compared in lower case."""
+"""Column names of captions in order of precedence, compared in lower case."""
 
 MAX_CAPTION_BYTES = 1 << 20
-"""A caption may be thousands of words long (encoders cut it); what is longer than this is no caption."""
+"""A caption may have thousands of words (encoders truncate it); a longer text is not a caption."""
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text can be written as UTF-8: it holds no half of a surrogate pair."""
+    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogates."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def decode_text(data: bytes) -> str:
-    """The text of a caption file. Raises Reject when it is not UTF-8 or far too long."""
+    """Decode a caption file. Raises Reject if it is not UTF-8 or much too long."""
     if len(data) > MAX_CAPTION_BYTES:
         raise Reject("caption_too_long", f"{len(data)} bytes or more")
     try:
@@ -32,22 +32,22 @@ def decode_text(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of a table hold the picture (or its file) and the captions; "" is found by its usual names."""
+    """The configured columns of the image (or its file name) and of the captions; "" means the usual names."""
 
     image: str = ""
     caption: str = ""
 
     def image_names(self, usual: Sequence[str]) -> Sequence[str]:
-        """The names to look for a picture by."""
+        """Return the column names of the image."""
         return (self.image,) if self.image else usual
 
     def caption_names(self) -> Sequence[str]:
-        """The names to look for captions by."""
+        """Return the column names of captions."""
         return (self.caption,) if self.caption else TEXT_NAMES
 
 
 def named(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of ``names`` that the row has, in any case of letters; None where it has none of them."""
+    """Return the row's value for the first of ``names`` that it has, ignoring case; None if it has none."""
     lowered = {str(key).lower(): value for key, value in row.items()}
     for name in names:
         value = row.get(name)
@@ -59,9 +59,9 @@ def named(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def texts(value: Any, column: str = "") -> tuple[str, ...]:
-    """The captions in a value that a table or a file gave: a text, or a list of texts. Raises Reject.
+    """Return the captions in a value of a table or a file: a text or a list of texts. Raises Reject.
 
-    ``column`` is the configured one, if the value was looked up by it.
+    ``column`` is the configured column, if the value comes from it.
     """
     if value is None or value == []:
         raise Reject("no_caption", f"no value in {column!r} (caption_column)" if column else "no value")
@@ -69,7 +69,7 @@ def texts(value: Any, column: str = "") -> tuple[str, ...]:
     for entry in entries:
         if not isinstance(entry, str):
             raise Reject("bad_caption", f"{entry!r:.80}")
-        # half a surrogate pair, from a JSON escape or from bytes that are not UTF-8, cannot be tokenised
+        # unpaired surrogates, from JSON escapes or bytes that are not UTF-8, cannot be tokenized
         if not is_utf8(entry):
             raise Reject("caption_not_utf8", f"{entry!a:.80}")
         # a character is at least one byte and at most four
@@ -79,20 +79,20 @@ def texts(value: Any, column: str = "") -> tuple[str, ...]:
 
 
 def prepare(raw: Sequence[str], directory: DirectoryConfig) -> tuple[str, ...]:
-    """Captions tidied and prefixed. Raises Reject when they are all empty and such samples are unwanted."""
-    tidied = tuple(_tidy(text, directory) for text in raw)
+    """Clean up and prefix captions. Raises Reject if all are empty and ``skip_empty_caption`` is on."""
+    captions = tuple(_clean(text, directory) for text in raw)
     if directory.skip_empty_caption:
-        tidied = tuple(filter(None, tidied))
-        if not tidied:
+        captions = tuple(filter(None, captions))
+        if not captions:
             raise Reject("empty_caption")
-    return tuple(directory.caption_prefix + text for text in tidied)
+    return tuple(directory.caption_prefix + text for text in captions)
 
 
 def caption_variants(captions: Sequence[str], seed: int, key: str, directory: DirectoryConfig) -> tuple[str, ...]:
-    """The captions to encode for the sample ``key``: as they are, or ``cache_shuffle_num`` shuffles of each one's tags.
+    """Return the captions to encode for the sample ``key``: unchanged, or ``cache_shuffle_num`` shuffles of their tags.
 
-    ``shuffle_tags`` alone means one shuffle. The prefix stays in front. Every caption gives the same number, even if
-    some come out equal, so that a uniform choice among the variants stays a uniform choice among the captions.
+    ``shuffle_tags`` alone means one shuffle. The prefix stays in front. Every caption has the same number of variants,
+    even if some are equal, so that a uniform choice of a variant is a uniform choice of a caption.
     """
     count = _num_shuffles(directory)
     delimiter, prefix = directory.cache_shuffle_delimiter, directory.caption_prefix
@@ -112,11 +112,11 @@ def _num_shuffles(directory: DirectoryConfig) -> int:
     return max(directory.cache_shuffle_num, int(directory.shuffle_tags))
 
 
-def _tidy(text: str, directory: DirectoryConfig) -> str:
+def _clean(text: str, directory: DirectoryConfig) -> str:
     text = text.removeprefix("\ufeff")
     if _num_shuffles(directory) == 0:
         return " ".join(text.split())
-    # part by part, so that a delimiter which is itself whitespace (one tag a line) survives
+    # part by part, to preserve a delimiter that is white space (one tag per line)
     delimiter = directory.cache_shuffle_delimiter
     parts = (" ".join(part.split()) for part in text.split(delimiter))
     return delimiter.join(filter(None, parts))

@@ -1,4 +1,4 @@
-"""Which entries of a folder a scan sees, and how it goes down into folders."""
+"""Folder listings: which entries a scan sees, and the depth-first walk."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,47 +6,47 @@ from typing import TypeVar, cast
 
 from sd3_light.config import DirectoryConfig
 
-_Found = TypeVar("_Found")
-_Folder = TypeVar("_Folder")
+_Item = TypeVar("_Item")
+_Subfolder = TypeVar("_Subfolder")
 
 # fmt: off
 IMAGE_SUFFIXES = frozenset((
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif",
     ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pnm",
 ))
-"""Names that are taken for pictures; what they hold is decided by their bytes."""
+"""Suffixes of image files; the format is detected from the bytes."""
 
 UNREAD_SUFFIXES = frozenset((
     ".heic", ".heif", ".jxl", ".svg", ".svgz", ".psd", ".ico", ".tga", ".eps", ".exr", ".hdr", ".dng", ".cr2", ".nef",
     ".arw", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".7z",
 ))
-"""Pictures and archives that someone may expect to be used: they are named, not passed over in silence."""
+"""Image and archive formats that users may expect to work: they are rejected by name instead of ignored."""
 # fmt: on
 
 TABLE_FILES = ("captions.json", "metadata.jsonl", "metadata.csv", "metadata.json")
-"""What a caption table is called; an earlier one wins where two know the same file."""
+"""Names of caption tables; the earlier one wins if two have captions for the same file."""
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file's name is a picture's."""
+    """Return whether a file name has the suffix of an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def mask_paths(directory: DirectoryConfig) -> frozenset[str]:
-    """Paths that hold masks, and no pictures even where they lie below the directory."""
-    return frozenset(str(place) for place in (directory.mask_path, directory.default_mask_file) if place)
+    """Return the paths of masks, which are not samples even if they are below the directory."""
+    return frozenset(str(path) for path in (directory.mask_path, directory.default_mask_file) if path)
 
 
-def visible(path: str, apart: frozenset[str]) -> Iterator["os.DirEntry[str]"]:
-    """The entries of a folder, in no order: neither hidden ones nor masks. Raises OSError."""
+def visible(path: str, excluded: frozenset[str]) -> Iterator["os.DirEntry[str]"]:
+    """Yield the entries of a folder in any order, without hidden and excluded ones. Raises OSError."""
     with os.scandir(path) as entries:
         for entry in entries:
-            if not (entry.name.startswith(".") or entry.path in apart or entry.name == "__MACOSX"):
+            if not (entry.name.startswith(".") or entry.path in excluded or entry.name == "__MACOSX"):
                 yield entry
 
 
 def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether the entry is a folder or a link to one; a link that cannot be followed is none."""
+    """Return whether the entry is a folder or a link to one; a broken link is not."""
     try:
         return entry.is_dir()
     except OSError:
@@ -54,11 +54,11 @@ def is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def depth_first(
-    root: _Folder, kind: type[_Folder], visit: Callable[[_Folder], Iterator[_Found | _Folder]]
-) -> Iterator[_Found]:
-    """What ``visit`` yields of a folder and, in place of each folder it yields, what it yields of that one.
+    root: _Subfolder, kind: type[_Subfolder], visit: Callable[[_Subfolder], Iterator[_Item | _Subfolder]]
+) -> Iterator[_Item]:
+    """Yield the items of ``visit(root)``; each folder (an instance of ``kind``) that it yields is visited in its place.
 
-    Without recursion: folders may lie deeper than Python's stack reaches.
+    Not recursive: folders may be nested deeper than Python's stack allows.
     """
     visits = [visit(root)]
     while visits:
@@ -66,6 +66,6 @@ def depth_first(
             if isinstance(item, kind):
                 visits.append(visit(item))
                 break
-            yield cast(_Found, item)
+            yield cast(_Item, item)
         else:
             visits.pop()

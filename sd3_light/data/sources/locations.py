@@ -1,6 +1,6 @@
-"""Locations as short texts, for a catalogue, a shard or a list of rejects; and back.
+"""Locations as short texts, for catalogues, shards and lists of rejects.
 
-A path below the data set's root is written relative to it, so that the texts outlive a move of the whole.
+A path below the dataset's root is written relative to it, so that the texts stay valid when the dataset is moved.
 """
 
 import json
@@ -13,7 +13,7 @@ from sd3_light.data.sources.records import FileBytes, FileRange, Location
 
 
 def location_text(location: Location | None, root: Path) -> str:
-    """A location as compact JSON; ``""`` for None. `location_from_text` with the same root gives it back exactly."""
+    """Return a location as compact JSON, ``""`` for None. `location_from_text` with the same root is the inverse."""
     match location:
         case None:
             return ""
@@ -25,12 +25,12 @@ def location_text(location: Location | None, root: Path) -> str:
             fields = [_shorten(path, root), column, group, row]
         case _:
             raise AssertionError(f"{type(location).__name__} has no text form")
-    # names that are not UTF-8 hold surrogates, which only escapes can carry
+    # names that are not UTF-8 contain surrogates, which need escapes
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=not _is_plain(fields))
 
 
 def location_from_text(text: str, root: Path) -> Location | None:
-    """The location that `location_text` wrote; None for ``""``."""
+    """Parse a text written by `location_text`; None for ``""``."""
     if not text:
         return None
     match json.loads(text):
@@ -40,7 +40,7 @@ def location_from_text(text: str, root: Path) -> Location | None:
             return FileRange(_lengthen(path, root), offset, size)
         case [str(path), str(column), int(group), int(row)]:
             return ParquetCell(_lengthen(path, root), column, group, row)
-    raise ValueError(f"{text:.200} is no location")
+    raise ValueError(f"{text:.200} is not a location")
 
 
 def _is_plain(fields: list[str | int]) -> bool:
@@ -52,11 +52,11 @@ def _below(root: Path) -> str:
 
 
 def _shorten(path: str, root: Path) -> str:
-    """The path relative to the root, "" for the root itself, absolute for what lies elsewhere."""
+    """Return the path relative to the root, "" for the root itself, an absolute path outside of it."""
     if path == str(root):
         return ""
     rest = path.removeprefix(_below(root))
-    # what is left of a path with "//" in it would read as an absolute path
+    # the rest of a path that contains "//" would look like an absolute path
     if rest != path and rest and not rest.startswith("/"):
         return rest
     return path if os.path.isabs(path) else os.path.abspath(path)

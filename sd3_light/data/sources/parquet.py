@@ -1,7 +1,7 @@
-"""Parquet with picture bytes: a binary column, or ``struct{bytes, path}`` as Hugging Face's datasets write it.
+"""Parquet files with image bytes: a binary column, or ``struct{bytes, path}`` as Hugging Face datasets write it.
 
-A scan reads the captions alone. Pictures are read through one cursor a thread, which moves forward in small batches, so
-that memory does not grow with the size of row groups; reading in the order of the keys is quick, jumping back is not.
+A scan reads only the captions. Images are read by one cursor per thread, which advances in small batches, so memory
+does not grow with the size of row groups. Reading in the order of the keys is fast, going back is slow.
 """
 
 import threading
@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, decode_text, texts
 from sd3_light.data.sources.records import ScanItem, file_version
-from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.scan_context import ScanContext
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
-"""Column names of the picture, in order of precedence, compared in lower case."""
+"""Column names of the image in order of precedence, compared in lower case."""
 
 _CAPTION_ROWS = 1024
 _IMAGE_ROWS = 16
@@ -28,7 +28,7 @@ _FAULTS = (pa.ArrowException, OSError)
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """The picture in one row of a row group."""
+    """The image in one row of a row group."""
 
     path: str
     column: str
@@ -36,52 +36,53 @@ class ParquetCell:
     row: int
 
     def read(self) -> bytes:
-        """The cell's bytes; none for a null, which `decode` rejects as an empty file."""
+        """Read the bytes of the cell; empty for a null, which `decode` rejects as an empty file."""
         try:
             value = _cursor(self.path, self.column).value(self.group, self.row)
         except _FAULTS as fault:
-            _forget_cursor()
+            _close_cursor()
             raise Reject("unreadable", f"{self.path!r}: {fault}") from fault
-        except IndexError as fault:  # a file that lost its column
-            _forget_cursor()
+        except IndexError as fault:  # the file has lost its column
+            _close_cursor()
             raise Reject("changed_meanwhile", f"{self.path!r}: {fault}") from fault
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
 
     def version(self) -> str:
-        """Size and time of the Parquet file."""
+        """Return size and time of the Parquet file."""
         return file_version(self.path)
 
 
-def scan_parquet(scope: Scope, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
-    """The samples of one Parquet file, in its order; their names are their row numbers."""
+def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
+    """Yield the samples of a Parquet file in order; their names are their row numbers."""
     try:
         with pq.ParquetFile(path) as file:
             try:
-                image, text = _columns(file.schema_arrow, scope.columns)
+                image, text = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
                 if reject.reason != "no_image_column" or not may_lack_images:
-                    yield scope.broken(name, reject.reason, reject.detail)
+                    yield context.reject_container(name, reject.reason, reject.detail)
                 return
-            yield from _rows(scope, file, path, name, image, text)
+            yield from _rows(context, file, path, name, image, text)
     except _FAULTS as fault:
-        yield scope.broken(name, "broken_parquet", f"{type(fault).__name__}: {fault}")
+        yield context.reject_container(name, "broken_parquet", f"{type(fault).__name__}: {fault}")
 
 
 def _columns(schema: Any, columns: Columns) -> tuple[str, str]:
-    """The columns of pictures and of captions. Raises Reject when one is not there, or holds something else."""
+    """Return the columns of images and captions. Raises Reject if one is missing or has the wrong type."""
     image = _column(schema, columns.image_names(IMAGE_NAMES), _holds_bytes)
     text = _column(schema, columns.caption_names(), _holds_text)
     if image is not None and text is not None:
         return image, text
     key, column = ("image_column", columns.image) if image is None else ("caption_column", columns.caption)
-    detail = f"it has {', '.join(schema.names)}"
+    detail = f"the columns are {', '.join(schema.names)}"
     if column:
-        detail = f"no {column!r} ({key}) of the right type; it has {', '.join(f'{f.name}: {f.type}' for f in schema)}"
+        types = ", ".join(f"{field.name}: {field.type}" for field in schema)
+        detail = f"no {column!r} ({key}) of the right type; the columns are {types}"
     raise Reject("no_image_column" if image is None else "no_caption_column", detail)
 
 
-def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) -> Iterator[ScanItem]:
+def _rows(context: ScanContext, file: Any, path: str, name: str, image: str, text: str) -> Iterator[ScanItem]:
     number = 0
     masks = name.removesuffix(".parquet")
     for group in range(file.num_row_groups):
@@ -90,8 +91,8 @@ def _rows(scope: Scope, file: Any, path: str, name: str, image: str, text: str) 
             for value in batch.column(0).to_pylist():
                 cell = ParquetCell(path, image, group, row)
                 row_name = f"{number:09d}"
-                fetch = partial(_texts, value, scope.columns.caption)
-                yield from scope.found(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}")
+                fetch = partial(_texts, value, context.columns.caption)
+                yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}")
                 row, number = row + 1, number + 1
 
 
@@ -102,8 +103,8 @@ def _texts(value: Any, column: str) -> tuple[str, ...]:
 def _column(schema: Any, names: Sequence[str], fits: Any) -> str | None:
     fitting = [field.name for field in schema if fits(field.type)]
     lowered = {name.lower(): name for name in fitting}
-    found = (name if name in fitting else lowered.get(name.lower()) for name in names)
-    return next(filter(None, found), None)
+    matches = (name if name in fitting else lowered.get(name.lower()) for name in names)
+    return next(filter(None, matches), None)
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -120,10 +121,10 @@ def _holds_text(kind: Any) -> bool:
 
 
 class _Cursor:
-    """Reads one column of one file, row after row, a few rows at a time."""
+    """Reads one column of one file forward, a few rows at a time."""
 
     def __init__(self, path: str, column: str) -> None:
-        # a buffered stream of pages, in place of whole column chunks
+        # a buffered stream of pages instead of whole column chunks
         self._file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
         self._column = column
         self._start(0)
@@ -140,7 +141,7 @@ class _Cursor:
             self._first += len(self._values)
             batch = next(self._batches, None)
             if batch is None:
-                raise Reject("changed_meanwhile", "the file has fewer rows than it had")
+                raise Reject("changed_meanwhile", "the file has fewer rows than before")
             self._values = batch.column(0).to_pylist()
         return self._values[row - self._first]
 
@@ -148,19 +149,19 @@ class _Cursor:
         self._file.close()
 
 
-_held = threading.local()
+_current = threading.local()
 
 
 def _cursor(path: str, column: str) -> _Cursor:
-    """The thread's cursor; another file's takes its place."""
-    if getattr(_held, "place", None) != (path, column):
-        _forget_cursor()
-        _held.cursor, _held.place = _Cursor(path, column), (path, column)
-    cursor: _Cursor = _held.cursor
+    """Return the thread's cursor; it replaces the cursor of another file."""
+    if getattr(_current, "source", None) != (path, column):
+        _close_cursor()
+        _current.cursor, _current.source = _Cursor(path, column), (path, column)
+    cursor: _Cursor = _current.cursor
     return cursor
 
 
-def _forget_cursor() -> None:
-    if getattr(_held, "place", None) is not None:
-        _held.cursor.close()
-        _held.cursor = _held.place = None
+def _close_cursor() -> None:
+    if getattr(_current, "source", None) is not None:
+        _current.cursor.close()
+        _current.cursor = _current.source = None

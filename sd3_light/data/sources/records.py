@@ -1,6 +1,6 @@
-"""What a scan yields: records of usable samples, and named rejects.
+"""The items of a scan: records of usable samples, and rejects with a reason.
 
-A record is light: it says where the bytes are and reads them only when asked.
+A record is small: it has the location of the bytes and reads them on demand.
 """
 
 import os
@@ -12,18 +12,18 @@ from sd3_light.data.preprocess import Reject
 
 
 class Location(Protocol):
-    """Where the bytes of one picture are. Small, immutable and picklable."""
+    """The location of the bytes of one image. Small, immutable and picklable."""
 
     def read(self) -> bytes:
-        """The bytes; raises Reject when they cannot be had."""
+        """Read the bytes; raises Reject if that is not possible."""
 
     def version(self) -> str:
-        """``SIZE-MTIME_NS`` of the file that holds the bytes, a tar's for its members; raises Reject("unreadable")."""
+        """Return ``SIZE-MTIME_NS`` of the file that contains the bytes; raises Reject("unreadable")."""
 
 
 def file_version(path: str) -> str:
-    """``SIZE-MTIME_NS`` of a file. Raises Reject("unreadable") when it is not there."""
-    # asked anew each time: a stat costs a microsecond or two, and a kept answer could hide a change
+    """Return ``SIZE-MTIME_NS`` of a file. Raises Reject("unreadable") if it is missing."""
+    # not cached: a stat takes a microsecond or two, and a cached result could hide a change
     try:
         status = os.stat(path)
     except OSError as fault:
@@ -38,27 +38,27 @@ class FileBytes:
     path: str
 
     def read(self) -> bytes:
-        """The file's bytes."""
+        """Read the file."""
         try:
             return Path(self.path).read_bytes()
         except OSError as fault:
             raise Reject("unreadable", str(fault)) from fault
 
     def version(self) -> str:
-        """The file's size and time."""
+        """Return the file's size and time."""
         return file_version(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """``size`` bytes of a file from ``offset`` on: a member of a tar."""
+    """``size`` bytes of a file from ``offset``: a member of a tar."""
 
     path: str
     offset: int
     size: int
 
     def read(self) -> bytes:
-        """The bytes of the range."""
+        """Read the range."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -66,20 +66,20 @@ class FileRange:
         except OSError as fault:
             raise Reject("unreadable", str(fault)) from fault
         if len(data) < self.size:
-            raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before its member does")
+            raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before the end of its member")
         return data
 
     def version(self) -> str:
-        """Size and time of the file that holds the range."""
+        """Return size and time of the file that contains the range."""
         return file_version(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One sample of a data set, by reference.
+    """One sample of a dataset, by reference.
 
-    ``key`` is its stable source key, unique in the data set: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is
-    never empty (an empty caption is ``""``) and carries the caption prefix; tags are not shuffled yet.
+    ``key`` is its stable source key, unique in the dataset: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is never
+    empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet.
     """
 
     key: str
@@ -88,15 +88,15 @@ class Record:
     mask: Location | None = None
 
     def read(self) -> bytes:
-        """The picture file's bytes; raises Reject when they cannot be had."""
+        """Read the image file; raises Reject if that is not possible."""
         return self.image.read()
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """One input that cannot be used: its key, a code of `preprocess.REASONS`, and what was seen.
+    """An input that cannot be used: its key, a code of `preprocess.REASONS` and details.
 
-    ``image`` says where the picture is, if there is one that may be shown.
+    ``image`` is the location of its image, if there is one to show.
     """
 
     key: str

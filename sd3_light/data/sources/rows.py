@@ -1,4 +1,4 @@
-"""The rows of a caption table's file: a JSON document, JSON lines or CSV, one row in memory at a time."""
+"""Read the rows of a caption table (JSON document, JSON lines or CSV), one row in memory at a time."""
 
 import csv
 import json
@@ -11,41 +11,41 @@ from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, named
 from sd3_light.data.sources.json_stream import MAX_MEMBER, members
 
 FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name")
-"""Column names of a picture's file, in order of precedence, compared in lower case."""
+"""Column names of the image file in order of precedence, compared in lower case."""
 
 
 class TableRow(NamedTuple):
-    """A file, as the table spells its name, and what the table holds for its captions."""
+    """A file name as the table spells it, and the table's value for its captions."""
 
     name: str
     value: Any
 
 
 class BrokenRow(NamedTuple):
-    """A row that cannot be used: the table's name with the row's place in it, and what is wrong."""
+    """An unusable row: the table's name with the row's position, and the problem."""
 
     name: str
     detail: str
 
 
-_Raw = tuple[str, Any]  # a row's place; then a row as a dict, a Row, or a Reject
+_Raw = tuple[str, Any]  # a row's position; then a dict, a TableRow or a Reject
 
 
 def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
-    """All rows of a table, in its order. Raises Reject("broken_table"), perhaps late, when it is none."""
+    """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
     read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[path.suffix]
-    lacking = _Lacking(columns)
+    missing = _MissingColumns(columns)
     try:
-        for place, raw in read(path, columns):
+        for position, raw in read(path, columns):
             if isinstance(raw, Mapping):
-                lacking.look_at(raw)
+                missing.observe(raw)
             try:
                 yield _row(raw, columns)
             except Reject as reject:
-                yield BrokenRow(f"{path.name}:{place}", reject.detail)
+                yield BrokenRow(f"{path.name}:{position}", reject.detail)
     except (OSError, ValueError, RecursionError, csv.Error) as fault:
         raise Reject("broken_table", str(fault)) from fault
-    lacking.check()
+    missing.check()
 
 
 def _row(raw: Any, columns: Columns) -> TableRow:
@@ -61,26 +61,26 @@ def _row(raw: Any, columns: Columns) -> TableRow:
         raise Reject("broken_row", "not an object")
     if not isinstance(name, str) or not name.strip():
         where = f" in {columns.image!r} (image_column)" if columns.image else ""
-        raise Reject("broken_row", f"it names no file{where}")
+        raise Reject("broken_row", f"no file name{where}")
     return TableRow(name, value)
 
 
-class _Lacking:
-    """Notices a configured column that no row of a whole table has."""
+class _MissingColumns:
+    """Detects configured columns that no row of a table has."""
 
     def __init__(self, columns: Columns) -> None:
-        self._unmet = {column: key for key, column in _configured(columns)}
+        self._missing = {column: key for key, column in _configured(columns)}
         self._rows = 0
 
-    def look_at(self, row: Mapping[str, Any]) -> None:
+    def observe(self, row: Mapping[str, Any]) -> None:
         self._rows += 1
-        for column in [column for column in self._unmet if named(row, (column,)) is not None]:
-            del self._unmet[column]
+        for column in [column for column in self._missing if named(row, (column,)) is not None]:
+            del self._missing[column]
 
     def check(self) -> None:
-        if self._rows and self._unmet:
-            lacking = ", ".join(f"{column!r} ({key})" for column, key in self._unmet.items())
-            raise Reject("broken_table", f"no row has a value in {lacking}")
+        if self._rows and self._missing:
+            names = ", ".join(f"{column!r} ({key})" for column, key in self._missing.items())
+            raise Reject("broken_table", f"no row has a value in {names}")
 
 
 def _configured(columns: Columns) -> list[tuple[str, str]]:
@@ -97,12 +97,12 @@ def _document(path: Path, columns: Columns) -> Iterator[_Raw]:
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
     with path.open("rb") as file:
-        lines = _Lines(file)
-        place = lines.place
+        lines = _LineReader(file)
+        position = lines.position
         for line in lines:
             if line.strip():
-                yield place, _json_line(line)
-            place = lines.place
+                yield position, _json_line(line)
+            position = lines.position
 
 
 def _json_line(line: str) -> Any:
@@ -116,21 +116,21 @@ def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
     before = csv.field_size_limit(MAX_CAPTION_BYTES)
     try:
         with path.open("rb") as file:
-            lines = _Lines(file)
+            lines = _LineReader(file)
             header = [column.strip() for column in next(csv.reader(lines), [])]
             _check_header(header, columns)
-            place = lines.place
+            position = lines.position
             while (cells := _csv_row(lines)) is not None:
                 if cells:
-                    yield place, cells if isinstance(cells, Reject) else dict(zip(header, cells, strict=False))
-                place = lines.place
+                    yield position, cells if isinstance(cells, Reject) else dict(zip(header, cells, strict=False))
+                position = lines.position
     finally:
         csv.field_size_limit(before)
 
 
-def _csv_row(lines: "_Lines") -> list[str] | Reject | None:
-    """The next row's cells, none for a blank line; None at the end."""
-    # a reader a row: one that has failed cannot go on
+def _csv_row(lines: "_LineReader") -> list[str] | Reject | None:
+    """Return the cells of the next row, an empty list for a blank line, None at the end."""
+    # one reader per row: a reader that has failed cannot continue
     try:
         return next(csv.reader(lines), None)
     except csv.Error as fault:
@@ -141,31 +141,31 @@ def _check_header(header: list[str], columns: Columns) -> None:
     lowered = {column.lower() for column in header}
     for key, column in _configured(columns):
         if column.lower() not in lowered:
-            raise Reject("broken_table", f"it has no column {column!r} ({key}); it has {', '.join(header)!a:.200}")
+            raise Reject("broken_table", f"no column {column!r} ({key}); the columns are {', '.join(header)!a:.200}")
     for names in (columns.image_names(FILE_NAMES), columns.caption_names()):
         if lowered.isdisjoint(name.lower() for name in names):
-            raise Reject("broken_table", f"none of its columns {header!a:.200} is one of {', '.join(names)}")
+            raise Reject("broken_table", f"none of the columns {header!a:.200} is one of {', '.join(names)}")
 
 
-class _Lines:
-    """The lines of a file as text, keeping count of where the next one starts."""
+class _LineReader:
+    """Iterates over the lines of a file as text and knows the offset of the next one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._offset = file, 0
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         return f"byte {self._offset}"
 
-    def __iter__(self) -> "_Lines":
+    def __iter__(self) -> "_LineReader":
         return self
 
     def __next__(self) -> str:
-        # a file without line ends must not be read whole; in pieces it is as broken
+        # a file without line ends must not be read into memory at once
         line = self._file.readline(MAX_MEMBER)
         if not line:
             raise StopIteration
         first = self._offset == 0
         self._offset += len(line)
-        # bytes that are not UTF-8 travel as surrogates, and are refused with the caption or name that holds them
+        # bytes that are not UTF-8 become surrogates, so only the caption or name that contains them is rejected
         return line.decode("utf-8-sig" if first else "utf-8", "surrogateescape")

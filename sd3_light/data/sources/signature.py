@@ -1,6 +1,6 @@
-"""What a scan depends on, as one hash: if it stands, a scan would yield what it yielded before.
+"""A hash of everything that a scan depends on: if it is unchanged, a scan would yield the same items.
 
-Files are added up in whatever order the disk lists them, so nothing is sorted and no name is held.
+Hashes of files are summed in the order in which the disk lists them, so nothing is sorted or kept in memory.
 """
 
 import os
@@ -23,7 +23,7 @@ from sd3_light.data.sources.listing import (
 )
 
 SCAN_VERSION = 1
-"""Raise it whenever the same files would be scanned to other records or rejects."""
+"""Increase it whenever a scan of the same files would yield other records or rejects."""
 
 _SETTINGS = (
     "caption_prefix",
@@ -37,49 +37,51 @@ _SETTINGS = (
     "mask_path",
     "default_mask_file",
 )
-_SEEN_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {".txt", ".tar", ".parquet"}
+_RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {".txt", ".tar", ".parquet"}
 _MODULUS = 1 << 128
 
 
 class _Rules(NamedTuple):
-    """Which entries of a folder are met, and which files among them count."""
+    """How to list the entries of a folder, and which files are hashed."""
 
     entries: Callable[[str], Iterator["os.DirEntry[str]"]]
-    counts: Callable[[str], bool]
+    is_relevant: Callable[[str], bool]
 
 
-class _Folder(NamedTuple):
+class _HashedFolder(NamedTuple):
     name: str
     path: str
     above: frozenset[tuple[int, int]]
 
 
 def signature(directory: DirectoryConfig, index: int) -> str:
-    """A hash of every file that ``scan(directory, index)`` looks at (name, size, time) and of the settings it obeys.
+    """Hash every file that ``scan(directory, index)`` looks at (name, size, time) and the settings that affect it.
 
-    The place of the directory is not part of it, its name is: a set that was moved whole is the same set. Files of
-    kinds that a scan passes over do not count.
+    The hash includes the name of the directory but not its parent folder, so a dataset can be moved. Files that a scan
+    ignores are not included.
     """
-    apart = mask_paths(directory)
+    excluded = mask_paths(directory)
     total = _hash(f"version {SCAN_VERSION}\0{directory.path.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
-    total += _place("path", directory.path, _Rules(lambda path: visible(path, apart), _is_seen))
-    masks = _Rules(_everything, is_image_name)
+    total += _hash_path("path", directory.path, _Rules(lambda path: visible(path, excluded), _is_relevant))
+    masks = _Rules(_all_entries, is_image_name)
     for key in ("mask_path", "default_mask_file"):
-        place: Path | None = getattr(directory, key)
-        total += 0 if place is None else _place(key, place, masks)
+        path: Path | None = getattr(directory, key)
+        total += 0 if path is None else _hash_path(key, path, masks)
     return f"{total % _MODULUS:032x}"
 
 
-def _place(name: str, path: Path, rules: _Rules) -> int:
+def _hash_path(name: str, path: Path, rules: _Rules) -> int:
     if path.is_dir():
-        return sum(depth_first(_Folder(name, str(path), frozenset()), _Folder, partial(_files, rules)))
-    return _file(name, path.stat)
+        return sum(
+            depth_first(_HashedFolder(name, str(path), frozenset()), _HashedFolder, partial(_hash_folder, rules))
+        )
+    return _hash_file(name, path.stat)
 
 
-def _files(rules: _Rules, folder: _Folder) -> Iterator[int | _Folder]:
-    """The hashes of a folder's files, and its folders. A loop or a closed folder is a fact like any other."""
+def _hash_folder(rules: _Rules, folder: _HashedFolder) -> Iterator[int | _HashedFolder]:
+    """Yield the hashes of a folder's files, and its folders. Link loops and unreadable folders are hashed too."""
     try:
         here = os.stat(folder.path)
         if (here.st_dev, here.st_ino) in folder.above:
@@ -89,36 +91,36 @@ def _files(rules: _Rules, folder: _Folder) -> Iterator[int | _Folder]:
         for entry in rules.entries(folder.path):
             name = f"{folder.name}/{entry.name}"
             if is_folder(entry):
-                yield _Folder(name, entry.path, above)
-            elif rules.counts(entry.name):
-                yield _file(name, entry.stat) + _beside(name, entry.path)
+                yield _HashedFolder(name, entry.path, above)
+            elif rules.is_relevant(entry.name):
+                yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
     except OSError as fault:
         yield _hash(f"{folder.name}\0unreadable {fault.errno}")
 
 
-def _file(name: str, stat: Callable[[], os.stat_result]) -> int:
+def _hash_file(name: str, stat: Callable[[], os.stat_result]) -> int:
     try:
-        found = stat()
+        status = stat()
     except OSError as fault:
         return _hash(f"{name}\0unreadable {fault.errno}")
-    return _hash(f"{name}\0{found.st_size}\0{found.st_mtime_ns}")
+    return _hash(f"{name}\0{status.st_size}\0{status.st_mtime_ns}")
 
 
-def _beside(name: str, path: str) -> int:
-    """Whether a Parquet file must hold pictures hangs on a folder of its name beside it."""
+def _hash_sibling(name: str, path: str) -> int:
+    """Hash whether a folder with the name of a Parquet file exists: without one the file must contain images."""
     stem, suffix = os.path.splitext(path)
     return _hash(f"{name}\0beside") if suffix.lower() == ".parquet" and os.path.isdir(stem) else 0
 
 
-def _is_seen(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in _SEEN_SUFFIXES or name in TABLE_FILES
+def _is_relevant(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in _RELEVANT_SUFFIXES or name in TABLE_FILES
 
 
-def _everything(path: str) -> Iterator["os.DirEntry[str]"]:
+def _all_entries(path: str) -> Iterator["os.DirEntry[str]"]:
     with os.scandir(path) as entries:
         yield from entries
 
 
 def _hash(text: str) -> int:
-    # no name holds a zero byte, so no two different files make the same text
+    # names contain no zero byte, so different files have different texts
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest(), "little")

@@ -1,7 +1,7 @@
-"""Caption tables beside the pictures: ``captions.json`` and ``metadata.csv``, ``.json`` or ``.jsonl``.
+"""Caption tables next to the images: ``captions.json`` and ``metadata.csv``, ``.json`` or ``.jsonl``.
 
-A table answers "which captions has this file" and, after the walk, "which files did you name that nobody asked for".
-Its rows lie in a temporary database, so a table of any length needs little memory.
+A table returns the captions of a file and, after the walk, the rows that belong to no image. Its rows are in a
+temporary database, so a table of any length needs little memory.
 """
 
 import json
@@ -21,7 +21,7 @@ Fetch = Callable[[], Sequence[str]]
 
 
 class Leftover(NamedTuple):
-    """Something in a table that is no caption of any picture that was met."""
+    """A row of a table that was not used: broken, or without an image."""
 
     name: str
     reason: str
@@ -29,9 +29,9 @@ class Leftover(NamedTuple):
 
 
 class CaptionTable:
-    """Captions by file name, relative to the table's folder. Several rows of one file are several captions of it.
+    """Captions by file name, relative to the table's folder. Several rows of one file are several captions.
 
-    Raises Reject when the file is no table. To be closed after use.
+    Raises Reject if the file is not a table. Close it after use.
     """
 
     def __init__(self, path: Path, columns: Columns) -> None:
@@ -39,11 +39,11 @@ class CaptionTable:
         self._column = columns.caption
         self._rows = temporary_database()
         try:
-            # a row that is broken has its fault in place of a value; `met` says that a picture asked for it
-            self._rows.execute("CREATE TABLE rows (name TEXT, value TEXT, fault TEXT, met INTEGER)")
+            # a broken row has an error instead of a value; `used` is set when an image claims the row
+            self._rows.execute("CREATE TABLE rows (name TEXT, value TEXT, error TEXT, used INTEGER)")
             entries = (self._entry(row) for row in read_rows(path, columns))
             self._rows.executemany("INSERT INTO rows VALUES (?, ?, ?, 0)", entries)
-            self._rows.execute("CREATE INDEX by_name ON rows (name) WHERE fault IS NULL")
+            self._rows.execute("CREATE INDEX by_name ON rows (name) WHERE error IS NULL")
         except Reject:
             self.close()
             raise
@@ -52,28 +52,28 @@ class CaptionTable:
             raise Reject("broken_table", str(fault)) from fault
 
     def claim(self, name: str) -> Fetch | None:
-        """What fetches this file's captions (it may raise Reject), or None; marks the rows as met."""
+        """Mark the rows of a file as used and return a function that fetches its captions; None if there are none."""
         for candidate in _spellings(name):
-            found = "FROM rows WHERE fault IS NULL AND name = ?"
-            values = self._rows.execute(f"SELECT value {found} ORDER BY rowid", (candidate,)).fetchall()
+            query = "SELECT value FROM rows WHERE error IS NULL AND name = ? ORDER BY rowid"
+            values = self._rows.execute(query, (candidate,)).fetchall()
             if values:
-                self._rows.execute("UPDATE rows SET met = 1 WHERE fault IS NULL AND name = ?", (candidate,))
+                self._rows.execute("UPDATE rows SET used = 1 WHERE error IS NULL AND name = ?", (candidate,))
                 return lambda: [text for (value,) in values for text in texts(json.loads(value), self._column)]
         return None
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Rows that could not be read; then the files that no picture was met of, each once."""
-        for name, fault in self._rows.execute("SELECT name, fault FROM rows WHERE fault IS NOT NULL ORDER BY rowid"):
-            yield Leftover(name, "broken_row", fault)
+        """Yield the rows that could not be read; then the files without an image, each once."""
+        for name, error in self._rows.execute("SELECT name, error FROM rows WHERE error IS NOT NULL ORDER BY rowid"):
+            yield Leftover(name, "broken_row", error)
         query = """
-            SELECT name FROM rows AS row WHERE fault IS NULL AND NOT met AND NOT EXISTS
-            (SELECT 1 FROM rows AS other WHERE fault IS NULL AND other.name = row.name AND other.rowid < row.rowid)
+            SELECT name FROM rows AS row WHERE error IS NULL AND NOT used AND NOT EXISTS
+            (SELECT 1 FROM rows AS other WHERE error IS NULL AND other.name = row.name AND other.rowid < row.rowid)
             ORDER BY rowid"""
         for (name,) in self._rows.execute(query):
             yield Leftover(name, "missing_file", "")
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Delete the temporary database."""
         self._rows.close()
 
     def _entry(self, row: TableRow | BrokenRow) -> tuple[str, str | None, str | None]:
@@ -83,13 +83,13 @@ class CaptionTable:
 
 
 def _normal(name: str, folder: str) -> str:
-    """A file name as the walk spells it: relative to the folder, forward slashes, composed characters."""
+    """Return a file name in the spelling of the walk: relative to the folder, forward slashes, NFC."""
     name = posixpath.normpath(name.strip().replace("\\", "/"))
     name = name.removeprefix(folder.rstrip("/") + "/")
     return unicodedata.normalize("NFC", name).encode("utf-8", "backslashreplace").decode()
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """How a table may call the file: by its whole name, or without the suffix."""
-    whole = _normal(name, "")
-    return whole, posixpath.splitext(whole)[0]
+    """Return the names that a table may use for the file: with and without the suffix."""
+    full = _normal(name, "")
+    return full, posixpath.splitext(full)[0]

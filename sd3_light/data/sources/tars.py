@@ -1,6 +1,6 @@
-"""WebDataset tars as img2dataset writes them: ``KEY.jpg``, ``KEY.txt``, ``KEY.json``, a sample's members together.
+"""WebDataset tars as img2dataset writes them: ``KEY.jpg``, ``KEY.txt``, ``KEY.json``, members of a sample adjacent.
 
-Only headers and captions are read during a scan; a record keeps its picture's offset, so later reads are random.
+A scan reads only headers and captions; a record keeps the offset of its image, so later reads have random access.
 """
 
 import json
@@ -15,15 +15,15 @@ from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_t
 from sd3_light.data.sources.listing import IMAGE_SUFFIXES
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.records import FileRange, ScanItem
-from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.scan_context import ScanContext
 
 _Group = dict[str, FileRange]
 _FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 
-def scan_tar(scope: Scope, path: str, name: str) -> Iterator[ScanItem]:
-    """The samples of one tar, in its order."""
-    seen = scope.name_store.names()
+def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
+    """Yield the samples of a tar in order."""
+    seen = context.name_store.names()
     groups = _groups(path)
     while True:
         try:
@@ -31,35 +31,35 @@ def scan_tar(scope: Scope, path: str, name: str) -> Iterator[ScanItem]:
         except StopIteration:
             break
         except _FAULTS as fault:
-            yield scope.broken(name, "broken_tar", f"{type(fault).__name__}: {fault}")
+            yield context.reject_container(name, "broken_tar", f"{type(fault).__name__}: {fault}")
             break
-        yield from _sample(scope, name, base, members, seen)
+        yield from _sample(context, name, base, members, seen)
     seen.clear()
 
 
-def _sample(scope: Scope, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
+def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
     image = next((suffix for suffix in members if suffix in IMAGE_SUFFIXES), None)
     if image is None:
-        detail = f"no picture among {', '.join(members)}; a sample's name ends at its first dot"
-        yield from scope.rejected(f"{tar}/{base}", "missing_file", detail)
+        detail = f"no image among {', '.join(members)}; a sample's name ends at its first dot"
+        yield from context.reject(f"{tar}/{base}", "missing_file", detail)
         return
     name = f"{tar}/{base}{image}"
     if not seen.add_new(base):
-        yield from scope.rejected(name, "duplicate_key", image=members[image])
+        yield from context.reject(name, "duplicate_key", image=members[image])
         return
-    # masks lie in a folder named as the tar
+    # masks are in a folder with the name of the tar
     mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
-    yield from scope.found(name, members[image], lambda: _captions(members, scope.columns), mask_name)
+    yield from context.sample(name, members[image], lambda: _captions(members, context.columns), mask_name)
 
 
 def _captions(members: _Group, columns: Columns) -> Sequence[str]:
-    # who names a key of the .json wants it, and not what .txt repeats of another key
-    asks_json = bool(columns.caption) and ".json" in members
-    if ".txt" in members and not asks_json:
+    # a configured column is a key of the .json; the .txt may repeat another key
+    prefers_json = bool(columns.caption) and ".json" in members
+    if ".txt" in members and not prefers_json:
         return (decode_text(_small(members[".txt"])),)
     if ".json" in members:
         return texts(named(_json_row(_small(members[".json"])), columns.caption_names()), columns.caption)
-    raise Reject("no_caption", "no .txt or .json stands beside it in the tar")
+    raise Reject("no_caption", "no .txt or .json next to it in the tar")
 
 
 def _small(member: FileRange) -> bytes:
@@ -77,7 +77,7 @@ def _json_row(data: bytes) -> dict[str, Any]:
 
 
 def _groups(path: str) -> Iterator[tuple[str, _Group]]:
-    """Neighbouring members that share a name up to the first dot, by suffix in lower case."""
+    """Yield groups of neighbouring members with the same name up to the first dot, by lower-case suffix."""
     base, members = "", _Group()
     fault: Exception | None = None
     try:
@@ -87,7 +87,7 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
             if not stem:
                 continue
             suffix = (dot + rest).lower()
-            # a second member of one name begins a second sample of that name
+            # a repeated member starts another sample of the same name
             if posixpath.join(folder, stem) != base or suffix in members:
                 if members:
                     yield base, members
@@ -95,7 +95,7 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
             members[suffix] = member
     except _FAULTS as caught:
         fault = caught
-    # what came before the damage is whole
+    # the members before the damage are complete
     if members:
         yield base, members
     if fault is not None:
@@ -105,11 +105,11 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:
     with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         while (info := tar.next()) is not None:
-            # tarfile remembers every member it has seen; a long tar would fill the memory
+            # tarfile keeps every member it has seen; a long tar would fill the memory
             tar.members = []  # type: ignore[attr-defined]
             if info.isreg() and not info.issparse():
                 yield posixpath.normpath(info.name), FileRange(path, info.offset_data, info.size)
-        # tarfile takes garbage between members for the end: only zeros, or nothing, are one
+        # tarfile takes garbage between members for the end of the tar, which is only zeros or nothing
         file.seek(tar.offset)
         if any(file.read(tarfile.BLOCKSIZE)):
             size = os.fstat(file.fileno()).st_size

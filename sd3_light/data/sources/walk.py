@@ -1,6 +1,6 @@
-"""Folders of pictures, captioned by tables or by ``NAME.txt`` beside ``NAME.jpg``; tars and Parquet on the way.
+"""Folders of images, captioned by tables or by ``NAME.txt`` next to ``NAME.jpg``; also tars and Parquet files.
 
-The names of the folders that are being walked lie on a shelf, not in memory.
+The names of the folders that are being walked are in a `NameStore`, not in memory.
 """
 
 import os
@@ -25,7 +25,7 @@ from sd3_light.data.sources.listing import (
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import FileBytes, ScanItem
-from sd3_light.data.sources.scope import Scope
+from sd3_light.data.sources.scan_context import ScanContext
 from sd3_light.data.sources.tables import CaptionTable
 from sd3_light.data.sources.tars import scan_tar
 
@@ -33,8 +33,8 @@ _PIECE = 4096
 
 
 @dataclass(frozen=True)
-class _Folder:
-    """A folder on the walk: its path, its name below the root ("" or ending in "/"), and the tables above it."""
+class _WalkedFolder:
+    """A folder of the walk: its path, its name below the root ("" or ending in "/") and the tables of its parents."""
 
     path: str
     name: str
@@ -42,79 +42,79 @@ class _Folder:
     above: frozenset[tuple[int, int]] = frozenset()
 
 
-def scan_folder(scope: Scope, root: Path) -> Iterator[ScanItem]:
-    """All samples below ``root``: in each folder its files by name, then its folders by name."""
-    return depth_first(_Folder(str(root), ""), _Folder, partial(_scan, scope))
+def scan_folder(context: ScanContext, root: Path) -> Iterator[ScanItem]:
+    """Yield all samples below ``root``: in each folder its files by name, then its folders by name."""
+    return depth_first(_WalkedFolder(str(root), ""), _WalkedFolder, partial(_scan, context))
 
 
-def _scan(scope: Scope, folder: _Folder) -> Iterator[ScanItem | _Folder]:
-    files, folders = scope.name_store.names(), scope.name_store.names()
+def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
+    files, folders = context.name_store.names(), context.name_store.names()
     try:
         here = os.stat(folder.path)
         if (here.st_dev, here.st_ino) in folder.above:
-            yield scope.broken(folder.name.rstrip("/"), "folder_loop", folder.path)
+            yield context.reject_container(folder.name.rstrip("/"), "folder_loop", folder.path)
             return
-        _list(scope, folder.path, files, folders)
+        _list(context, folder.path, files, folders)
     except OSError as fault:
-        yield scope.broken(folder.name.rstrip("/"), "unreadable", str(fault))
+        yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(fault))
         return
     with ExitStack() as stack:
         tables: list[tuple[str, CaptionTable]] = []
         for table in (name for name in TABLE_FILES if name in files):
             try:
-                opened = CaptionTable(Path(folder.path, table), scope.columns)
+                opened = CaptionTable(Path(folder.path, table), context.columns)
                 tables.append((folder.name, stack.enter_context(closing(opened))))
             except Reject as reject:
-                yield scope.broken(folder.name + table, reject.reason, reject.detail)
-        # the nearest table is asked first
+                yield context.reject_container(folder.name + table, reject.reason, reject.detail)
+        # the nearest table comes first
         known, above = (*tables, *folder.tables), folder.above | {(here.st_dev, here.st_ino)}
-        yield from _scan_files(scope, _Folder(folder.path, folder.name, known), files)
+        yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, known), files)
         files.clear()
         for name in folders:
-            yield _Folder(f"{folder.path}/{name}", f"{folder.name}{name}/", known, above)
+            yield _WalkedFolder(f"{folder.path}/{name}", f"{folder.name}{name}/", known, above)
         folders.clear()
         for base, table_here in tables:
-            yield from _leftovers(scope, folder.path, base, table_here)
+            yield from _leftovers(context, folder.path, base, table_here)
 
 
-def _list(scope: Scope, path: str, files: NameSet, folders: NameSet) -> None:
-    for entry in visible(path, scope.apart):
+def _list(context: ScanContext, path: str, files: NameSet, folders: NameSet) -> None:
+    for entry in visible(path, context.excluded):
         (folders if is_folder(entry) else files).add(entry.name)
 
 
-def _scan_files(scope: Scope, folder: _Folder, files: NameSet) -> Iterator[ScanItem]:
-    last = ""  # the stem of the last file that is no caption
+def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> Iterator[ScanItem]:
+    last = ""  # the stem of the last file that is not a caption
     for file in files:
         stem, suffix = os.path.splitext(file)
         path, name = f"{folder.path}/{file}", folder.name + file
         match suffix.lower():
             case known if known in IMAGE_SUFFIXES:
-                yield from scope.found(name, FileBytes(path), _captions(folder, file))
+                yield from context.sample(name, FileBytes(path), _captions(folder, file))
             case ".tar" | ".parquet" if not os.path.isfile(path):
-                yield from scope.rejected(name, "unreadable", "no regular file")
+                yield from context.reject(name, "unreadable", "not a regular file")
             case ".tar":
-                yield from scan_tar(scope, path, name)
+                yield from scan_tar(context, path, name)
             case ".parquet":
-                # img2dataset leaves a table of what it did beside each tar or folder of the same name
-                beside = f"{stem}.tar" in files or os.path.isdir(f"{folder.path}/{stem}")
-                yield from scan_parquet(scope, path, name, may_lack_images=beside)
+                # img2dataset writes a table of its work next to each tar or folder of the same name
+                is_log = f"{stem}.tar" in files or os.path.isdir(f"{folder.path}/{stem}")
+                yield from scan_parquet(context, path, name, may_lack_images=is_log)
             case unread if unread in UNREAD_SUFFIXES:
-                yield from scope.rejected(name, "unsupported_format", suffix)
-            case ".txt" if stem != last and not _has_picture(files, stem):
-                yield from scope.rejected(name, "missing_file", "a caption without a picture of its name")
+                yield from context.reject(name, "unsupported_format", suffix)
+            case ".txt" if stem != last and not _has_image(files, stem):
+                yield from context.reject(name, "missing_file", "a caption without an image of the same name")
         if suffix.lower() != ".txt":
             last = stem
 
 
-def _has_picture(files: NameSet, stem: str) -> bool:
-    """Whether a caption file stands beside any other file of its name."""
+def _has_image(files: NameSet, stem: str) -> bool:
+    """Return whether any other file has the name of a caption file."""
     return any(os.path.splitext(name)[1].lower() != ".txt" for name in files.with_stem(stem))
 
 
-def _captions(folder: _Folder, file: str) -> Callable[[], Sequence[str]]:
-    """What fetches the captions of one picture: from the nearest table that names it, else from its text file."""
+def _captions(folder: _WalkedFolder, file: str) -> Callable[[], Sequence[str]]:
+    """Return a function that fetches the captions of an image: from the nearest table, else from its text file."""
     name = folder.name + file
-    # every table is asked, so that each knows which of its entries were met
+    # all tables are searched, so that each marks its rows as used
     fetches = [fetch for base, table in folder.tables if (fetch := table.claim(name.removeprefix(base))) is not None]
     if fetches:
         return fetches[0]
@@ -123,25 +123,25 @@ def _captions(folder: _Folder, file: str) -> Callable[[], Sequence[str]]:
 
 def _read_text(path: str) -> str:
     try:
-        # in small pieces: a buffer for the longest caption costs more than the reading
+        # in small pieces: allocating a buffer for the longest caption would cost more than reading
         with open(path, "rb", buffering=0) as file:
             pieces = iter(partial(file.read, _PIECE), b"")
             return decode_text(b"".join(islice(pieces, MAX_CAPTION_BYTES // _PIECE + 1)))
     except OSError as fault:
         if not os.path.lexists(path):
-            raise Reject("no_caption", "no text file of its name, and no table names it") from fault
+            raise Reject("no_caption", "no text file of the same name, and no table lists it") from fault
         raise Reject("unreadable", str(fault)) from fault
 
 
-def _leftovers(scope: Scope, path: str, base: str, table: CaptionTable) -> Iterator[ScanItem]:
+def _leftovers(context: ScanContext, path: str, base: str, table: CaptionTable) -> Iterator[ScanItem]:
     try:
         for name, reason, detail in table.leftovers():
-            # a table may name what is there but is no picture
+            # a table may list existing files that are not images
             if reason == "missing_file" and _is_file(f"{path}/{name}"):
-                reason, detail = "unsupported_format", "a caption table names it"
-            yield from scope.rejected(base + name, reason, detail)
+                reason, detail = "unsupported_format", "listed in a caption table"
+            yield from context.reject(base + name, reason, detail)
     except Reject as reject:
-        yield scope.broken(base, reject.reason, reject.detail)
+        yield context.reject_container(base, reject.reason, reject.detail)
 
 
 def _is_file(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where shards lie: in a local folder, or at a URL with a bounded folder of fetched ones before it."""
+"""Shard stores: a local cache folder, or a URL with a local folder of bounded size for fetched shards."""
 
 import hashlib
 import os
@@ -19,20 +19,20 @@ _OPEN_TRIES = 8
 
 
 class ShardStore(Protocol):
-    """The shards of one cache. It may be sent to worker processes, forked or spawned."""
+    """The shards of one cache. Can be sent to worker processes, forked or spawned."""
 
     manifest: Manifest
     verified: bool
-    """Whether bytes were compared with their hash on the way; where not, the reader does that."""
+    """Whether the store has compared shards with their hashes; if not, the reader does."""
 
     def path(self, entry: ShardEntry) -> Path:
-        """A local file with the shard's bytes. It may go away before it is opened: open it by `open_shard`."""
+        """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
 
 
 def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]) -> T:
-    """``reader(path)`` of a shard; again where another process's eviction took the file before ``reader`` opened it.
+    """Return ``reader(path)`` of a shard; retry if another process evicted the file before ``reader`` opened it.
 
-    ``reader`` raises FileNotFoundError where there is no file, as `open` and safetensors do.
+    ``reader`` must raise FileNotFoundError if the file is missing, as `open` and safetensors do.
     """
     for _ in range(_OPEN_TRIES):
         try:
@@ -43,7 +43,7 @@ def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]
 
 
 class LocalStore:
-    """A cache folder of this machine."""
+    """A local cache folder."""
 
     verified = False
 
@@ -52,22 +52,22 @@ class LocalStore:
         self.manifest = Manifest.load(folder)
 
     def path(self, entry: ShardEntry) -> Path:
-        """The shard in the cache folder; a fault of the user where it is missing."""
+        """Return the shard in the cache folder; a UserError if it is missing."""
         path = self.folder / SHARDS / entry.file
         if not path.is_file():
-            raise UserError(f"{path} is missing; run `sd3-light cache CONFIG` to make it again")
+            raise UserError(f"{path} is missing; run `sd3-light cache CONFIG` to build it again")
         return path
 
 
 class RemoteStore:
-    """A cache at a URL. Shards are fetched when they are asked for, checked on the way, and kept in ``folder``, which
-    takes at most ``limit_bytes`` and may serve several processes, runs and URLs at once.
+    """A cache at a URL. Shards are fetched on demand, verified, and kept in ``folder``, which has at most
+    ``limit_bytes`` and can be shared by several processes, runs and URLs.
 
-    ``window`` is how many shards of a bucket are in use at a time: where the limit has no room for them, each would be
-    fetched again and again, so that is refused.
+    ``window`` is the number of shards per bucket in use at a time. A limit below their size would fetch each shard
+    again and again and is rejected.
     """
 
-    verified = False  # those kept from earlier launches are hashed again when they are first read
+    verified = False  # shards from earlier launches are hashed again before they are read
 
     def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
         self.url = url
@@ -77,7 +77,7 @@ class RemoteStore:
         self.disk = DiskCache(folder, limit_bytes)
 
     def path(self, entry: ShardEntry) -> Path:
-        """The shard in the local folder, fetched if need be."""
+        """Return the shard in the local folder, fetched if necessary."""
         url = f"{self.url}/{SHARDS}/{entry.file}"
         return self.disk.path(entry.sha256, entry.bytes, lambda file: download(url, entry, file))
 
@@ -91,17 +91,17 @@ def open_store(place: CacheLocation, folder: Path | None, limit_bytes: int, wind
 
 
 def private_temp_folder(url: str) -> Path:
-    """A folder for a URL in the system's temp folder that is this user's alone, made where it is missing."""
+    """Return a folder for a URL in the system's temp folder that belongs to this user; create it if missing."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"sd3-light-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user; give stream_cache_dir")
+        raise UserError(f"{folder} belongs to another user; set stream_cache_dir")
     return folder
 
 
 def _check_entries(manifest: Manifest, where: str) -> None:
-    """Names and hashes become parts of paths, so they are what they should be."""
+    """Raise a UserError for invalid names and hashes, because they become parts of paths."""
     for entry in (*manifest.shards, manifest.empty):
         if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256) or "/" in entry.file or entry.bytes < 1:
             raise UserError(f"{where} is damaged at {entry.file!r}; copy the cache folder there again")
@@ -115,13 +115,13 @@ def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) ->
     needed = max(in_use, manifest.empty.bytes)
     if limit_bytes < needed:
         raise UserError(
-            f"stream_cache_gb = {limit_bytes / 1e9:g} has no room for the shards of {url} that are in use at a time "
-            f"({window} of each of {len(sizes)} buckets): give {_round_up(needed)} or more, or lower shuffle_window"
+            f"stream_cache_gb = {limit_bytes / 1e9:g} is too small for the shards of {url} that are in use at a time "
+            f"({window} per bucket, {len(sizes)} buckets); set {_round_up(needed)} or more, or lower shuffle_window"
         )
 
 
 def _round_up(count: int) -> str:
-    """Bytes in GB, upwards, with three digits behind the point at most (more for what is smaller still)."""
+    """Format bytes in GB, rounded up to at most three decimals (more below 1 MB)."""
     digits = 3 if count >= 1_000_000 else 9
     step = 10 ** (9 - digits)
     return f"{-(-count // step) * step / 1e9:.{digits}f}".rstrip("0").rstrip(".")

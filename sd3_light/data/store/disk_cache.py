@@ -1,10 +1,10 @@
-"""A folder that keeps fetched shards and never grows above a limit, shared by the processes of a machine.
+"""A folder of fetched shards with a size limit, shared by the processes of a machine.
 
-    DIGEST.safetensors        a whole shard, named by its sha256: whatever it was fetched from, its name vouches for it
+    DIGEST.safetensors        a complete shard, named by its sha256, whatever its URL was
     DIGEST.safetensors.part   a fetch in progress, locked by its process; it has its final size from the start
-    .lock                     held while sizes are added up and names change
+    .lock                     held while sizes are added up and files are renamed or removed
 
-Locks are `flock`s: the kernel lets go of them when a process dies, so a `.part` that nobody holds is a leftover.
+Locks are `flock`s: the kernel releases them when a process dies, so a `.part` without a lock is a leftover.
 """
 
 import fcntl
@@ -26,31 +26,31 @@ _PART_NAME = re.compile(_NAME.pattern + re.escape(PART))
 
 
 class DiskCache:
-    """Files of at most ``limit`` bytes in all, the least recently used ones removed for new ones.
+    """Files of at most ``limit`` bytes in total; the least recently used ones are evicted.
 
-    Only files that it named itself are ever removed. A removed file that a process has open can be read to its end; its
-    room on the disk is free when it is closed.
+    Only files that it created are removed. A process that has a removed file open can still read it; its disk space is
+    freed when it is closed.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        with self._local_faults(), self._accounts():
-            self._make_room(0)
+        with self._disk_errors(), self._accounts():
+            self._free_space(0)
 
     def path(self, digest: str, size: int, fetch: Callable[[BinaryIO], None]) -> Path:
-        """The file of ``size`` bytes with this sha256, brought by ``fetch`` where it is not here yet.
+        """Return the file of ``size`` bytes with this sha256; ``fetch`` downloads it if it is not here yet.
 
-        ``fetch`` writes into the file that it is given and raises unless that is now whole. Of several processes that
-        want one file at a time, one fetches it. The file may be evicted before the caller opens it: see
+        ``fetch`` writes to the given file and raises unless it is complete. If several processes need the same file,
+        one fetches it. The file may be evicted before the caller opens it: see
         `store.open_shard`.
         """
         assert size <= self.limit
         whole = self.folder / f"{digest}.safetensors"
         assert _NAME.fullmatch(whole.name)
-        with self._local_faults():
+        with self._disk_errors():
             while not _touch(whole, size):
                 with _claimed(whole.with_name(whole.name + PART)) as part:
-                    # while this process waited for the claim another may have brought the file
+                    # another process may have fetched the file while this one waited for the claim
                     if part is not None and not _touch(whole, size):
                         self._reserve(part, size)
                         fetch(part)
@@ -58,14 +58,14 @@ class DiskCache:
         return whole
 
     def _reserve(self, part: BinaryIO, size: int) -> None:
-        """Give ``part`` its size as soon as that keeps the folder below the limit."""
-        os.ftruncate(part.fileno(), 0)  # what a killed process left
+        """Wait until the folder has space for ``part`` and set its size."""
+        os.ftruncate(part.fileno(), 0)  # remove what a killed process wrote
         while True:
             with self._accounts():
-                if self._make_room(size):
+                if self._free_space(size):
                     os.ftruncate(part.fileno(), size)
                     return
-            time.sleep(_POLL_SEC)  # other fetches fill the folder; each ends, and can be evicted then
+            time.sleep(_POLL_SEC)  # other fetches fill the folder; they can be evicted when they end
 
     def _put(self, part: BinaryIO, whole: Path) -> None:
         part.flush()
@@ -73,8 +73,8 @@ class DiskCache:
         with self._accounts():
             os.replace(part.name, whole)
 
-    def _make_room(self, size: int) -> bool:
-        """Remove leftovers, and the least recently used files until ``size`` more bytes fit; False: they cannot yet."""
+    def _free_space(self, size: int) -> bool:
+        """Remove leftovers and the least recently used files until ``size`` bytes fit; False if they cannot yet."""
         whole, free = [], self.limit
         for name in os.listdir(self.folder):
             path = self.folder / name
@@ -94,24 +94,24 @@ class DiskCache:
 
     @contextmanager
     def _accounts(self) -> Iterator[None]:
-        """One process at a time adds up sizes, removes whole files or makes them."""
+        """Hold the lock under which sizes are added up and complete files are created or removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "ab") as lock, _locked(lock):
             yield
 
     @contextmanager
-    def _local_faults(self) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"cannot keep shards in {self.folder}: {error.strerror}; make room there, lower stream_cache_gb, or "
+                f"cannot keep shards in {self.folder}: {error.strerror}; free disk space, lower stream_cache_gb, or "
                 "choose another stream_cache_dir"
             ) from error
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None where the file is gone: cleaners of temp folders come at any time."""
+    """Return the status of a file, None if it is gone: temp folders may be cleaned at any time."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -119,26 +119,26 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _touch(whole: Path, size: int) -> bool:
-    """Mark a file as used now; False where it is not here, or was cut short by a failing disk."""
+    """Mark a file as used now; False if it is missing, damaged or truncated."""
     about = _stat(whole)
     if about is None or about.st_size != size:
         return False
-    if damaged_mark(whole).exists():  # a reader found it so: it is fetched again
+    if damaged_mark(whole).exists():  # a reader found it damaged: fetch it again
         for path in (whole, damaged_mark(whole)):
             path.unlink(missing_ok=True)
         return False
     try:
         os.utime(whole, ns=(time.time_ns(),) * 2)
-    except FileNotFoundError:  # evicted this moment
+    except FileNotFoundError:  # just evicted
         return False
     return True
 
 
 @contextmanager
 def _claimed(part: Path) -> Iterator[BinaryIO | None]:
-    """The file at ``part``, locked for this process; None where it got another name while this process waited.
+    """Yield the file at ``part``, locked; None if it was renamed while this process waited.
 
-    It is gone afterwards unless it was renamed.
+    The file is removed afterwards unless it was renamed.
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "r+b", opener=_creating) as file, _locked(file):
@@ -148,7 +148,7 @@ def _claimed(part: Path) -> Iterator[BinaryIO | None]:
         try:
             yield file
         finally:
-            if _is_at(file, part):  # under this very lock: nobody else renames or removes it
+            if _is_at(file, part):  # under this lock no other process renames or removes it
                 part.unlink()
 
 
@@ -158,7 +158,7 @@ def _creating(path: str, flags: int) -> int:
 
 @contextmanager
 def _locked(file: IO[bytes]) -> Iterator[None]:
-    """Hold the lock of an open file, and let go of it even where a process forked meanwhile has the file open too."""
+    """Hold the lock of an open file; unlock explicitly, as a process forked meanwhile has the file open too."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
@@ -167,7 +167,7 @@ def _locked(file: IO[bytes]) -> Iterator[None]:
 
 
 def _bytes_in_flight(part: Path) -> int:
-    """Bytes that a fetch has taken; the file is removed, and none are, where the process that made it is gone."""
+    """Return the bytes that a running fetch has reserved; remove the file and return 0 if its process is gone."""
     try:
         with open(part, "rb") as file:
             try:
@@ -176,12 +176,12 @@ def _bytes_in_flight(part: Path) -> int:
                 return os.fstat(file.fileno()).st_size
             if _is_at(file, part):
                 part.unlink()
-    except FileNotFoundError:  # its process gave up this moment
+    except FileNotFoundError:  # its process has just removed it
         pass
     return 0
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file still has the name ``path``."""
+    """Return whether an open file still has the name ``path``."""
     about = _stat(path)
     return about is not None and os.path.samestat(os.fstat(file.fileno()), about)

@@ -1,7 +1,6 @@
-"""URLs through fsspec: any protocol it knows, with faults in one line in place of each library's errors.
+"""Access to URLs through fsspec, with one-line errors instead of each library's exceptions.
 
-Nothing is kept between calls. fsspec hands out one file system object a process, which is what makes this safe in
-worker processes that were forked.
+No state is kept between calls. fsspec creates one file system object per process, so forked workers are safe.
 """
 
 import sys
@@ -14,8 +13,8 @@ from fsspec.registry import known_implementations, registry
 
 from sd3_light.config.faults import UserError
 
-_EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> our extra that brings its package
-# What the protocols' libraries raise besides OSError. They are looked up among the modules that are loaded already.
+_EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> the extra of sd3-light that installs its package
+# Exceptions of the protocols' libraries besides OSError, looked up in the modules that are already loaded.
 _LIBRARY_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -27,18 +26,18 @@ _LIBRARY_ERRORS = (
 
 
 class RemoteNotFound(UserError):
-    """Nothing lies at a URL."""
+    """There is nothing at a URL."""
 
 
 class RemoteUnreachable(UserError):
-    """A URL could not be read, and may be readable a moment later."""
+    """A URL could not be read; a retry may succeed."""
 
 
 def protocol_problem(url: str) -> str | None:
-    """Why this installation cannot read a URL, in words that name the remedy; None where it can."""
+    """Return why this installation cannot read a URL and what to do; None if it can."""
     protocol = url.partition("://")[0]
     if protocol not in registry and protocol not in known_implementations:
-        return f"fsspec knows no protocol {protocol!r}; give a path, or a URL such as s3://bucket/folder"
+        return f"fsspec does not support the protocol {protocol!r}; give a path, or a URL such as s3://bucket/folder"
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
@@ -50,24 +49,24 @@ def protocol_problem(url: str) -> str | None:
 
 @contextmanager
 def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
-    """(file system, path in it) of a URL; errors of the network and its libraries become faults of the user."""
+    """Yield (file system, path) of a URL; convert errors of the network and its libraries to UserErrors."""
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
     try:
         yield fsspec.core.url_to_fs(url)
     except FileNotFoundError as error:
         raise RemoteNotFound(
-            f"nothing lies at {url}; copy the whole cache folder there, or correct cache_dir"
+            f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
         ) from error
     except PermissionError as error:
-        raise UserError(f"{url} may not be read ({_first_line(error)}); {_remedy(url)}") from error
+        raise UserError(f"no permission to read {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
-        raise RemoteUnreachable(f"{url} cannot be read ({_first_line(error)}); {_remedy(url)}") from error
+        raise RemoteUnreachable(f"cannot read {url} ({_first_line(error)}); {_remedy(url)}") from error
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:
-    found = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARY_ERRORS]
-    return (OSError, *(error for error in found if error is not None))
+    errors = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARY_ERRORS]
+    return (OSError, *(error for error in errors if error is not None))
 
 
 def _remedy(url: str) -> str:

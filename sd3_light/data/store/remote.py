@@ -1,4 +1,4 @@
-"""A cache at a URL: its manifest, and shards that are checked while they come."""
+"""A cache at a URL: read its manifest, download and verify its shards."""
 
 import hashlib
 import time
@@ -11,11 +11,11 @@ from sd3_light.data.store.protocols import RemoteNotFound, RemoteUnreachable, re
 
 CHUNK_BYTES = 16 << 20
 PAUSES_SEC = (0.5, 2.0)
-"""Waits before a failed download is tried again."""
+"""Delays before a failed download is retried."""
 
 
 def remote_manifest(url: str) -> Manifest | None:
-    """The manifest of the cache at a URL; None where there is none."""
+    """Return the manifest of the cache at a URL; None if there is none."""
     where = f"{url}/{MANIFEST}"
     try:
         with remote_filesystem(where) as (files, path):
@@ -26,29 +26,29 @@ def remote_manifest(url: str) -> Manifest | None:
 
 
 def load_remote_manifest(url: str) -> Manifest:
-    """The manifest of the cache at a URL; a fault of the user where there is none."""
+    """Return the manifest of the cache at a URL; a UserError if there is none."""
     manifest = remote_manifest(url)
     if manifest is None:
         raise UserError(
-            f"no cache at {url}: nothing lies at {url}/{MANIFEST}; build it with a local cache_dir, then copy the "
+            f"no cache at {url}: {url}/{MANIFEST} does not exist; build it with a local cache_dir, then copy the "
             "folder there"
         )
     return manifest
 
 
 def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
-    """Write the bytes at a URL into ``file``; a fault of the user unless they are the ones that ``entry`` promises.
+    """Download a URL to ``file``; a UserError unless size and hash are those of ``entry``.
 
-    What comes damaged or is cut off is fetched again, as often as there are ``PAUSES_SEC``.
+    A damaged or interrupted download is retried after each of ``PAUSES_SEC``.
     """
     for pause in (*PAUSES_SEC, None):
         try:
             size, digest = _copy(url, file, entry.bytes)
             if (size, digest) == (entry.bytes, entry.sha256):
                 return
-            came = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
+            received = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
             fault = UserError(
-                f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, there came {came} "
+                f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, received {received} "
                 f"with sha256 {digest[:16]}; copy the cache folder there again"
             )
         except RemoteUnreachable as error:
@@ -58,13 +58,13 @@ def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
     raise fault
 
 
-def _copy(url: str, file: BinaryIO, most: int) -> tuple[int, str]:
-    """(size, sha256) of what came; reading ends where more than ``most`` bytes come."""
+def _copy(url: str, file: BinaryIO, limit: int) -> tuple[int, str]:
+    """Copy a URL to a file and return (size, sha256); stop after more than ``limit`` bytes."""
     file.seek(0)
     size, digest = 0, hashlib.sha256()
     for chunk in _chunks(url):
         size += len(chunk)
-        if size > most:
+        if size > limit:
             break
         digest.update(chunk)
         file.write(chunk)

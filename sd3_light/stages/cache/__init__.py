@@ -27,7 +27,7 @@ from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.remote import load_remote_manifest
-from sd3_light.data.verify import is_whole
+from sd3_light.data.verify import is_intact
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
@@ -241,7 +241,7 @@ class _Stage:
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         existing = read_entry(shards, entry.file)
-        if existing is not None and self._options.verify and not is_whole(shards / entry.file, existing):
+        if existing is not None and self._options.verify and not is_intact(shards / entry.file, existing):
             mark.touch()
         if existing is not None and not mark.exists():
             return existing
@@ -334,7 +334,7 @@ def _verify(shards: Path, units: Sequence[Unit]) -> None:
     with progress("hashing shards", len(units), "shards") as bar:
         for unit in units:
             entry = read_entry(shards, unit.file)
-            whole = entry is not None and is_whole(shards / unit.file, entry)
+            whole = entry is not None and is_intact(shards / unit.file, entry)
             if entry is not None and not (whole and is_readable((shards / unit.file).with_suffix(".arrow"))):
                 damaged_mark(shards / unit.file).touch()
             bar.advance()

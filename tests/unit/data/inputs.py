@@ -4,7 +4,7 @@ import io
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import REASONS
-from sd3_light.data.sources import Record, Rejected, scan
+from sd3_light.data.sources import Record, Rejected, occurrences, scan
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 ORIENTATION = 0x0112
@@ -175,3 +175,10 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
 
 def structs(count: int) -> list[dict[str, Any]]:
     return [{"bytes": picture(n), "path": f"{n}.png"} for n in range(count)]
+
+
+def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Record | Rejected]:
+    """Scan several directories, one after the other."""
+    directories = tuple(directories)
+    for directory, index in zip(directories, occurrences(directories), strict=True):
+        yield from scan(directory, index)

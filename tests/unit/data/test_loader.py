@@ -123,7 +123,7 @@ def test_a_last_step_without_all_its_micro_batches_is_no_step(make_cache: MakeCa
     data = make_cache()
     order = data.order(0, ONCE, lambda resolution: 4)
     loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, Plain(), items=range(3))
-    with pytest.raises(AssertionError, match="lacks micro-batches"):
+    with pytest.raises(AssertionError, match="too few micro-batches"):
         list(loader.steps())
 
 

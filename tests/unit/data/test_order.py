@@ -278,10 +278,10 @@ def seen_by_world(order: Order, first: int, last: int, ranks: int, accumulation:
         own = Order(order.seed, order.buckets)
         for step in range(first, last):
             micros = [micro for micro in range(accumulation) if (step * accumulation + micro) % workers == worker]
-            whole = own.picks(step) if micros else None
+            whole = rows(own.picks(step)) if micros else []
             for rank, micro in product(range(ranks), micros):
                 part = rank_slice(own.batch_size(step), rank, ranks, micro, accumulation)
-                seen[step, rank, micro] = rows(whole.part(*part))
+                seen[step, rank, micro] = whole[slice(*part)]
     return [row for key in sorted(seen) for row in seen[key]]
 
 
@@ -350,12 +350,6 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         rank_slice(24, 0, 5, 0, 1)
     with pytest.raises(AssertionError):
         rank_slice(24, 0, 4, 0, 4)
-
-
-def test_part_is_a_slice() -> None:
-    picks = mixed().picks(0)
-    assert rows(picks.part(2, 5)) == rows(picks)[2:5]
-    assert (picks.part(2, 5).epoch, picks.part(2, 5).bucket) == (picks.epoch, picks.bucket)
 
 
 # --- resume and cost ---------------------------------------------------------------------------

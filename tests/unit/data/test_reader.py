@@ -87,7 +87,7 @@ def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> 
 def test_a_file_cut_short_after_it_was_opened_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
     reader = ShardReader(*shard)
     os.truncate(shard[0], reader.locate(3, 0, 0).moments + 8)
-    with pytest.raises(UserError, match="ends too early"):
+    with pytest.raises(UserError, match="is truncated"):
         reader.image(3, 0)
 
 
@@ -96,7 +96,7 @@ def test_a_missing_file_is_told_as_such(tmp_path: Path, shard: tuple[Path, Shard
         ShardReader(tmp_path / "nowhere.safetensors", shard[1])
 
 
-# --- what is no shard of this cache ---------------------------------------------------------------
+# --- files that are not shards of this cache ---------------------------------------------------
 
 
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: str) -> int:
@@ -113,20 +113,20 @@ def set_to(name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[d
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "missing": (lambda t: t.pop("t5.tokens"), "lacks t5.tokens"),
-    "unknown": (lambda t: t.update(extra=torch.zeros(1)), "holds a tensor 'extra'"),
+    "missing": (lambda t: t.pop("t5.tokens"), "it has no t5.tokens"),
+    "unknown": (lambda t: t.update(extra=torch.zeros(1)), "contains an unknown tensor 'extra'"),
     "dtype": (set_to("moments", torch.Tensor.float), "moments is F32"),
     "dimensions": (set_to("moments", lambda m: m[:, 0]), "moments is F16"),
     "count": (set_to("sample_id", lambda ids: ids[:-1]), "sample_id has 3 rows, not 4"),
     "bucket": (set_to("moments", lambda m: m.transpose(-1, -2)), "latents are"),
     "channels": (set_to("moments", lambda m: m[:, :, :3]), "moments are"),
-    "mask": (set_to("mask", lambda m: m[:, :1]), "masks and latents differ"),
-    "pooled": (set_to("clip_l.pooled", lambda p: p[:-1]), "number of captions"),
-    "captions": (set_to("caption_start", lambda s: s * 0), "captions do not add up"),
-    "no caption": (set_to("caption_start", lambda s: torch.tensor([0, 0, 2, 4, 8])), "captions do not add up"),
-    "outside": (set_to("caption", lambda c: c + 5), "lies outside"),
-    "negative": (set_to("caption", lambda c: c - 1), "lies outside"),
-    "tokens": (set_to("t5.start", lambda s: s.flip(0)), "t5: tokens do not add up"),
+    "mask": (set_to("mask", lambda m: m[:, :1]), "sizes of masks and latents differ"),
+    "pooled": (set_to("clip_l.pooled", lambda p: p[:-1]), "numbers of captions"),
+    "captions": (set_to("caption_start", lambda s: s * 0), "caption counts are inconsistent"),
+    "no caption": (set_to("caption_start", lambda s: torch.tensor([0, 0, 2, 4, 8])), "caption counts are inconsistent"),
+    "outside": (set_to("caption", lambda c: c + 5), "caption index is out of range"),
+    "negative": (set_to("caption", lambda c: c - 1), "caption index is out of range"),
+    "tokens": (set_to("t5.start", lambda s: s.flip(0)), "t5: its token counts are inconsistent"),
 }
 
 
@@ -146,7 +146,7 @@ def test_tensors_that_do_not_fit_are_a_fault(shard: tuple[Path, ShardEntry], kin
 
 def test_a_shard_of_another_fingerprint_or_size_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
     path, entry = shard
-    with pytest.raises(UserError, match="another fingerprint"):
+    with pytest.raises(UserError, match="its fingerprint differs"):
         ShardReader(path, replace(entry, fingerprint="other"))
     with pytest.raises(UserError, match="the manifest says"):
         ShardReader(path, replace(entry, bytes=entry.bytes + 1))
@@ -175,9 +175,9 @@ def moved(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str, 
         (lambda h, b: with_header(b'{"\xff', b), "codec"),
         (lambda h, b: with_header([1, 2], b), ""),
         (lambda h, b: with_header({k: v for k, v in h.items() if k != "__metadata__"}, b), "no entry 'shard'"),
-        (lambda h, b: with_header(moved(h, "moments", 8, 8), b), "do not fill it"),
+        (lambda h, b: with_header(moved(h, "moments", 8, 8), b), "do not fill the file"),
         (lambda h, b: with_header(moved(h, "moments", 0, 8), b), "moments has"),
-        (lambda h, b: with_header(h, b + b"more"), "do not fill it"),
+        (lambda h, b: with_header(h, b + b"more"), "do not fill the file"),
         (lambda h, b: b"", ""),
         (lambda h, b: b"\x01", ""),
     ],
@@ -188,7 +188,7 @@ def test_a_header_that_lies_is_a_fault(
     path, entry = shard
     data = spoil(*header_of(path.read_bytes()))
     path.write_bytes(data)
-    with pytest.raises(UserError, match="is damaged or no shard of this cache") as fault:
+    with pytest.raises(UserError, match="is damaged or belongs to another cache") as fault:
         ShardReader(path, replace(entry, bytes=len(data)))
     assert message in str(fault.value)
     assert "\n" not in str(fault.value)

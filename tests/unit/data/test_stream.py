@@ -271,9 +271,9 @@ def test_no_more_shards_are_open_than_the_window_asks_for(make_cache: MakeCache)
 def test_open_shards_are_used_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(8, 8))
     opened: list[str] = []
-    real = CachedDataset._opened
+    real = CachedDataset._new_reader
     monkeypatch.setattr(
-        CachedDataset, "_opened", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
+        CachedDataset, "_new_reader", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
     )
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)
@@ -321,15 +321,15 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     real = verify_module.file_sha256
 
     def note(path: Path) -> str:
-        hashed[path.name] = threading.current_thread() is data._ahead
+        hashed[path.name] = threading.current_thread() is data._prefetcher
         return real(path)
 
     monkeypatch.setattr(verify_module, "file_sha256", note)
     batches = MicroBatches(data, order, 0, 1, 1)
     for step in range(6):
         batches[step]
-        assert data._ahead is not None
-        data._ahead.join()
+        assert data._prefetcher is not None
+        data._prefetcher.join()
     assert Counter(hashed.values())[True] >= 3, "all but the first window's"
 
 
@@ -350,10 +350,10 @@ def test_the_first_steps_shards_are_hashed_while_the_trainer_gets_ready(make_cac
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
-    assert data._ahead is not None
-    data._ahead.join()
+    assert data._prefetcher is not None
+    data._prefetcher.join()
     assert data._verifier is not None
-    known = {at for at, entry in enumerate(data.buckets[0].shards) if data._verifier.is_known(entry)}
+    known = {at for at, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
     assert set(order.picks(0).segment.tolist()) <= known
     assert len(known) <= 3
 

@@ -16,7 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.stream import CachedDataset
-from sd3_light.data.verify import Verifier, Wanted
+from sd3_light.data.verify import ShardFile, Verifier
 
 FORK = multiprocessing.get_context("fork")
 
@@ -45,12 +45,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter
     return lambda: Counter(path.read_text().split())
 
 
-def wanted(folder: Path) -> list[Wanted]:
+def wanted(folder: Path) -> list[ShardFile]:
     return [(entry, folder / SHARDS / entry.file) for entry in Manifest.load(folder).shards]
 
 
 def verifier(folder: Path, launched: bool = False) -> Verifier:
-    return Verifier(folder, Manifest.load(folder), launched)
+    return Verifier(folder, launched)
 
 
 def marks(folder: Path) -> list[Path]:
@@ -158,7 +158,7 @@ def test_marks_of_launches_that_ended_are_removed(folder: Path) -> None:
     mine = verifier(folder)
     assert old not in marks(folder)
     assert len(marks(folder)) == 2
-    assert mine.is_known(Manifest.load(folder).shards[0]) is False
+    assert mine.is_verified(Manifest.load(folder).shards[0]) is False
 
 
 def test_a_damaged_shard_is_named_and_marked(folder: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_damaged_shard_is_named_and_marked(folder: Path) -> None:
         assert "run `sd3-light cache CONFIG`" in str(fault.value)
         assert "\n" not in str(fault.value)
     assert [one.name for one in path.parent.glob("*.damaged")] == [f"{path.name}.damaged"]
-    assert not own.is_known(entry)
+    assert not own.is_verified(entry)
 
 
 def test_a_cut_shard_is_damaged_and_a_folder_that_may_not_be_written_stays_as_it_is(
@@ -198,7 +198,7 @@ def test_looking_ahead_hashes_and_never_complains(folder: Path, log: Callable[[]
     own = verifier(folder)
     own.prefetch(good)
     own.prefetch(bad)
-    assert own.is_known(good[0])
-    assert not own.is_known(bad[0])
+    assert own.is_verified(good[0])
+    assert not own.is_verified(bad[0])
     own.require([good])
     assert log()[good[1].name] == 1

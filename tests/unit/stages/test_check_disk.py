@@ -194,7 +194,7 @@ def test_a_cache_at_a_url_needs_no_local_images(files: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "fault", "problem"),
     [
-        ('cache_dir = "s4://bucket/x"', "cache_dir", "fsspec knows no protocol 's4'"),
+        ('cache_dir = "s4://bucket/x"', "cache_dir", "fsspec does not support the protocol 's4'"),
         ('cache_dir = "memory://x"\nstream_cache_dir = "file"', "stream_cache_dir", "is a file"),
     ],
 )

@@ -81,7 +81,7 @@ def test_an_interrupted_process_keeps_its_shards(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         process(tmp_path, Broken(6), shard_size=2)
-    with pytest.raises(UserError, match="holds no processed data"):
+    with pytest.raises(UserError, match="no processed data in"):
         ProcessedDataset(tmp_path)
     assert process(tmp_path, Pictures(6), shard_size=2) == 2
 

@@ -17,7 +17,6 @@ from sd3_light.data.building import catalogue as catalogue_module
 from sd3_light.data.building.cache_plan import Unit
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.building.chunks import chunks
-from sd3_light.data.sources import scan_all
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.manifest_writer import sort_units
 from tests.unit.data.building.catalogues import (
@@ -29,6 +28,7 @@ from tests.unit.data.building.catalogues import (
     unit_of,
     write_image,
 )
+from tests.unit.data.inputs import scan_all
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 

@@ -12,9 +12,9 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, scan_all, signature
+from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, signature
 from sd3_light.randomness import sample_id
-from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, structs, write_tar
+from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, scan_all, structs, write_tar
 
 # --- folders -----------------------------------------------------------------------------------
 

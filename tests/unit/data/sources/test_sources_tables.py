@@ -187,7 +187,7 @@ def test_rows_that_lack_a_configured_column_are_named_one_by_one(tmp_path: Path)
     details = {item.reason: item.detail for item in items if isinstance(item, Rejected)}
     assert details == {
         "no_caption": "no value in 'c' (caption_column)",
-        "broken_row": "it names no file in 'p' (image_column)",
+        "broken_row": "no file name in 'p' (image_column)",
     }
 
 

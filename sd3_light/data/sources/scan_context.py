@@ -1,4 +1,4 @@
-"""What all forms of source share: keys, the choice of a subsample, captions made ready, and masks."""
+"""The context of a scan, shared by all kinds of sources: keys, subsampling, captions and masks."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,32 +13,32 @@ from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected
 from sd3_light.randomness import sample_id
 
 
-class Scope:
-    """One directory of the data set during a scan. Names are relative to its root, with forward slashes.
+class ScanContext:
+    """One directory of the dataset during a scan. Names are relative to its root, with forward slashes.
 
-    ``columns`` are the configured ones, ``apart`` the paths that hold masks, ``name_store`` keeps names on disk.
+    ``columns`` are the configured columns, ``excluded`` the paths of masks, ``name_store`` keeps names on disk.
     """
 
     def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore) -> None:
         self.columns = Columns(directory.image_column, directory.caption_column)
-        self.apart = mask_paths(directory)
+        self.excluded = mask_paths(directory)
         self.name_store = name_store
         self._directory = directory
-        # the index comes last: whatever characters a name holds, two different pairs never meet in one prefix
+        # the index comes last: whatever characters a name has, different pairs have different prefixes
         self._prefix = f"{directory.path.name}#{index}"
         self._masks = _Masks(directory, name_store)
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def key(self, name: str) -> str:
-        """The source key of what is called ``name``."""
+        """Return the source key of ``name``."""
         return f"{self._prefix}/{name}"
 
-    def found(
+    def sample(
         self, name: str, image: Location, raw_captions: Callable[[], Sequence[str]], mask_name: str | None = None
     ) -> Iterator[ScanItem]:
-        """The record of a picture, or why it is none; nothing at all when the subsample leaves it out.
+        """Yield the record of an image, or its reject; nothing if subsampling leaves it out.
 
-        Captions are fetched only for what is wanted. ``mask_name`` is looked up in ``mask_path`` without its suffix.
+        Captions are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
         """
         key = self.key(name)
         if not is_utf8(key):
@@ -50,14 +50,14 @@ class Scope:
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)
 
-    def rejected(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
-        """The reject of what is called ``name``, unless the subsample leaves it out."""
+    def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
+        """Yield the reject of ``name``, unless subsampling leaves it out."""
         key = _printable(self.key(name))
         if self._is_chosen(key):
             yield Rejected(key, reason, _printable(detail), image)
 
-    def broken(self, name: str, reason: str, detail: str = "") -> Rejected:
-        """The reject of a container (a folder, table, tar): never left out, as many samples hang on it."""
+    def reject_container(self, name: str, reason: str, detail: str = "") -> Rejected:
+        """Return the reject of a container (folder, table, tar); never left out, as it affects many samples."""
         return Rejected(_printable(self.key(name)), reason, _printable(detail))
 
     def _is_chosen(self, key: str) -> bool:
@@ -65,7 +65,7 @@ class Scope:
 
 
 class _Masks:
-    """Finds masks: ``mask_path/NAME.*`` for a picture NAME, else the default mask, else none."""
+    """Finds masks: ``mask_path/NAME.*`` for an image NAME, else the default mask, else None."""
 
     def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
         self._root = directory.mask_path
@@ -76,12 +76,12 @@ class _Masks:
     def find(self, name: str) -> Location | None:
         if self._root is None:
             return self._default
-        where = PurePosixPath(name)
-        folder = os.path.join(self._root, where.parent)
-        # pictures come folder by folder: one folder's listing at a time is kept
+        image = PurePosixPath(name)
+        folder = os.path.join(self._root, image.parent)
+        # images come folder by folder, so only one listing is kept
         if folder != self._folder:
             self._list(folder)
-        file = next(filter(is_image_name, self._names.with_stem(where.stem)), None)
+        file = next(filter(is_image_name, self._names.with_stem(image.stem)), None)
         return FileBytes(os.path.join(folder, file)) if file else self._default
 
     def _list(self, folder: str) -> None:
@@ -94,11 +94,11 @@ class _Masks:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as fault:
-            # a mask that may be there must not be taken for none
+            # the mask may exist, so the image must not be used without it
             raise Reject("unreadable", str(fault)) from fault
         self._folder = folder
 
 
 def _printable(text: str) -> str:
-    """The text with whatever is not UTF-8 in it (names from a disk or a tar) as escapes, so that it can be written."""
+    """Return the text with escapes for everything that is not UTF-8 (names from a disk or a tar)."""
     return text.encode("utf-8", "backslashreplace").decode()
