@@ -1,4 +1,4 @@
-"""A toy cache: shards whose tensors say which sample, variant and caption they are."""
+"""A toy cache: shards whose tensors encode their sample, variant and caption."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ LABEL = "toy#0"
 
 
 def token_counts(sample: int, caption: int, real: bool) -> dict[str, int]:
-    """Tokens of each encoder: always the same when padded, else by sample and caption."""
+    """Return the tokens per encoder: constant if padded, else by sample and caption."""
     return {"clip_l": 1 + (sample + caption) % 3, "clip_g": 1 + sample % 2, "t5": sample % 4} if real else PADDED
 
 
@@ -29,14 +29,14 @@ def toy_content(
     real: bool = False,
     bucket: str = "32x16",
 ) -> ShardContent:
-    """Samples ``numbers``: moments hold 10 number + variant, the mask is white on the left only; every token and pooled
-    vector carries the sample in its first place and the caption in its second."""
-    count, distinct = len(numbers), [(number, at) for number in numbers for at in range(captions)]
+    """Build samples ``numbers``: moments are 10 number + variant, the mask is white on the left half; every token and
+    pooled vector starts with the sample and the caption."""
+    count, distinct = len(numbers), [(number, caption) for number in numbers for caption in range(captions)]
     moments = torch.tensor([[10.0 * number + variant for variant in range(variants)] for number in numbers])
     text = {}
     for name, width in WIDTHS.items():
-        lengths = [token_counts(*one, real)[name] for one in distinct]
-        marks = torch.tensor([one for one, length in zip(distinct, lengths, strict=True) for _ in range(length)])
+        lengths = [token_counts(*pair, real)[name] for pair in distinct]
+        marks = torch.tensor([pair for pair, length in zip(distinct, lengths, strict=True) for _ in range(length)])
         tokens = torch.zeros(sum(lengths), width)
         tokens[:, :2] = marks.reshape(-1, 2)
         text[f"{name}.tokens"] = tokens.bfloat16()
@@ -62,13 +62,13 @@ def toy_content(
 def toy_shard(
     folder: Path, name: str, content: ShardContent, bucket: str = "32x16", directory: str = LABEL
 ) -> ShardEntry:
-    """Write one shard below ``folder``; its entry."""
+    """Write one shard to ``folder`` and return its entry."""
     shards = folder / SHARDS
     shards.mkdir(parents=True, exist_ok=True)
     resolution = (0, 0) if bucket == "empty" else (32, 16)
     entry = ShardEntry(f"{name}.safetensors", bucket, resolution, directory, 0, 0, "", name)
     ids = content.sample_id.tolist()
-    return write_shard(shards, entry, content, [Origin(f"key/{one}", "f", 32, 16, ("a caption",)) for one in ids])
+    return write_shard(shards, entry, content, [Origin(f"key/{sample}", "f", 32, 16, ("a caption",)) for sample in ids])
 
 
 def fake_cache(
@@ -81,13 +81,13 @@ def fake_cache(
     mask: bool = False,
     real: bool = False,
 ) -> Manifest:
-    """Shards of ``sizes`` samples with ids from 1 on, each in its bucket and directory."""
+    """Write shards of ``sizes`` samples with ids from 1, each with its bucket and directory."""
     entries, first = [], 1
-    for at, size in enumerate(sizes):
-        bucket = buckets[at] if buckets else "32x16"
+    for number, size in enumerate(sizes):
+        bucket = buckets[number] if buckets else "32x16"
         content = toy_content(range(first, first + size), captions, variants, mask, real, bucket)
-        directory = directories[at] if directories else LABEL
-        entries.append(toy_shard(folder, f"{directory}-{bucket}-{at:05d}", content, bucket, directory))
+        directory = directories[number] if directories else LABEL
+        entries.append(toy_shard(folder, f"{directory}-{bucket}-{number:05d}", content, bucket, directory))
         first += size
     empty = toy_shard(folder, "empty", toy_content([0], real=real, bucket="empty"), "empty", "")
     recipe = {"t5_max_length": 2, "text_tokens": "real" if real else "padded"}
@@ -108,7 +108,7 @@ def make_shard() -> Callable[..., ShardEntry]:
 
 @pytest.fixture
 def make_cache(tmp_path: Path) -> Callable[..., CachedDataset]:
-    """`fake_cache` in the test's folder, opened."""
+    """Return a function that writes `fake_cache` to the test's folder and opens it."""
 
     def make(**keys: object) -> CachedDataset:
         fake_cache(tmp_path / "cache", **keys)  # type: ignore[arg-type]

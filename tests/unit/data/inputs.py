@@ -1,4 +1,4 @@
-"""Pictures, folders, tars and scans for tests: what the world may hand to the sources."""
+"""Images, folders, tars and scans for tests of the sources."""
 
 import io
 import struct
@@ -60,7 +60,7 @@ def animated(kind: str, **options: Any) -> bytes:
 
 
 def profile(space: bytes, tags: dict[bytes, bytes]) -> bytes:
-    """A minimal version 2 ICC profile."""
+    """Return a minimal version 2 ICC profile."""
     table, body = struct.pack(">I", len(tags)), b""
     start = 128 + 4 + 12 * len(tags)
     for name, data in tags.items():
@@ -101,14 +101,14 @@ def linear_grey() -> bytes:
 
 
 def as_srgb(colour: tuple[int, int, int]) -> np.ndarray:
-    """What an Adobe RGB colour is in sRGB, by the textbook."""
+    """Convert an Adobe RGB colour to sRGB with the standard formulas."""
     light = (np.array(colour) / 255) ** 2.2 @ np.array(WIDE) @ np.linalg.inv(np.array(SRGB))
     light = light.clip(0, 1)
     return 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
 
 
 def late_exif_png() -> bytes:
-    """A PNG whose EXIF stands behind the pixels."""
+    """Return a PNG whose EXIF chunk is after the pixels."""
     data = save(halves(), "PNG", exif=exif(6))
     start = data.index(b"eXIf") - 4
     end = start + 12 + struct.unpack(">I", data[start : start + 4])[0]
@@ -128,13 +128,13 @@ def scrambled_png() -> bytes:
     return bytes(data)
 
 
-def picture(colour: int = 0) -> bytes:
+def png(colour: int = 0) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16), (colour, 0, 0)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def lay(root: Path, files: dict[str, bytes | str]) -> Path:
+def write_files(root: Path, files: dict[str, bytes | str]) -> Path:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,13 +146,13 @@ def directory(path: Path, **keys: Any) -> DirectoryConfig:
     return DirectoryConfig(path=path, resolutions=[64], **keys)
 
 
-def found(path: Path, **keys: Any) -> list[Record | Rejected]:
+def scan_items(path: Path, **keys: Any) -> list[Record | Rejected]:
     items = list(scan(directory(path, **keys), 0))
     names = [item.key for item in items]
     assert len(set(names)) == len(names), "keys are unique"
     assert all(item.reason in REASONS for item in items if isinstance(item, Rejected))
-    assert all((item.key + item.detail).encode() for item in items if isinstance(item, Rejected)), "can be written"
-    assert items == list(scan(directory(path, **keys), 0)), "a second scan sees the same"
+    assert all((item.key + item.detail).encode() for item in items if isinstance(item, Rejected)), "is valid UTF-8"
+    assert items == list(scan(directory(path, **keys), 0)), "a second scan yields the same items"
     return items
 
 
@@ -174,7 +174,7 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
 
 
 def structs(count: int) -> list[dict[str, Any]]:
-    return [{"bytes": picture(n), "path": f"{n}.png"} for n in range(count)]
+    return [{"bytes": png(n), "path": f"{n}.png"} for n in range(count)]
 
 
 def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Record | Rejected]:

@@ -30,14 +30,14 @@ from tests.unit.data.inputs import (
     directory,
     exif,
     halves,
-    lay,
     noise,
     palette,
-    picture,
+    png,
     png_header,
     save,
     scrambled_png,
     wide_gamut,
+    write_files,
     write_tar,
 )
 
@@ -70,23 +70,23 @@ class Case:
 
 
 def image(data: bytes, outcome: str | Used, name: str = "a.jpg") -> Case:
-    """One picture file with a good caption."""
+    """One image file with a good caption."""
     return Case({name: outcome}, {name: data, f"{Path(name).stem}.txt": "a caption"})
 
 
 def caption(data: bytes | str, outcome: str | tuple[str, ...]) -> Case:
-    """One good picture with a caption file."""
+    """One good image with a caption file."""
     expected = outcome if isinstance(outcome, str) else Used(captions=outcome)
-    return Case({"a.png": expected}, {"a.png": picture(), "a.txt": data})
+    return Case({"a.png": expected}, {"a.png": png(), "a.txt": data})
 
 
 def table(name: str, text: str | bytes, outcome: dict[str, str | Used], **keys: Any) -> Case:
-    """One good picture without a text file, and a caption table."""
-    return Case(outcome, {"a.png": picture(), name: text}, keys)
+    """One good image without a text file, and a caption table."""
+    return Case(outcome, {"a.png": png(), name: text}, keys)
 
 
 def masked(mask: bytes, outcome: str | Used, data: bytes = b"") -> Case:
-    """One picture with a mask."""
+    """One image with a mask."""
     files = {"a.png": data or save(halves(size=(64, 64)), "PNG"), "a.txt": "a caption", "masks/a.png": mask}
     return Case({"a.png": outcome}, files, {"mask_path": "masks"})
 
@@ -96,7 +96,7 @@ def tarred(*members: tuple[str, bytes]) -> Callable[[Path], object]:
 
 
 def cut_tar(root: Path) -> None:
-    members = [(f"{n}.{end}", data) for n in range(2) for end, data in (("txt", b"a caption"), ("png", picture(n)))]
+    members = [(f"{n}.{end}", data) for n in range(2) for end, data in (("txt", b"a caption"), ("png", png(n)))]
     path = write_tar(root / "x.tar", members)
     path.write_bytes(path.read_bytes()[:2600])
 
@@ -106,7 +106,7 @@ def parquet(columns: dict[str, list[Any]]) -> Callable[[Path], object]:
 
 
 def cut_parquet(root: Path) -> None:
-    parquet({"image": [picture()], "text": ["a caption"]})(root)
+    parquet({"image": [png()], "text": ["a caption"]})(root)
     (root / "x.parquet").write_bytes((root / "x.parquet").read_bytes()[:-20])
 
 
@@ -148,7 +148,7 @@ ROWS_WITHOUT_FILE = '{"text": "nameless"}\n{"file": "a.png", "text": "a caption"
 GOOD_ROW = '{"file": "a.png", "text": "a caption"}'
 
 CASES: dict[str, Case] = {
-    # --- pictures that cannot be used
+    # --- images that cannot be used
     "a JPEG cut short": image(save(noise(), "JPEG")[:-1500], "truncated"),
     "a PNG cut short": image(save(noise(), "PNG")[:-3000], "truncated", "a.png"),
     "a GIF cut short": image(save(noise("L"), "GIF")[:-1500], "truncated", "a.gif"),
@@ -165,9 +165,9 @@ CASES: dict[str, Case] = {
     "a LAB TIFF": image(save(Image.new("LAB", (8, 8)), "TIFF"), "unsupported_mode", "a.tif"),
     "a format that is not read": image(b"\0\0\0\x18ftypheic", "unsupported_format", "a.heic"),
     "a dangling link": Case({"a.jpg": "unreadable"}, {"a.txt": "a caption"}, then=dangling),
-    "a closed file": Case({"a.png": "unreadable"}, {"a.png": picture(), "a.txt": "a caption"}, then=closed),
-    "a name that is not UTF-8": image(picture(), "name_not_utf8", os.fsdecode(b"caf\xe9.png")),
-    # --- pictures that are odd and used
+    "a closed file": Case({"a.png": "unreadable"}, {"a.png": png(), "a.txt": "a caption"}, then=closed),
+    "a name that is not UTF-8": image(png(), "name_not_utf8", os.fsdecode(b"caf\xe9.png")),
+    # --- images that are odd and used
     "a PNG named .jpg": image(save(halves(), "PNG"), Used(RED, BLUE)),
     "a JPEG named .png": image(save(halves(), "JPEG", quality=95), Used(RED, BLUE), "a.png"),
     "a suffix in capitals": image(save(halves(), "PNG"), Used(RED, BLUE), "a.PNG"),
@@ -191,10 +191,10 @@ CASES: dict[str, Case] = {
     "one pixel": image(save(Image.new("RGB", (1, 1), RED), "PNG"), Used(RED, RED), "a.png"),
     "a strip": image(save(halves(size=(9000, 2)), "PNG"), Used(RED, BLUE), "a.png"),
     # --- captions
-    "no caption": Case({"a.png": "no_caption"}, {"a.png": picture()}),
+    "no caption": Case({"a.png": "no_caption"}, {"a.png": png()}),
     "an empty caption, kept": caption("", ("",)),
     "an empty caption, unwanted": Case(
-        {"a.png": "empty_caption"}, {"a.png": picture(), "a.txt": " \n"}, {"skip_empty_caption": True}
+        {"a.png": "empty_caption"}, {"a.png": png(), "a.txt": " \n"}, {"skip_empty_caption": True}
     ),
     "latin-1": caption("café".encode("latin-1"), "caption_not_utf8"),
     "UTF-16": caption("a caption".encode("utf-16"), "caption_not_utf8"),
@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
     "Windows line ends": caption(b"a\r\ncaption\r\n", ("a caption",)),
     "thousands of words": caption(LONG, (LONG,)),
     "2 MB": caption("x" * (2 * MB), "caption_too_long"),
-    "a caption without a picture": Case({"a.txt": "missing_file"}, {"a.txt": "a caption"}),
+    "a caption without an image": Case({"a.txt": "missing_file"}, {"a.txt": "a caption"}),
     # --- caption tables
     "half a surrogate pair": table("captions.json", r'{"a.png": "half \ud83d"}', {"a.png": "caption_not_utf8"}),
     "a number for a caption": table("captions.json", '{"a.png": 7}', {"a.png": "bad_caption"}),
@@ -241,31 +241,29 @@ CASES: dict[str, Case] = {
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),
     "a member twice": Case(
         {"x.tar/a.png": [Used(), "duplicate_key"]},
-        then=tarred(("a.png", picture()), ("a.txt", b"a caption"), ("a.png", picture()), ("a.txt", b"again")),
+        then=tarred(("a.png", png()), ("a.txt", b"a caption"), ("a.png", png()), ("a.txt", b"again")),
     ),
-    "a member without a caption": Case({"x.tar/a.png": "no_caption"}, then=tarred(("a.png", picture()))),
-    "a member without a picture": Case({"x.tar/a": "missing_file"}, then=tarred(("a.txt", b"a caption"))),
-    "a member whose picture is broken": Case(
+    "a member without a caption": Case({"x.tar/a.png": "no_caption"}, then=tarred(("a.png", png()))),
+    "a member without an image": Case({"x.tar/a": "missing_file"}, then=tarred(("a.txt", b"a caption"))),
+    "a member whose image is broken": Case(
         {"x.tar/a.png": "truncated"}, then=tarred(("a.png", save(noise(), "PNG")[:-3000]), ("a.txt", b"a caption"))
     ),
     "a member whose JSON is broken": Case(
-        {"x.tar/a.png": "bad_caption"}, then=tarred(("a.png", picture()), ("a.json", b"{"))
+        {"x.tar/a.png": "bad_caption"}, then=tarred(("a.png", png()), ("a.json", b"{"))
     ),
     # --- Parquet
-    "Parquet without pictures": Case({"x.parquet": "no_image_column"}, then=parquet({"url": ["u"], "text": ["t"]})),
-    "Parquet without captions": Case(
-        {"x.parquet": "no_caption_column"}, then=parquet({"image": [picture()], "n": [1]})
-    ),
+    "Parquet without images": Case({"x.parquet": "no_image_column"}, then=parquet({"url": ["u"], "text": ["t"]})),
+    "Parquet without captions": Case({"x.parquet": "no_caption_column"}, then=parquet({"image": [png()], "n": [1]})),
     "Parquet without its footer": Case({"x.parquet": "broken_parquet"}, then=cut_parquet),
     "Parquet with a hole": Case({f"x.parquet/{n:09d}": "unreadable" for n in range(3)}, then=hollow_parquet),
     "Parquet that is none": Case({"x.parquet": "broken_parquet"}, {"x.parquet": PAGE}),
-    "a null for a picture": Case(
+    "a null for an image": Case(
         {"x.parquet/000000000": Used(), "x.parquet/000000001": "empty_file"},
-        then=parquet({"image": [picture(), None], "text": ["a caption", "b"]}),
+        then=parquet({"image": [png(), None], "text": ["a caption", "b"]}),
     ),
     "a null for a caption": Case(
         {"x.parquet/000000000": "no_caption"},
-        then=parquet({"image": [picture()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
+        then=parquet({"image": [png()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
     ),
     # --- folders
     "a link to a folder above": Case({"sub/up": "folder_loop"}, then=loop),
@@ -315,7 +313,7 @@ def test_every_kind_of_input_ends_as_it_should(tmp_path: Path, kind: str) -> Non
     case = CASES[kind]
     if case.then is closed and os.geteuid() == 0:
         pytest.skip("nothing is closed to root")
-    root = lay(tmp_path / "set", case.files)
+    root = write_files(tmp_path / "set", case.files)
     root.mkdir(exist_ok=True)
     case.then(root)
     keys = {key: root / value if key == "mask_path" else value for key, value in case.keys.items()}

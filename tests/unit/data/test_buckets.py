@@ -19,7 +19,7 @@ from sd3_light.data.buckets import (
 
 
 def directory(**keys: Any) -> DirectoryConfig:
-    return DirectoryConfig(path=Path("pictures"), **keys)
+    return DirectoryConfig(path=Path("images"), **keys)
 
 
 def ratio_buckets(resolution: int | list[int], **keys: Any) -> tuple[Bucket, ...]:

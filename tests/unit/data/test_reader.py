@@ -50,7 +50,7 @@ def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry], in_memory: bo
             assert torch.equal(moments, torch.full((4, 2, 4), 10.0 * number + at).half())
             assert mask is not None
             white = [[0, 0, 255, 255]] * 2 if at else [[255, 255, 0, 0]] * 2
-            assert mask.tolist() == white, "mirrored with its picture"
+            assert mask.tolist() == white, "mirrored with its image"
 
 
 def test_a_shared_caption_is_kept_once(

@@ -18,14 +18,14 @@ from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
 from sd3_light.files import file_sha256
 
-ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "pictures#0", 0, 0, "", "fingerprint")
+ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "images#0", 0, 0, "", "fingerprint")
 IDS = (2**62, 1, 2**63 - 1)
 ORIGINS = [
-    Origin("pictures#0/0.png", "f0", 100, 200, ("a red circle",), image='["0.png"]'),
+    Origin("images#0/0.png", "f0", 100, 200, ("a red circle",), image='["0.png"]'),
     Origin(
-        "pictures#0/1.png", "f1", 101, 200, ("a red circle", "一个红色的圆"), image='["x.tar",512,99]', mask='["m.png"]'
+        "images#0/1.png", "f1", 101, 200, ("a red circle", "一个红色的圆"), image='["x.tar",512,99]', mask='["m.png"]'
     ),
-    Origin("pictures#0/子/2.png", "f2", 102, 200, ("",)),
+    Origin("images#0/子/2.png", "f2", 102, 200, ("",)),
 ]
 
 
@@ -161,7 +161,7 @@ def manifest(tmp_path: Path, content: ShardContent) -> Manifest:
         (entry, replace(entry, file="b.safetensors", resolution=(96, 64))),
         entry,
         {"used": 3, "rejected: truncated": 1},
-        {"directory:pictures#0": "/somewhere/图片"},
+        {"directory:images#0": "/somewhere/图片"},
     )
 
 

@@ -1,4 +1,4 @@
-"""Slots: what is packed comes out, without copies where it lies there already, and no slot is lent while it is read."""
+"""Slots: packed values come back unchanged and without needless copies; no slot is reused while it is read."""
 
 import gc
 import multiprocessing
@@ -26,23 +26,23 @@ def test_a_nested_value_comes_out_as_it_went_in() -> None:
         "scalar": torch.tensor(7, dtype=torch.uint8),
         "number": 3,
     }
-    found = pool.unpack(packed_into(pool, value))
-    assert torch.equal(found["a"][0], torch.arange(5))
-    assert found["a"][1][0].dtype == torch.bfloat16
-    assert torch.equal(found["a"][1][0].float(), torch.ones(2, 3))
-    assert found["a"][1][1:] == (None, "text")
-    assert torch.equal(found["odd"], value["odd"])
-    assert found["empty"].shape == (0, 4)
-    assert int(found["scalar"]) == 7
-    assert found["number"] == 3
+    unpacked = pool.unpack(packed_into(pool, value))
+    assert torch.equal(unpacked["a"][0], torch.arange(5))
+    assert unpacked["a"][1][0].dtype == torch.bfloat16
+    assert torch.equal(unpacked["a"][1][0].float(), torch.ones(2, 3))
+    assert unpacked["a"][1][1:] == (None, "text")
+    assert torch.equal(unpacked["odd"], value["odd"])
+    assert unpacked["empty"].shape == (0, 4)
+    assert int(unpacked["scalar"]) == 7
+    assert unpacked["number"] == 3
 
 
 def test_a_slot_is_free_when_its_last_tensor_is_gone() -> None:
     pool = SlotPool(1)
-    found = pool.unpack(packed_into(pool, {"a": torch.ones(4), "b": torch.zeros(4)}))
+    unpacked = pool.unpack(packed_into(pool, {"a": torch.ones(4), "b": torch.zeros(4)}))
     assert pool.acquire() is None
-    part = found["a"][1:3].view(2, 1)
-    del found
+    part = unpacked["a"][1:3].view(2, 1)
+    del unpacked
     assert pool.acquire() is None, "a view of a view still reads it"
     as_array = part.numpy()
     del part
@@ -79,9 +79,9 @@ def test_what_lies_in_the_slot_already_is_not_copied() -> None:
     packed = packer.pack({"inside": inside, "outside": torch.full((300_000,), 2.0)})
     assert packed.nbytes < 1024 + 64 + 4 * 300_000 + 64, "no second place for it"
     inside.fill_(3.0)
-    found = pool.unpack(packed)
-    assert (found["inside"] == 3.0).all()
-    assert (found["outside"] == 2.0).all()
+    unpacked = pool.unpack(packed)
+    assert (unpacked["inside"] == 3.0).all()
+    assert (unpacked["outside"] == 2.0).all()
 
 
 def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
@@ -94,21 +94,21 @@ def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
     left_out = packer.empty((3, 5), torch.float64)
     left_out[:] = float("nan")
     del left_out
-    large = packer.empty((1 << 10, 1 << 9), torch.float32)  # the slot grows, and maps its pages anew
+    large = packer.empty((1 << 10, 1 << 9), torch.float32)  # the slot grows, and its pages are mapped again
     large[:] = torch.arange(1 << 9)
     small = packer.empty((3,), torch.bfloat16)
     small[:] = 2
     packed = packer.pack([large, read[10:20], small, torch.arange(4), large[1:]])
     offsets = [ref.offset for ref in packed.value]
-    assert offsets[4] == offsets[0] + (4 << 9), "part of what lies there already"
+    assert offsets[4] == offsets[0] + (4 << 9), "a view of a tensor in the slot"
     assert packed.nbytes == max(ref.offset + ref.nbytes for ref in packed.value)
     assert offsets[1] == 10, "nothing moved"
     assert packed.nbytes < (4 << 19) + 1000, "nothing is there twice"
-    found = pool.unpack(packed)
-    assert torch.equal(found[0], torch.arange(1 << 9).expand(1 << 10, -1).float())
-    assert found[1].tolist() == [7] * 10
-    assert found[2].tolist() == [2.0] * 3
-    assert torch.equal(found[3], torch.arange(4))
+    unpacked = pool.unpack(packed)
+    assert torch.equal(unpacked[0], torch.arange(1 << 9).expand(1 << 10, -1).float())
+    assert unpacked[1].tolist() == [7] * 10
+    assert unpacked[2].tolist() == [2.0] * 3
+    assert torch.equal(unpacked[3], torch.arange(4))
 
 
 def test_slots_grow_and_old_views_stay_right() -> None:
@@ -135,8 +135,8 @@ def test_a_forked_process_fills_what_this_one_reads() -> None:
     process = context.Process(target=work)
     process.start()
     for slot in slots:
-        found = pool.unpack(queue.get(timeout=30))
-        assert (found["x"] == float(slot or 0)).all()
+        unpacked = pool.unpack(queue.get(timeout=30))
+        assert (unpacked["x"] == float(slot or 0)).all()
     process.join()
     assert process.exitcode == 0
 
@@ -153,10 +153,10 @@ def test_files_go_with_the_pool() -> None:
     before = len(os.listdir("/proc/self/fd"))
     pool = SlotPool(5)
     assert len(os.listdir("/proc/self/fd")) == before + 5
-    found = pool.unpack(packed_into(pool, torch.ones(3)))
+    unpacked = pool.unpack(packed_into(pool, torch.ones(3)))
     del pool
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-    assert found.tolist() == [1.0, 1.0, 1.0], "what was handed out stays"
+    assert unpacked.tolist() == [1.0, 1.0, 1.0], "what was handed out stays"
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -1,4 +1,4 @@
-"""Batches from shards: each sample's own draws, every sample once an epoch, a bounded number of open files."""
+"""Batches from shards: draws per sample, every sample once per epoch, a bounded number of open files."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ def order_of(data: CachedDataset, batch: int = 4, repeats: Mapping[str, float] =
 
 
 def steps_of(data: CachedDataset, order: Order, epoch: int = 0) -> list[dict[str, Any]]:
-    """The global batches of one epoch."""
+    """Read the global batches of one epoch."""
     batches = MicroBatches(data, order, rank=0, world=1, micro_batches=1)
     first = epoch * order.steps_per_epoch
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
@@ -43,12 +43,12 @@ def ids_of(batches: list[dict[str, Any]]) -> list[int]:
 
 
 def number_in(moments: torch.Tensor) -> tuple[int, int]:
-    """(sample, variant) that a toy picture says it is."""
+    """Return the (sample, variant) that a toy image encodes."""
     assert (moments == moments.flatten()[0]).all()
     return divmod(int(moments.flatten()[0]), 10)
 
 
-def test_every_tensor_of_a_row_is_of_one_sample(make_cache: MakeCache) -> None:
+def test_all_tensors_of_a_row_belong_to_one_sample(make_cache: MakeCache) -> None:
     data = make_cache(captions=2, variants=2)
     for batch in steps_of(data, order_of(data)):
         assert batch["moments"].dtype == torch.float16
@@ -59,10 +59,10 @@ def test_every_tensor_of_a_row_is_of_one_sample(make_cache: MakeCache) -> None:
                 values = batch[name][row]
                 assert (values[..., 0] == number).all(), name
                 captions.update(values[..., 1].flatten().tolist())
-            assert len(captions) == 1, "tokens and pooled are of one caption"
+            assert len(captions) == 1, "tokens and pooled vectors belong to one caption"
 
 
-def test_an_epoch_shows_each_sample_once_and_another_order_follows(make_cache: MakeCache) -> None:
+def test_an_epoch_has_each_sample_once_and_the_next_is_reshuffled(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(5, 3, 4))
     order = order_of(data)
     assert order.steps_per_epoch == 3
@@ -73,14 +73,14 @@ def test_an_epoch_shows_each_sample_once_and_another_order_follows(make_cache: M
 
 
 def test_consecutive_steps_see_different_samples(make_cache: MakeCache) -> None:
-    """An earlier loader began anew each step and trained on one batch for ever."""
+    """An earlier loader restarted at each step and trained on the same batch forever."""
     data = make_cache()
     batches = steps_of(data, order_of(data))
-    for one, two in pairwise(batches):
-        assert not set(one["sample_id"].tolist()) & set(two["sample_id"].tolist())
+    for batch, following in pairwise(batches):
+        assert not set(batch["sample_id"].tolist()) & set(following["sample_id"].tolist())
 
 
-def test_a_batch_is_of_one_bucket(make_cache: MakeCache) -> None:
+def test_a_batch_has_one_bucket(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 6), buckets=("32x16", "16x32"))
     order = order_of(data, batch=2)
     first = set(range(1, 5))
@@ -107,7 +107,7 @@ def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: Make
 # --- law 1 -------------------------------------------------------------------------------------
 
 
-def test_caption_and_flip_are_the_samples_own_draws(make_cache: MakeCache) -> None:
+def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
     data = make_cache(captions=3, variants=2)
     order = order_of(data)
     seen: Counter[tuple[str, int]] = Counter()
@@ -127,11 +127,11 @@ def test_a_samples_draws_do_not_depend_on_its_batch(make_cache: MakeCache) -> No
     data = make_cache(captions=3, variants=2)
 
     def chosen(batch: int) -> dict[int, tuple[int, int]]:
-        found = {}
+        draws = {}
         for read in steps_of(data, order_of(data, batch)):
             for row, number in enumerate(read["sample_id"].tolist()):
-                found[number] = (int(read["t5"][row, 0, 1]), number_in(read["moments"][row])[1])
-        return found
+                draws[number] = (int(read["t5"][row, 0, 1]), number_in(read["moments"][row])[1])
+        return draws
 
     assert chosen(2) == chosen(4) == chosen(12)
 
@@ -146,12 +146,12 @@ def test_the_draws_follow_the_seed(make_cache: MakeCache) -> None:
 # --- masks and repeats -------------------------------------------------------------------------
 
 
-def test_without_any_mask_there_is_none(make_cache: MakeCache) -> None:
+def test_without_masks_the_mask_is_none(make_cache: MakeCache) -> None:
     data = make_cache()
     assert all(batch["mask"] is None for batch in steps_of(data, order_of(data)))
 
 
-def test_the_mask_is_flipped_with_the_picture(make_cache: MakeCache) -> None:
+def test_the_mask_is_flipped_with_the_image(make_cache: MakeCache) -> None:
     data = make_cache(variants=2, mask=True)
     left = torch.tensor([[255, 255, 0, 0]] * 2, dtype=torch.uint8)
     variants = set()
@@ -166,16 +166,16 @@ def test_the_mask_is_flipped_with_the_picture(make_cache: MakeCache) -> None:
 def test_samples_with_and_without_masks_share_a_batch(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
-    masked = make_shard(tmp_path, "a", make_content((1, 2), mask=True))
+    mblocks = make_shard(tmp_path, "a", make_content((1, 2), mask=True))
     plain = make_shard(tmp_path, "b", make_content((3, 4)))
-    Manifest({}, (masked, plain), plain).save(tmp_path)
+    Manifest({}, (mblocks, plain), plain).save(tmp_path)
     data = CachedDataset(LocalStore(tmp_path))
     (batch,) = steps_of(data, order_of(data))
     for row, number in enumerate(batch["sample_id"].tolist()):
         assert int(batch["mask"][row].float().mean()) == (127 if number <= 2 else 255)
 
 
-def test_repeats_are_by_directory(make_cache: MakeCache) -> None:
+def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4, 4), directories=("a#0", "b#0", "a#1"))
     order = order_of(data, batch=2, repeats={"a#0": 1.0, "a#1": 0.5, "b#0": 3.0, "empty#0": 7.0})
     for epoch in (0, 1):
@@ -188,16 +188,16 @@ def test_repeats_are_by_directory(make_cache: MakeCache) -> None:
         for batch in steps_of(data, order)
         for number, repeat in zip(batch["sample_id"].tolist(), batch["repeat"].tolist(), strict=True)
     }
-    assert {(5, 0), (5, 1), (5, 2)} <= repeats, "each occurrence is one of its own"
+    assert {(5, 0), (5, 1), (5, 2)} <= repeats, "each occurrence has its own number"
 
 
-def test_a_directory_that_the_config_does_not_have_is_a_fault(make_cache: MakeCache) -> None:
+def test_a_directory_missing_in_the_config_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4), directories=("a#0", "b#0"))
     with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust_cache"):
         order_of(data, repeats={"a#0": 1.0})
 
 
-def test_small_buckets_are_dropped_where_that_is_asked(make_cache: MakeCache) -> None:
+def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(3, 9), buckets=("32x16", "16x32"))
     order = data.order(SEED, ONCE, lambda resolution: 4, 16, "drop")
     assert [data.buckets[number].bucket for number in order.dropped] == ["32x16"]
@@ -227,7 +227,7 @@ def test_real_tokens_are_padded_to_the_longest_of_the_batch(make_cache: MakeCach
     assert len(lengths_seen) > 1
 
 
-def test_zeros_behind_the_tokens_do_not_depend_on_what_the_memory_held(make_cache: MakeCache) -> None:
+def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
     data = make_cache(real=True, mask=True, variants=2)
     picks = order_of(data).picks(0)
 
@@ -238,7 +238,7 @@ def test_zeros_behind_the_tokens_do_not_depend_on_what_the_memory_held(make_cach
     assert all(torch.equal(clean[name], other[name]) for name in clean)
 
 
-def test_padded_caches_give_no_lengths(make_cache: MakeCache) -> None:
+def test_padded_caches_have_no_lengths(make_cache: MakeCache) -> None:
     data = make_cache()
     (batch, *_) = steps_of(data, order_of(data))
     assert not [name for name in batch if name.endswith(".length")]
@@ -255,7 +255,7 @@ def open_files(data: CachedDataset) -> int:
     )
 
 
-def test_no_more_shards_are_open_than_the_window_asks_for(make_cache: MakeCache) -> None:
+def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(2,) * 12)
     order = order_of(data, batch=4, window=1)
     assert data.max_open == 2
@@ -268,7 +268,7 @@ def test_no_more_shards_are_open_than_the_window_asks_for(make_cache: MakeCache)
     assert data.max_open == 6
 
 
-def test_open_shards_are_used_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_shards_are_reused(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(8, 8))
     opened: list[str] = []
     real = CachedDataset._new_reader
@@ -280,7 +280,7 @@ def test_open_shards_are_used_again(make_cache: MakeCache, monkeypatch: pytest.M
     assert sorted(opened) == sorted(entry.file for entry in data.manifest.shards)
 
 
-def test_a_shard_is_hashed_once_however_often_it_is_opened(
+def test_a_shard_that_is_opened_again_is_not_hashed_again(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -295,7 +295,7 @@ def test_a_shard_is_hashed_once_however_often_it_is_opened(
     assert len(set(hashed)) == 3
 
 
-def test_a_damaged_shard_is_named_when_it_is_read(make_cache: MakeCache) -> None:
+def test_a_damaged_shard_is_reported_when_it_is_read(make_cache: MakeCache) -> None:
     data = make_cache()
     path = data.store.path(data.manifest.shards[1])
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
@@ -303,7 +303,7 @@ def test_a_damaged_shard_is_named_when_it_is_read(make_cache: MakeCache) -> None
         steps_of(data, order_of(data))
 
 
-def test_a_store_that_verified_is_trusted(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_verifying_store_are_not_hashed(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     monkeypatch.setattr(LocalStore, "verified", True)
     path = data.store.path(data.manifest.shards[0])
@@ -330,45 +330,45 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
         batches[step]
         assert data._prefetcher is not None
         data._prefetcher.join()
-    assert Counter(hashed.values())[True] >= 3, "all but the first window's"
+    assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 
-def test_looking_ahead_is_tried_again_when_earlier_work_is_under_way(
+def test_prefetch_is_repeated_if_an_earlier_one_is_running(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     batches, answers = MicroBatches(data, order, 0, 1, 1), iter([False, True, True])
-    asked: list[list[int]] = []
-    monkeypatch.setattr(data, "prefetch", lambda bucket, segments: asked.append(segments) or next(answers))
+    calls: list[list[int]] = []
+    monkeypatch.setattr(data, "prefetch", lambda bucket, segments: calls.append(segments) or next(answers))
     for _ in range(4):
         batches[0]
-    assert len(asked) == 2, "again after a no, never after a yes"
+    assert len(calls) == 2, "repeated after False, not after True"
 
 
-def test_the_first_steps_shards_are_hashed_while_the_trainer_gets_ready(make_cache: MakeCache) -> None:
+def test_prefetch_step_hashes_the_shards_of_a_step(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
     assert data._prefetcher is not None
     data._prefetcher.join()
     assert data._verifier is not None
-    known = {at for at, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
-    assert set(order.picks(0).segment.tolist()) <= known
-    assert len(known) <= 3
+    verified = {number for number, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
+    assert set(order.picks(0).segment.tolist()) <= verified
+    assert len(verified) <= 3
 
 
-def test_open_files_stay_behind_when_a_worker_takes_the_data(make_cache: MakeCache) -> None:
+def test_open_files_are_not_pickled(make_cache: MakeCache) -> None:
     data = make_cache()
     before = steps_of(data, order_of(data))
     assert data._open
-    taken = pickle.loads(pickle.dumps(data))
-    assert not taken._open
-    after = steps_of(taken, order_of(taken))
+    copy = pickle.loads(pickle.dumps(data))
+    assert not copy._open
+    after = steps_of(copy, order_of(copy))
     assert all(torch.equal(a["moments"], b["moments"]) for a, b in zip(before, after, strict=True))
 
 
-def test_the_empty_caption_is_kept_apart(make_cache: MakeCache) -> None:
+def test_the_empty_caption_is_not_a_sample(make_cache: MakeCache) -> None:
     data = make_cache()
     empty = data.empty_text()
     assert all((values == 0).all() for values in empty.values())
@@ -376,16 +376,16 @@ def test_the_empty_caption_is_kept_apart(make_cache: MakeCache) -> None:
     assert 0 not in ids_of(steps_of(data, order_of(data)))
 
 
-def test_the_tensors_of_a_batch_lie_in_one_piece_of_the_memory_given(make_cache: MakeCache) -> None:
+def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> None:
     data = make_cache(real=True, mask=True)
-    asked: list[torch.Tensor] = []
+    blocks: list[torch.Tensor] = []
 
     def allocate(nbytes: int) -> torch.Tensor:
-        asked.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return asked[-1]
+        blocks.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return blocks[-1]
 
     batch = MicroBatches(data, order_of(data), 0, 1, 1).fetch(0, allocate)
-    (memory,) = asked
+    (memory,) = blocks
     tensors = {name: tensor for name, tensor in batch.items() if name not in ("epoch", "repeat")}
     assert {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} == {memory.data_ptr()}
     assert all((tensor.data_ptr() - memory.data_ptr()) % 64 == 0 for tensor in tensors.values())
@@ -394,20 +394,18 @@ def test_the_tensors_of_a_batch_lie_in_one_piece_of_the_memory_given(make_cache:
 # --- all in memory -----------------------------------------------------------------------------
 
 
-def test_in_memory_the_files_are_not_needed_any_more(make_cache: MakeCache) -> None:
+def test_in_memory_data_does_not_need_the_files(make_cache: MakeCache) -> None:
     data = make_cache(captions=2, variants=2, mask=True, real=True)
     streamed = steps_of(data, order_of(data))
-    held = CachedDataset(data.store, in_memory=True)
+    in_memory = CachedDataset(data.store, in_memory=True)
     for entry in data.manifest.shards:
         data.store.path(entry).unlink()
-    again = steps_of(held, order_of(held))
+    again = steps_of(in_memory, order_of(in_memory))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(streamed, again, strict=True) for name in a)
-    assert open_files(held) == 0
+    assert open_files(in_memory) == 0
 
 
-def test_a_cache_that_does_not_fit_into_memory_is_refused(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     size = sum(entry.bytes for entry in data.manifest.shards)
     monkeypatch.setattr(memory_module, "available_memory", lambda: int(size / 0.8) + 1)
@@ -419,7 +417,7 @@ def test_a_cache_that_does_not_fit_into_memory_is_refused(
         CachedDataset(data.store, in_memory=True)
 
 
-def test_a_damaged_shard_is_not_taken_into_memory(make_cache: MakeCache) -> None:
+def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
     data = make_cache()
     path = data.store.path(data.manifest.shards[1])
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
@@ -427,7 +425,7 @@ def test_a_damaged_shard_is_not_taken_into_memory(make_cache: MakeCache) -> None
         CachedDataset(data.store, in_memory=True)
 
 
-def test_the_order_of_the_manifests_lines_means_nothing(make_cache: MakeCache) -> None:
+def test_the_order_of_manifest_entries_does_not_matter(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(3, 4, 5), buckets=("32x16", "16x32", "32x16"), directories=("b#0", "a#0", "a#0"))
     shards = data.manifest.shards
     assert group_shards(shards) == group_shards(shards[::-1])

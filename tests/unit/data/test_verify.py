@@ -1,4 +1,4 @@
-"""Shards are hashed once a machine and launch, by whichever process comes first."""
+"""Shards are hashed once per machine and launch, by the first process that needs them."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def folder(tmp_path: Path, make_cache: Callable[..., CachedDataset], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of three shards; the system's temp folder is the test's own."""
+    """A cache of three shards, with a private temp folder."""
     make_cache(sizes=(3, 3, 3))
     (tmp_path / "temp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
@@ -32,20 +32,20 @@ def folder(tmp_path: Path, make_cache: Callable[..., CachedDataset], monkeypatch
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
-    """How often each shard was hashed, by this process and those forked from it."""
+    """Count how often each shard was hashed, by this process and those forked from it."""
     path, real = tmp_path / "hashed", verify_module.file_sha256
     path.touch()
 
-    def hash_and_tell(shard: Path) -> str:
+    def hash_and_log(shard: Path) -> str:
         with open(path, "a") as out:
             out.write(f"{shard.name}\n")
         return real(shard)
 
-    monkeypatch.setattr(verify_module, "file_sha256", hash_and_tell)
+    monkeypatch.setattr(verify_module, "file_sha256", hash_and_log)
     return lambda: Counter(path.read_text().split())
 
 
-def wanted(folder: Path) -> list[ShardFile]:
+def shard_files(folder: Path) -> list[ShardFile]:
     return [(entry, folder / SHARDS / entry.file) for entry in Manifest.load(folder).shards]
 
 
@@ -53,12 +53,12 @@ def verifier(folder: Path, launched: bool = False) -> Verifier:
     return Verifier(folder, launched)
 
 
-def marks(folder: Path) -> list[Path]:
+def marker_folders(folder: Path) -> list[Path]:
     return sorted((folder.parent / "temp").iterdir())
 
 
 def run(work: Callable[[], Any], count: int = 1) -> list[int | None]:
-    """Run ``work`` in forked processes at once; their exit codes."""
+    """Run ``work`` in parallel forked processes; return their exit codes."""
     processes = [FORK.Process(target=work) for _ in range(count)]
     for process in processes:
         process.start()
@@ -67,42 +67,42 @@ def run(work: Callable[[], Any], count: int = 1) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def test_a_shard_is_hashed_once_a_process(folder: Path, log: Callable[[], Counter[str]]) -> None:
+def test_a_shard_is_hashed_once_per_process(folder: Path, log: Callable[[], Counter[str]]) -> None:
     once = verifier(folder)
     for _ in range(3):
-        once.require(wanted(folder))
+        once.require(shard_files(folder))
     assert sorted(log().values()) == [1, 1, 1]
 
 
 def test_processes_of_one_launch_share_the_work(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    assert run(lambda: verifier(folder, launched=True).require(wanted(folder)), 4) == [0] * 4
+    assert run(lambda: verifier(folder, launched=True).require(shard_files(folder)), 4) == [0] * 4
     assert sorted(log().values()) == [1, 1, 1]
-    assert len(marks(folder)) == 1
+    assert len(marker_folders(folder)) == 1
 
 
-def test_workers_share_their_ranks_marks(folder: Path, log: Callable[[], Counter[str]]) -> None:
+def test_workers_share_the_markers_of_their_rank(folder: Path, log: Callable[[], Counter[str]]) -> None:
     rank = verifier(folder)
-    assert run(lambda: rank.require(wanted(folder)), 3) == [0] * 3
-    rank.require(wanted(folder))
-    pickle.loads(pickle.dumps(rank)).require(wanted(folder))
+    assert run(lambda: rank.require(shard_files(folder)), 3) == [0] * 3
+    rank.require(shard_files(folder))
+    pickle.loads(pickle.dumps(rank)).require(shard_files(folder))
     assert sorted(log().values()) == [1, 1, 1]
 
 
-def test_the_next_launch_looks_anew(folder: Path, log: Callable[[], Counter[str]]) -> None:
+def test_the_next_launch_verifies_again(folder: Path, log: Callable[[], Counter[str]]) -> None:
     for _ in range(2):  # two plain runs from one shell, which is the parent of both
-        assert run(lambda: verifier(folder).require(wanted(folder))) == [0]
+        assert run(lambda: verifier(folder).require(shard_files(folder))) == [0]
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_a_copy_of_the_cache_is_looked_at_by_itself(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    verifier(folder).require(wanted(folder))
+def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[[], Counter[str]]) -> None:
+    verifier(folder).require(shard_files(folder))
     copy = folder.with_name("copy")
     folder.rename(copy)
-    verifier(copy).require(wanted(copy))
+    verifier(copy).require(shard_files(copy))
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_a_process_killed_while_it_hashes_leaves_its_shard_to_others(
+def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, hashing = verify_module.file_sha256, FORK.Event()
@@ -113,14 +113,14 @@ def test_a_process_killed_while_it_hashes_leaves_its_shard_to_others(
         raise AssertionError
 
     monkeypatch.setattr(verify_module, "file_sha256", hang)
-    victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)[:1]), daemon=True)
+    victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)[:1]), daemon=True)
     victim.start()
     assert hashing.wait(30)
     monkeypatch.setattr(verify_module, "file_sha256", real)
-    waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(wanted(folder)), daemon=True)
+    waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)), daemon=True)
     waiting.start()
     waiting.join(0.3)
-    assert waiting.is_alive(), "it waits for the shard in hand"
+    assert waiting.is_alive(), "it waits for the shard that is being hashed"
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
@@ -128,59 +128,59 @@ def test_a_process_killed_while_it_hashes_leaves_its_shard_to_others(
     assert waiting.exitcode == 0
 
 
-def test_without_a_place_for_marks_each_process_hashes(
+def test_without_a_marker_folder_each_process_hashes(
     folder: Path, log: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
     for _ in range(2):
         own = verifier(folder)
-        own.require(wanted(folder))
-        own.require(wanted(folder))
+        own.require(shard_files(folder))
+        own.require(shard_files(folder))
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_a_mark_file_that_is_a_link_is_not_followed(folder: Path, log: Callable[[], Counter[str]]) -> None:
+def test_a_marker_folder_that_is_a_link_is_not_used(folder: Path, log: Callable[[], Counter[str]]) -> None:
     first = verifier(folder)
-    first.require(wanted(folder))
-    (mark,) = marks(folder)
-    elsewhere = mark.rename(folder / "elsewhere")
-    mark.symlink_to(elsewhere)
-    verifier(folder).require(wanted(folder))
+    first.require(shard_files(folder))
+    (markers,) = marker_folders(folder)
+    elsewhere = markers.rename(folder / "elsewhere")
+    markers.symlink_to(elsewhere)
+    verifier(folder).require(shard_files(folder))
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_marks_of_launches_that_ended_are_removed(folder: Path) -> None:
-    assert run(lambda: verifier(folder).require(wanted(folder))) == [0]
-    assert len(marks(folder)) == 1
-    (old,) = marks(folder)
+def test_markers_of_ended_launches_are_removed(folder: Path) -> None:
+    assert run(lambda: verifier(folder).require(shard_files(folder))) == [0]
+    assert len(marker_folders(folder)) == 1
+    (old,) = marker_folders(folder)
     keep = folder.parent / "temp" / "sd3-light-of-someone-else"
     keep.touch()
     mine = verifier(folder)
-    assert old not in marks(folder)
-    assert len(marks(folder)) == 2
+    assert old not in marker_folders(folder)
+    assert len(marker_folders(folder)) == 2
     assert mine.is_verified(Manifest.load(folder).shards[0]) is False
 
 
-def test_a_damaged_shard_is_named_and_marked(folder: Path) -> None:
-    entry, path = wanted(folder)[1]
+def test_a_damaged_shard_is_reported_and_marked(folder: Path) -> None:
+    entry, path = shard_files(folder)[1]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     own = verifier(folder)
     for _ in range(2):
         with pytest.raises(UserError) as fault:
-            own.require(wanted(folder))
+            own.require(shard_files(folder))
         assert str(path) in str(fault.value)
         assert "run `sd3-light cache CONFIG`" in str(fault.value)
         assert "\n" not in str(fault.value)
-    assert [one.name for one in path.parent.glob("*.damaged")] == [f"{path.name}.damaged"]
+    assert [mark.name for mark in path.parent.glob("*.damaged")] == [f"{path.name}.damaged"]
     assert not own.is_verified(entry)
 
 
-def test_a_cut_shard_is_damaged_and_a_folder_that_may_not_be_written_stays_as_it_is(
+def test_a_truncated_shard_is_damaged_and_a_read_only_folder_is_left_unchanged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, path = wanted(folder)[0]
+    _, path = shard_files(folder)[0]
     os.truncate(path, 100)
 
     def refuse(*_: object) -> None:
@@ -188,12 +188,12 @@ def test_a_cut_shard_is_damaged_and_a_folder_that_may_not_be_written_stays_as_it
 
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(UserError, match="is damaged"):
-        verifier(folder).require(wanted(folder))
+        verifier(folder).require(shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))
 
 
-def test_looking_ahead_hashes_and_never_complains(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    good, bad = wanted(folder)[:2]
+def test_prefetch_hashes_and_never_raises(folder: Path, log: Callable[[], Counter[str]]) -> None:
+    good, bad = shard_files(folder)[:2]
     bad[1].write_bytes(b"\0" * bad[0].bytes)
     own = verifier(folder)
     own.prefetch(good)

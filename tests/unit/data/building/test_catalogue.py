@@ -27,8 +27,8 @@ from tests.unit.data.building.catalogues import (
     parts_of,
     write_image,
 )
-from tests.unit.data.inputs import lay, noise, save, write_tar
-from tests.unit.data.inputs import picture as tiny
+from tests.unit.data.inputs import noise, save, write_files, write_tar
+from tests.unit.data.inputs import png as tiny
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def name_of(location: SampleLocation) -> str:
 
 
 def test_every_row_has_its_size_and_hash(images: Path, cache: Path) -> None:
-    lay(images, {"wide.png": save(noise(size=(40, 20)), "PNG"), "wide.txt": "a wide one"})
+    write_files(images, {"wide.png": save(noise(size=(40, 20)), "PNG"), "wide.txt": "a wide one"})
     rows = list_and_probe(cache, directory(images))
     assert list(rows) == [*(f"{number:02}.png" for number in range(COUNT)), "wide.png"]
     wide = rows["wide.png"]
@@ -82,7 +82,7 @@ def test_rows_are_read_by_number(images: Path, cache: Path) -> None:
 
 
 def test_locations_of_masks_and_tar_members_are_restored(tmp_path: Path, cache: Path) -> None:
-    lay(tmp_path, {"set/a.png": tiny(1), "set/a.txt": "a", "masks/a.png": tiny(255)})
+    write_files(tmp_path, {"set/a.png": tiny(1), "set/a.txt": "a", "masks/a.png": tiny(255)})
     write_tar(tmp_path / "set" / "x.tar", [("b.png", tiny(2)), ("b.txt", b"b")])
     rows = list_and_probe(cache, directory(tmp_path / "set", mask_path=tmp_path / "masks"))
     assert sorted(rows) == ["a.png", "b.png"]
@@ -95,7 +95,7 @@ def test_locations_of_masks_and_tar_members_are_restored(tmp_path: Path, cache: 
 
 
 def test_rejects_are_stored_with_their_reasons(images: Path, cache: Path) -> None:
-    lay(images, {"03.png": b"no image", "06.png": b""})
+    write_files(images, {"03.png": b"no image", "06.png": b""})
     (images / "08.txt").unlink()
     expected = {"03.png": "not_an_image", "06.png": "empty_file", "08.png": "no_caption"}
     for again in (False, True):

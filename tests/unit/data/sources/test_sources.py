@@ -14,53 +14,63 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, signature
 from sd3_light.randomness import sample_id
-from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, scan_all, structs, write_tar
+from tests.unit.data.inputs import (
+    captions,
+    directory,
+    png,
+    rejects,
+    scan_all,
+    scan_items,
+    structs,
+    write_files,
+    write_tar,
+)
 
 # --- folders -----------------------------------------------------------------------------------
 
 
 def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
-    root = lay(
+    root = write_files(
         tmp_path / "set",
         {
-            "b.jpg": picture(1),
+            "b.jpg": png(1),
             "b.txt": "bee",
-            "a.PNG": picture(2),
+            "a.PNG": png(2),
             "a.txt": "  a \n\t bird  ",
-            "z/deep/c.webp": picture(3),
+            "z/deep/c.webp": png(3),
             "z/deep/c.txt": "\ufeffsea",
-            "m/d.jpeg": picture(4),
+            "m/d.jpeg": png(4),
             "m/d.txt": "",
-            ".hidden/e.jpg": picture(),
+            ".hidden/e.jpg": png(),
             "._b.jpg": b"mac",
-            "notes.md": "not a picture",
+            "notes.md": "not an image",
         },
     )
-    items = found(root)
+    items = scan_items(root)
     assert [item.key for item in items] == ["set#0/a.PNG", "set#0/b.jpg", "set#0/m/d.jpeg", "set#0/z/deep/c.webp"]
     assert captions(items) == {"a.PNG": ("a bird",), "b.jpg": ("bee",), "m/d.jpeg": ("",), "z/deep/c.webp": ("sea",)}
-    assert [item.read() for item in items if isinstance(item, Record)] == [picture(n) for n in (2, 1, 4, 3)]
+    assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (2, 1, 4, 3)]
 
 
 def test_what_is_wrong_in_a_folder_is_named_and_stops_nothing(tmp_path: Path) -> None:
-    root = lay(
+    root = write_files(
         tmp_path / "set",
         {
-            "good.jpg": picture(),
+            "good.jpg": png(),
             "good.txt": "good",
-            "latin.jpg": picture(),
+            "latin.jpg": png(),
             "latin.txt": "café".encode("latin-1"),
-            "lonely.jpg": picture(),
-            "orphan.txt": "no picture",
+            "lonely.jpg": png(),
+            "orphan.txt": "no image",
             "photo.heic": b"heic",
             "photo.txt": "a phone's photo",
-            "huge.jpg": picture(),
+            "huge.jpg": png(),
             "huge.txt": "x" * (1 << 20) + "y",
             "set.tar.gz": b"\x1f\x8b",
         },
     )
     (root / "loop").symlink_to(root)
-    items = found(root)
+    items = scan_items(root)
     assert captions(items) == {"good.jpg": ("good",)}
     assert rejects(items) == {
         "latin.jpg": "caption_not_utf8",
@@ -75,8 +85,8 @@ def test_what_is_wrong_in_a_folder_is_named_and_stops_nothing(tmp_path: Path) ->
 
 def test_a_name_that_is_not_utf8_is_rejected_printably(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.jpg")
-    (tmp_path / name).write_bytes(picture())
-    (item,) = found(tmp_path)
+    (tmp_path / name).write_bytes(png())
+    (item,) = scan_items(tmp_path)
     assert isinstance(item, Rejected)
     assert item.reason == "name_not_utf8"
     assert item.key.encode().endswith(rb"caf\udce9.jpg")
@@ -87,23 +97,25 @@ def test_whatever_a_reject_tells_can_be_written(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "loop").symlink_to(folder)
     write_tar(tmp_path / "x.tar", [(os.fsdecode(b"a.caf\xe9"), b"")])
-    assert sorted(rejects(found(tmp_path)).values()) == ["folder_loop", "missing_file"]
+    assert sorted(rejects(scan_items(tmp_path)).values()) == ["folder_loop", "missing_file"]
 
 
-def test_rejects_say_where_the_picture_is(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"lonely.jpg": picture(3), os.fsdecode(b"caf\xe9.jpg"): picture(4), "orphan.txt": "x"})
+def test_rejects_say_where_the_image_is(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"lonely.jpg": png(3), os.fsdecode(b"caf\xe9.jpg"): png(4), "orphan.txt": "x"})
     shown = {
-        item.reason: item.image.read() if item.image else None for item in found(root) if isinstance(item, Rejected)
+        item.reason: item.image.read() if item.image else None
+        for item in scan_items(root)
+        if isinstance(item, Rejected)
     }
-    assert shown == {"no_caption": picture(3), "name_not_utf8": picture(4), "missing_file": None}
+    assert shown == {"no_caption": png(3), "name_not_utf8": png(4), "missing_file": None}
 
 
 def test_folders_may_lie_deeper_than_the_stack_reaches(tmp_path: Path) -> None:
-    lay(tmp_path / Path(*["d"] * 120), {"a.jpg": picture(), "a.txt": "deep"})
+    write_files(tmp_path / Path(*["d"] * 120), {"a.jpg": png(), "a.txt": "deep"})
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 80)
     try:
-        signed, items = signature(directory(tmp_path), 0), found(tmp_path)
+        signed, items = signature(directory(tmp_path), 0), scan_items(tmp_path)
     finally:
         sys.setrecursionlimit(limit)
     assert list(captions(items).values()) == [("deep",)]
@@ -111,18 +123,18 @@ def test_folders_may_lie_deeper_than_the_stack_reaches(tmp_path: Path) -> None:
 
 
 def test_a_link_to_itself_leaves_the_folder_readable(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a", "loop.txt": "loop"})
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", "loop.txt": "loop"})
     (root / "loop.jpg").symlink_to(root / "loop.jpg")
-    (item, broken) = found(root)
+    (item, broken) = scan_items(root)
     assert isinstance(item, Record)
     assert isinstance(broken, Record)
     with pytest.raises(Reject, match="unreadable"):
         broken.read()
 
 
-def test_a_picture_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a"})
-    (item,) = found(root)
+def test_an_image_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a"})
+    (item,) = scan_items(root)
     assert isinstance(item, Record)
     (root / "a.jpg").unlink()
     with pytest.raises(Reject, match="unreadable"):
@@ -130,13 +142,15 @@ def test_a_picture_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
 
 
 def test_records_are_light_and_picklable(tmp_path: Path) -> None:
-    (item,) = found(lay(tmp_path, {"a.jpg": picture(), "a.txt": "a"}))
+    (item,) = scan_items(write_files(tmp_path, {"a.jpg": png(), "a.txt": "a"}))
     assert pickle.loads(pickle.dumps(item)) == item
     assert len(pickle.dumps(item)) < 500
 
 
 def test_a_scan_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = lay(tmp_path, {f"{folder}/{n}.{end}": "x" for folder in "abc" for n in range(3) for end in ("jpg", "txt")})
+    root = write_files(
+        tmp_path, {f"{folder}/{n}.{end}": "x" for folder in "abc" for n in range(3) for end in ("jpg", "txt")}
+    )
     opened: list[str] = []
     listed = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: opened.append(Path(path).name) or listed(path))
@@ -151,7 +165,7 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
     for keys in ({"path": gone}, {"path": tmp_path, "mask_path": gone}, {"path": tmp_path, "default_mask_file": gone}):
         with pytest.raises(UserError, match=str(gone)):
             scan(directory(**keys), 0)
-    lay(tmp_path, {"x.zip": b""})
+    write_files(tmp_path, {"x.zip": b""})
     with pytest.raises(UserError, match="neither a folder"):
         scan(directory(tmp_path / "x.zip"), 0)
 
@@ -160,16 +174,16 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
 
 
 def test_empty_captions_are_kept_or_skipped(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": " \n", "b.jpg": picture(), "b.txt": "b"})
-    assert captions(found(root)) == {"a.jpg": ("",), "b.jpg": ("b",)}
-    items = found(root, skip_empty_caption=True, caption_prefix="photo: ")
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": " \n", "b.jpg": png(), "b.txt": "b"})
+    assert captions(scan_items(root)) == {"a.jpg": ("",), "b.jpg": ("b",)}
+    items = scan_items(root, skip_empty_caption=True, caption_prefix="photo: ")
     assert captions(items) == {"b.jpg": ("photo: b",)}
     assert rejects(items) == {"a.jpg": "empty_caption"}
 
 
 def test_the_prefix_stands_before_every_caption(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "captions.json": json.dumps({"a.jpg": ["one", "two"]})})
-    assert captions(found(root, caption_prefix="photo of ")) == {"a.jpg": ("photo of one", "photo of two")}
+    root = write_files(tmp_path, {"a.jpg": png(), "captions.json": json.dumps({"a.jpg": ["one", "two"]})})
+    assert captions(scan_items(root, caption_prefix="photo of ")) == {"a.jpg": ("photo of one", "photo of two")}
 
 
 def test_captions_stay_as_they_are_without_shuffling(tmp_path: Path) -> None:
@@ -197,9 +211,9 @@ def test_shuffle_tags_alone_is_one_shuffle_and_prose_is_left_alone(tmp_path: Pat
 
 
 def test_tags_one_a_line_survive_tidying(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "  red  fox \n\nsnow\n"})
-    assert captions(found(root, shuffle_tags=True, cache_shuffle_delimiter="\n")) == {"a.jpg": ("red fox\nsnow",)}
-    assert captions(found(root)) == {"a.jpg": ("red fox snow",)}
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "  red  fox \n\nsnow\n"})
+    assert captions(scan_items(root, shuffle_tags=True, cache_shuffle_delimiter="\n")) == {"a.jpg": ("red fox\nsnow",)}
+    assert captions(scan_items(root)) == {"a.jpg": ("red fox snow",)}
 
 
 # --- keys and subsamples -----------------------------------------------------------------------
@@ -207,7 +221,7 @@ def test_tags_one_a_line_survive_tidying(tmp_path: Path) -> None:
 
 def test_directories_of_one_name_have_different_keys(tmp_path: Path) -> None:
     for place in ("x/set", "y/set", "y/set#0", "y/other"):
-        lay(tmp_path / place, {"a.jpg": picture(), "a.txt": "a"})
+        write_files(tmp_path / place, {"a.jpg": png(), "a.txt": "a"})
     places = [tmp_path / place for place in ("x/set", "y/set", "y/set#0", "y/other", "x/set")]
     directories = [directory(place) for place in places]
     assert occurrences(directories) == (0, 1, 0, 0, 2)
@@ -217,9 +231,9 @@ def test_directories_of_one_name_have_different_keys(tmp_path: Path) -> None:
 
 def test_a_subsample_is_a_function_of_the_key(tmp_path: Path) -> None:
     root = tmp_path / "set"
-    lay(root, {f"{n}.{end}": str(n) for n in range(400) for end in ("jpg", "txt")})
-    lay(root, {"lonely.jpg": picture()})
-    whole, half, fifth = ({item.key for item in found(root, subsample_ratio=ratio)} for ratio in (1.0, 0.5, 0.2))
+    write_files(root, {f"{n}.{end}": str(n) for n in range(400) for end in ("jpg", "txt")})
+    write_files(root, {"lonely.jpg": png()})
+    whole, half, fifth = ({item.key for item in scan_items(root, subsample_ratio=ratio)} for ratio in (1.0, 0.5, 0.2))
     assert len(whole) == 401
     assert 160 <= len(half) <= 240
     assert 50 <= len(fifth) <= 110
@@ -229,9 +243,9 @@ def test_a_subsample_is_a_function_of_the_key(tmp_path: Path) -> None:
 
 def test_a_subsample_does_not_call_unchosen_rows_missing(tmp_path: Path) -> None:
     names = [f"{n}.jpg" for n in range(60)]
-    root = lay(tmp_path / "set", {name: picture() for name in names})
-    lay(root, {"metadata.csv": "file,text\n" + "".join(f"{name},x\n" for name in names)})
-    items = found(root, subsample_ratio=0.3)
+    root = write_files(tmp_path / "set", {name: png() for name in names})
+    write_files(root, {"metadata.csv": "file,text\n" + "".join(f"{name},x\n" for name in names)})
+    items = scan_items(root, subsample_ratio=0.3)
     assert 5 < len(items) < 35
     assert rejects(items) == {}
 
@@ -247,13 +261,13 @@ def masks(items: Iterable[Record | Rejected]) -> dict[str, str | None]:
     return named
 
 
-def test_masks_have_the_name_of_their_picture_below_mask_path(tmp_path: Path) -> None:
+def test_masks_have_the_name_of_their_image_below_mask_path(tmp_path: Path) -> None:
     names = ("a.jpg", "b.jpg", "sub/a.jpg")
-    root = lay(tmp_path / "set", {name: picture() for name in names} | {n[:-3] + "txt": "x" for n in names})
-    lay(root / "masks", {"a.png": "mask a", "sub/a.webp": "mask sub a", "b.txt": "no mask"})
-    lay(root, {"default.png": "default"})
+    root = write_files(tmp_path / "set", {name: png() for name in names} | {n[:-3] + "txt": "x" for n in names})
+    write_files(root / "masks", {"a.png": "mask a", "sub/a.webp": "mask sub a", "b.txt": "no mask"})
+    write_files(root, {"default.png": "default"})
     inside = {"mask_path": root / "masks", "default_mask_file": root / "default.png"}
-    assert masks(found(root, mask_path=inside["mask_path"], default_mask_file=inside["default_mask_file"])) == {
+    assert masks(scan_items(root, mask_path=inside["mask_path"], default_mask_file=inside["default_mask_file"])) == {
         "a.jpg": "mask a",
         "b.jpg": "default",
         "sub/a.jpg": "mask sub a",
@@ -265,10 +279,10 @@ def test_masks_have_the_name_of_their_picture_below_mask_path(tmp_path: Path) ->
 def test_masks_of_tars_and_parquet_lie_in_a_folder_of_their_name(tmp_path: Path) -> None:
     root = tmp_path / "set"
     root.mkdir()
-    write_tar(root / "00.tar", [("k.png", picture()), ("k.txt", b"k")])
+    write_tar(root / "00.tar", [("k.png", png()), ("k.txt", b"k")])
     pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "01.parquet")
-    lay(tmp_path / "masks", {"00/k.png": "mask k", "01/000000001.png": "mask row 1"})
-    assert masks(found(root, mask_path=tmp_path / "masks")) == {
+    write_files(tmp_path / "masks", {"00/k.png": "mask k", "01/000000001.png": "mask row 1"})
+    assert masks(scan_items(root, mask_path=tmp_path / "masks")) == {
         "00.tar/k.png": "mask k",
         "01.parquet/000000000": None,
         "01.parquet/000000001": "mask row 1",

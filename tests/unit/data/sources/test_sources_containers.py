@@ -10,7 +10,7 @@ import pytest
 
 from sd3_light.data.preprocess import Reject, decode
 from sd3_light.data.sources import Record, Rejected, scan
-from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, structs, write_tar
+from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
 
 # --- tars --------------------------------------------------------------------------------------
 
@@ -21,35 +21,35 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
         for n in range(3):
             key = f"{shard}{n:04d}"
             about = json.dumps({"caption": f"json {key}", "url": "http://example.org", "status": "success"})
-            members += [(f"{key}.jpg", picture(n)), (f"{key}.json", about.encode())]
+            members += [(f"{key}.jpg", png(n)), (f"{key}.json", about.encode())]
             if n != 2:
                 members.append((f"{key}.txt", f"text {key}".encode()))
         write_tar(tmp_path / f"{shard}.tar", members)
-        lay(tmp_path, {f"{shard}_stats.json": "{}"})
+        write_files(tmp_path, {f"{shard}_stats.json": "{}"})
         pq.write_table(pa.table({"url": ["u"], "caption": ["c"]}), tmp_path / f"{shard}.parquet")
-    items = found(tmp_path)
+    items = scan_items(tmp_path)
     assert rejects(items) == {}
     assert list(captions(items)) == [
         f"{shard}.tar/{shard}{n:04d}.jpg" for shard in ("00000", "00001") for n in range(3)
     ]
     assert captions(items)["00000.tar/000000000.jpg"] == ("text 000000000",)
     assert captions(items)["00000.tar/000000002.jpg"] == ("json 000000002",)
-    assert [item.read() for item in items if isinstance(item, Record)] == [picture(n) for n in (0, 1, 2)] * 2
+    assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
 
 
 def test_what_is_wrong_in_a_tar_is_named(tmp_path: Path) -> None:
     members = [
-        ("./good.png", picture()),
+        ("./good.png", png()),
         ("./good.txt", b"good"),
-        ("./lonely.png", picture()),
-        ("./textonly.txt", b"no picture"),
-        ("./good.png", picture()),
+        ("./lonely.png", png()),
+        ("./textonly.txt", b"no image"),
+        ("./good.png", png()),
         ("./good.txt", b"again"),
-        ("./latin.png", picture()),
+        ("./latin.png", png()),
         ("./latin.txt", b"caf\xe9"),
-        ("./odd.png", picture()),
+        ("./odd.png", png()),
         ("./odd.json", b"{"),
-        ("dir/dotted.name.png", picture()),
+        ("dir/dotted.name.png", png()),
         (".hidden", b""),
     ]
     path = write_tar(tmp_path / "set.tar", members)
@@ -66,10 +66,10 @@ def test_what_is_wrong_in_a_tar_is_named(tmp_path: Path) -> None:
 
 
 def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
-    members = [(f"{n}.{end}", data) for n in range(4) for end, data in (("txt", b"caption"), ("png", picture(n)))]
+    members = [(f"{n}.{end}", data) for n in range(4) for end, data in (("txt", b"caption"), ("png", png(n)))]
     whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
     third = whole.index(b"2.txt")
-    lay(
+    write_files(
         tmp_path,
         {
             "cut.tar": whole[: third + 1600],
@@ -78,7 +78,7 @@ def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
             "empty.tar": b"",
         },
     )
-    items = found(tmp_path)
+    items = scan_items(tmp_path)
     names = captions(items)
     assert [name for name in names if name.startswith("whole")] == [f"whole.tar/{n}.png" for n in range(4)]
     assert [name for name in names if name.startswith("garbled")] == ["garbled.tar/0.png", "garbled.tar/1.png"]
@@ -92,8 +92,8 @@ def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "set.tar", [("a.png", picture()), ("a.txt", b"a")])
-    (item,) = found(path)
+    path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
+    (item,) = scan_items(path)
     assert isinstance(item, Record)
     path.write_bytes(path.read_bytes()[:520])
     with pytest.raises(Reject, match="truncated"):
@@ -107,34 +107,34 @@ def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
     "columns",
     [
         {"image": structs(50), "text": [f"row {n}" for n in range(50)]},
-        {"image": [picture(n) for n in range(50)], "caption": [f"row {n}" for n in range(50)]},
-        {"jpg": [picture(n) for n in range(50)], "txt": [f"row {n}".encode() for n in range(50)]},
-        {"PNG": [picture(n) for n in range(50)], "Prompt": [f"row {n}" for n in range(50)], "text": list(range(50))},
+        {"image": [png(n) for n in range(50)], "caption": [f"row {n}" for n in range(50)]},
+        {"jpg": [png(n) for n in range(50)], "txt": [f"row {n}".encode() for n in range(50)]},
+        {"PNG": [png(n) for n in range(50)], "Prompt": [f"row {n}" for n in range(50)], "text": list(range(50))},
     ],
 )
 @pytest.mark.parametrize("row_group_size", [7, 1000])
-def test_parquet_with_picture_bytes(tmp_path: Path, columns: dict[str, Any], row_group_size: int) -> None:
+def test_parquet_with_image_bytes(tmp_path: Path, columns: dict[str, Any], row_group_size: int) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
-    items = found(tmp_path)
+    items = scan_items(tmp_path)
     assert captions(items) == {f"train.parquet/{n:09d}": (f"row {n}",) for n in range(50)}
     order = list(enumerate(items))
     random.Random(0).shuffle(order)
     for n, item in [*order[:20], *enumerate(items)]:
         assert isinstance(item, Record)
-        assert pickle.loads(pickle.dumps(item)).read() == picture(n)
+        assert pickle.loads(pickle.dumps(item)).read() == png(n)
 
 
 def test_odd_parquet(tmp_path: Path) -> None:
     pq.write_table(
-        pa.table({"image": [*structs(2), None], "text": [["one", "two"], None, ["null picture"]]}),
+        pa.table({"image": [*structs(2), None], "text": [["one", "two"], None, ["null image"]]}),
         tmp_path / "a.parquet",
     )
     pq.write_table(pa.table({"url": ["u"], "text": ["t"]}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"image": [picture()], "label": [1]}), tmp_path / "c.parquet")
-    lay(tmp_path, {"d.parquet": b"PAR1 or not"})
-    items = found(tmp_path)
-    assert captions(items) == {"a.parquet/000000000": ("one", "two"), "a.parquet/000000002": ("null picture",)}
+    pq.write_table(pa.table({"image": [png()], "label": [1]}), tmp_path / "c.parquet")
+    write_files(tmp_path, {"d.parquet": b"PAR1 or not"})
+    items = scan_items(tmp_path)
+    assert captions(items) == {"a.parquet/000000000": ("one", "two"), "a.parquet/000000002": ("null image",)}
     assert rejects(items) == {
         "a.parquet/000000001": "no_caption",
         "b.parquet": "no_image_column",
@@ -151,43 +151,43 @@ def test_odd_parquet(tmp_path: Path) -> None:
 
 def test_tars_read_the_configured_key_of_their_json(tmp_path: Path) -> None:
     members = [
-        ("a.png", picture()),
+        ("a.png", png()),
         ("a.txt", b"short"),
         ("a.json", json.dumps({"caption": "short", "long_caption": "long"}).encode()),
-        ("b.png", picture()),
+        ("b.png", png()),
         ("b.txt", b"only a text"),
-        ("c.png", picture()),
+        ("c.png", png()),
         ("c.json", b'{"caption": "short"}'),
     ]
     path = write_tar(tmp_path / "set.tar", members)
-    items = found(path, caption_column="long_caption")
+    items = scan_items(path, caption_column="long_caption")
     assert captions(items) == {"set.tar/a.png": ("long",), "set.tar/b.png": ("only a text",)}
     (reject,) = (item for item in items if isinstance(item, Rejected))
     assert (reject.reason, reject.detail) == ("no_caption", "no value in 'long_caption' (caption_column)")
 
 
 def test_parquet_reads_the_configured_columns(tmp_path: Path) -> None:
-    columns = {"image": [picture(0)], "photo": [picture(1)], "text": ["short"], "Long": ["long"], "number": [1]}
+    columns = {"image": [png(0)], "photo": [png(1)], "text": ["short"], "Long": ["long"], "number": [1]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    (item,) = found(tmp_path, image_column="photo", caption_column="long")
+    (item,) = scan_items(tmp_path, image_column="photo", caption_column="long")
     assert isinstance(item, Record)
-    assert (item.captions, item.read()) == (("long",), picture(1))
+    assert (item.captions, item.read()) == (("long",), png(1))
     for key, column, reason in (
         ("image_column", "nowhere", "no_image_column"),
         ("image_column", "number", "no_image_column"),
         ("caption_column", "nowhere", "no_caption_column"),
         ("caption_column", "number", "no_caption_column"),
     ):
-        (reject,) = found(tmp_path, **{key: column})
+        (reject,) = scan_items(tmp_path, **{key: column})
         assert isinstance(reject, Rejected)
         assert reject.reason == reason
         assert f"{column!r} ({key})" in reject.detail
 
 
-def test_a_duplicate_says_where_its_picture_is(tmp_path: Path) -> None:
-    members = [(f"a.{end}", data) for _ in range(2) for end, data in (("png", picture()), ("txt", b"a"))]
+def test_a_duplicate_says_where_its_image_is(tmp_path: Path) -> None:
+    members = [(f"a.{end}", data) for _ in range(2) for end, data in (("png", png()), ("txt", b"a"))]
     first, second = scan(directory(write_tar(tmp_path / "set.tar", members)), 0)
     assert isinstance(first, Record)
     assert isinstance(second, Rejected)
     assert second.image is not None
-    assert (second.image != first.image, second.image.read()) == (True, picture())
+    assert (second.image != first.image, second.image.read()) == (True, png())

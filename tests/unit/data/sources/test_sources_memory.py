@@ -13,7 +13,7 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.sources import Record, Rejected, json_stream, name_store, scan, signature
-from tests.unit.data.inputs import captions, directory, found, lay, picture, rejects, write_tar
+from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, write_files, write_tar
 
 NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")
 ODD_NAMES = ["a", "a-b.jpg", "a.jpg", "a.", "a.b.jpg", "a.txt", "aé.jpg", NOT_UTF8, "\U0001f600.png", "\uffff.png"]
@@ -63,8 +63,8 @@ def test_sets_of_names_do_not_mix() -> None:
 
 
 def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None:
-    lay(tmp_path, {"a.webp": picture(), "a.txt": "a", "b.png": picture(), "b.png.txt": "b", "c": "", "c.txt": "c"})
-    items = found(tmp_path)
+    write_files(tmp_path, {"a.webp": png(), "a.txt": "a", "b.png": png(), "b.png.txt": "b", "c": "", "c.txt": "c"})
+    items = scan_items(tmp_path)
     assert captions(items) == {"a.webp": ("a",)}
     assert rejects(items) == {"b.png": "no_caption", "b.png.txt": "missing_file"}
 
@@ -138,8 +138,8 @@ def test_a_folder_of_many_files_is_not_held(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("small_pages")
 def test_masks_of_many_files_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = lay(tmp_path / "set", {"000000007.jpg": picture(), "000000007.txt": "x"})
-    masks = lay(tmp_path / "masks", {"000000007.jpg": b"mask"})
+    root = write_files(tmp_path / "set", {"000000007.jpg": png(), "000000007.txt": "x"})
+    masks = write_files(tmp_path / "masks", {"000000007.jpg": b"mask"})
     listed, peaks = os.scandir, []
     for size in (FEW, MANY):
         made_up = partial(Listing, size)
@@ -166,7 +166,7 @@ def test_a_long_table_is_not_held(tmp_path: Path, name: str) -> None:
     peaks = []
     for size in (FEW, MANY):
         rows = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
-        root = lay(tmp_path / str(size), {name: TABLES[name](rows), "000000007.jpg": picture()})
+        root = write_files(tmp_path / str(size), {name: TABLES[name](rows), "000000007.jpg": png()})
         assert captions(scan(directory(root), 0)) == {"000000007.jpg": ("caption 7",)}
         assert count(root, Rejected) == size - 1
         peaks.append(peak(lambda root=root: count(root, Rejected)))
@@ -217,7 +217,7 @@ def test_documents_read_in_pieces_are_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, document: Any, indent: int | None
 ) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", chunk)
-    path = lay(tmp_path, {"x.json": f" \n{json.dumps(document, indent=indent)}\n "}) / "x.json"
+    path = write_files(tmp_path, {"x.json": f" \n{json.dumps(document, indent=indent)}\n "}) / "x.json"
     with path.open(encoding="utf-8") as file:
         members = list(json_stream.members(file))
     assert members == (list(document.items()) if isinstance(document, dict) else [(None, item) for item in document])
@@ -235,7 +235,7 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_is_no_document_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", chunk)
-    path = lay(tmp_path, {"x.json": text}) / "x.json"
+    path = write_files(tmp_path, {"x.json": text}) / "x.json"
     with path.open(encoding="utf-8") as file, pytest.raises(ValueError, match=r"character \d"):
         list(json_stream.members(file))
 
@@ -243,7 +243,7 @@ def test_what_is_no_document_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_member_may_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "MAX_MEMBER", 1000)
     monkeypatch.setattr(json_stream, "_CHUNK", 100)
-    path = lay(tmp_path, {"x.json": json.dumps(["ok", "x" * 5000])}) / "x.json"
+    path = write_files(tmp_path, {"x.json": json.dumps(["ok", "x" * 5000])}) / "x.json"
     with path.open(encoding="utf-8") as file:
         members = json_stream.members(file)
         assert next(members) == (None, "ok")

@@ -12,7 +12,7 @@ from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources import Location, Record, location_from_text, location_text, scan, signature
 from sd3_light.data.sources.parquet import ParquetCell
 from sd3_light.data.sources.records import FileBytes, FileRange
-from tests.unit.data.inputs import directory, lay, picture, structs, write_tar
+from tests.unit.data.inputs import directory, png, structs, write_files, write_tar
 
 # --- locations --------------------------------------------------------------------------------
 
@@ -49,10 +49,10 @@ def test_a_text_that_is_no_location_is_told() -> None:
 
 
 def test_all_that_a_scan_finds_comes_back_and_has_a_version(tmp_path: Path) -> None:
-    root = lay(tmp_path / "set", {"a.jpg": picture(), "a.txt": "a"})
-    write_tar(root / "b.tar", [("k.png", picture()), ("k.txt", b"k")])
+    root = write_files(tmp_path / "set", {"a.jpg": png(), "a.txt": "a"})
+    write_tar(root / "b.tar", [("k.png", png()), ("k.txt", b"k")])
     pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "c.parquet")
-    masks = lay(tmp_path / "masks", {"a.png": picture()})
+    masks = write_files(tmp_path / "masks", {"a.png": png()})
     items = list(scan(directory(root, mask_path=masks), 0))
     assert len(items) == 4
     shutil.copytree(root, tmp_path / "moved")
@@ -69,7 +69,7 @@ def test_all_that_a_scan_finds_comes_back_and_has_a_version(tmp_path: Path) -> N
 
 
 def test_versions_follow_the_file(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "set.tar", [("a.png", picture()), ("a.txt", b"a")])
+    path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
     (item,) = scan(directory(path), 0)
     assert isinstance(item, Record)
     before = item.image.version()
@@ -86,11 +86,14 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    lay(
-        tmp_path / "set", {"a.jpg": picture(), "a.txt": "a", "sub/b.png": picture(), "sub/b.txt": "b", "0.parquet": b""}
+    write_files(
+        tmp_path / "set",
+        {"a.jpg": png(), "a.txt": "a", "sub/b.png": png(), "sub/b.txt": "b", "0.parquet": b""},
     )
-    lay(tmp_path / "set", {"captions.json": "{}", ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"})
-    lay(tmp_path, {"masks/a.png": picture(), "default.png": picture()})
+    write_files(
+        tmp_path / "set", {"captions.json": "{}", ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"}
+    )
+    write_files(tmp_path, {"masks/a.png": png(), "default.png": png()})
     return tmp_path
 
 
@@ -115,14 +118,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "another time": lambda place: touch(place / "set/sub/b.png"),
     "a caption's time": lambda place: touch(place / "set/sub/b.txt"),
     "a table's time": lambda place: touch(place / "set/captions.json"),
-    "a new picture": lambda place: lay(place / "set", {"sub/deep/c.jpg": b""}),
-    "a new tar": lambda place: lay(place / "set", {"c.tar": b""}),
-    "a picture that is not read": lambda place: lay(place / "set", {"c.heic": b""}),
+    "a new image": lambda place: write_files(place / "set", {"sub/deep/c.jpg": b""}),
+    "a new tar": lambda place: write_files(place / "set", {"c.tar": b""}),
+    "an image that is not read": lambda place: write_files(place / "set", {"c.heic": b""}),
     "one gone": lambda place: (place / "set/a.txt").unlink(),
     "a new name": lambda place: (place / "set/a.jpg").rename(place / "set/c.jpg"),
     "a new place": lambda place: (place / "set/a.jpg").rename(place / "set/sub/a.jpg"),
     "a mask's time": lambda place: touch(place / "masks/a.png"),
-    "a new mask": lambda place: lay(place / "masks", {"sub/b.png": b""}),
+    "a new mask": lambda place: write_files(place / "masks", {"sub/b.png": b""}),
     "the default mask's time": lambda place: touch(place / "default.png"),
     "a link up": lambda place: (place / "set/up").symlink_to(place / "set"),
     "a folder beside Parquet": lambda place: (place / "set/0").mkdir(),
@@ -131,9 +134,11 @@ NO_CHANGES: dict[str, Callable[[Path], object]] = {
     "nothing": lambda place: None,
     "a hidden file": lambda place: touch(place / "set/.hidden.jpg"),
     "a file of another kind": lambda place: touch(place / "set/notes.md"),
-    "a cache inside": lambda place: lay(place / "set", {"cache/1.safetensors": b"", "cache/manifest.json": b""}),
+    "a cache inside": lambda place: write_files(
+        place / "set", {"cache/1.safetensors": b"", "cache/manifest.json": b""}
+    ),
     "an empty folder": lambda place: (place / "set/empty").mkdir(),
-    "a mask that is none": lambda place: lay(place / "masks", {"a.txt": b""}),
+    "a mask that is none": lambda place: write_files(place / "masks", {"a.txt": b""}),
 }
 
 
@@ -179,7 +184,7 @@ def test_a_set_that_was_moved_whole_is_the_same(place: Path) -> None:
 
 
 def test_files_alone_have_signatures(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "set.tar", [("a.png", picture())])
+    path = write_tar(tmp_path / "set.tar", [("a.png", png())])
     before = signature(directory(path), 0)
     touch(path)
     assert signature(directory(path), 0) != before

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sd3_light.data.sources import Rejected
-from tests.unit.data.inputs import captions, found, lay, picture, rejects
+from tests.unit.data.inputs import captions, png, rejects, scan_items, write_files
 
 
 def test_captions_json(tmp_path: Path) -> None:
@@ -20,12 +20,12 @@ def test_captions_json(tmp_path: Path) -> None:
         "number.jpg": 7,
         "null.jpg": None,
         "half.jpg": "half a pair \ud83d",
-        "notes.md": "no picture",
+        "notes.md": "no image",
     }
-    pictures = ("a.jpg", "sub/b.png", "stem.webp", "number.jpg", "null.jpg", "half.jpg", "extra.jpg", "extra2.jpg")
-    root = lay(tmp_path / "set", {name: picture() for name in pictures})
-    lay(root, {"captions.json": json.dumps(table), "extra.txt": "from a file", "notes.md": ""})
-    items = found(root)
+    images = ("a.jpg", "sub/b.png", "stem.webp", "number.jpg", "null.jpg", "half.jpg", "extra.jpg", "extra2.jpg")
+    root = write_files(tmp_path / "set", {name: png() for name in images})
+    write_files(root, {"captions.json": json.dumps(table), "extra.txt": "from a file", "notes.md": ""})
+    items = scan_items(root)
     assert captions(items) == {
         "a.jpg": ("one",),
         "sub/b.png": ("one", "two words"),
@@ -49,8 +49,8 @@ def test_a_table_that_is_none_leaves_the_text_files(tmp_path: Path) -> None:
         "metadata.csv": "width,height\n1,2\n",
         "metadata.jsonl": "\xff\xfe",
     }
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a", **broken})
-    items = found(root)
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", **broken})
+    items = scan_items(root)
     assert captions(items) == {"a.jpg": ("a",)}
     assert set(rejects(items).values()) == {"broken_table", "broken_row"}
     assert {name for name, reason in rejects(items).items() if reason == "broken_table"} == set(broken) - {
@@ -95,9 +95,9 @@ def as_json(file: str, text: str) -> bytes:
 @pytest.mark.parametrize(("file", "text"), [("file_name", "text"), ("image", "caption"), ("Path", "PROMPT")])
 @pytest.mark.parametrize(("kind", "write"), [("csv", as_csv), ("jsonl", as_jsonl), ("json", as_json)])
 def test_metadata_tables(tmp_path: Path, kind: str, write: Any, file: str, text: str) -> None:
-    root = lay(tmp_path, {name: picture() for name in EXPECTED})
-    lay(root, {f"metadata.{kind}": write(file, text)})
-    items = found(root)
+    root = write_files(tmp_path, {name: png() for name in EXPECTED})
+    write_files(root, {f"metadata.{kind}": write(file, text)})
+    items = scan_items(root)
     assert captions(items) == EXPECTED
     assert sorted(rejects(items).values()) == ["broken_row", "missing_file"]
     assert rejects(items)["gone.jpg"] == "missing_file"
@@ -113,9 +113,9 @@ def test_broken_rows_are_named_and_the_others_used(tmp_path: Path) -> None:
         b'{"file": "d.jpg"}',
         b'{"text": "nameless"}',
     ]
-    root = lay(tmp_path, {f"{name}.jpg": picture() for name in "abcd"})
-    lay(root, {"metadata.jsonl": b"\n".join(lines)})
-    items = found(root)
+    root = write_files(tmp_path, {f"{name}.jpg": png() for name in "abcd"})
+    write_files(root, {"metadata.jsonl": b"\n".join(lines)})
+    items = scan_items(root)
     assert captions(items) == {"a.jpg": ("a",), "c.jpg": ("c", "see")}
     by_reason = sorted(rejects(items).values())
     assert by_reason == ["broken_row", "broken_row", "broken_row", "caption_not_utf8", "no_caption"]
@@ -123,17 +123,19 @@ def test_broken_rows_are_named_and_the_others_used(tmp_path: Path) -> None:
 
 
 def test_the_nearest_table_wins_and_none_calls_its_row_missing(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"sub/a.jpg": picture(), "b.jpg": picture()})
-    lay(root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}', "sub/metadata.csv": "file,text\na.jpg,near\n"})
-    items = found(root)
+    root = write_files(tmp_path, {"sub/a.jpg": png(), "b.jpg": png()})
+    write_files(
+        root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}', "sub/metadata.csv": "file,text\na.jpg,near\n"}
+    )
+    items = scan_items(root)
     assert captions(items) == {"b.jpg": ("b",), "sub/a.jpg": ("near",)}
     assert rejects(items) == {}
 
 
 def test_tables_find_composed_and_absolute_names(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"cafe\u0301.jpg": picture(), "b.jpg": picture()})
-    lay(root, {"captions.json": json.dumps({"caf\u00e9.jpg": "coffee", str(tmp_path / "b.jpg"): "b"})})
-    assert sorted(captions(found(root)).values()) == [("b",), ("coffee",)]
+    root = write_files(tmp_path, {"cafe\u0301.jpg": png(), "b.jpg": png()})
+    write_files(root, {"captions.json": json.dumps({"caf\u00e9.jpg": "coffee", str(tmp_path / "b.jpg"): "b"})})
+    assert sorted(captions(scan_items(root)).values()) == [("b",), ("coffee",)]
 
 
 def test_csv_rows_are_found_at_any_place_of_a_long_table(tmp_path: Path) -> None:
@@ -143,14 +145,14 @@ def test_csv_rows_are_found_at_any_place_of_a_long_table(tmp_path: Path) -> None
     rows = list(expected.items())
     rng.shuffle(rows)
     csv.writer(buffer).writerows([("file", "text"), *rows])
-    root = lay(tmp_path, dict.fromkeys(expected, b""))
-    lay(root, {"metadata.csv": buffer.getvalue()})
-    assert captions(found(root)) == {name: (" ".join(text.split()),) for name, text in expected.items()}
+    root = write_files(tmp_path, dict.fromkeys(expected, b""))
+    write_files(root, {"metadata.csv": buffer.getvalue()})
+    assert captions(scan_items(root)) == {name: (" ".join(text.split()),) for name, text in expected.items()}
 
 
 # --- configured columns -----------------------------------------------------------------------
 
-COLUMN_ROWS = [{"file": "wrong.jpg", "Picture": f"{name}.jpg", "text": "wrong", "alt": name} for name in "ab"]
+COLUMN_ROWS = [{"file": "wrong.jpg", "Photo": f"{name}.jpg", "text": "wrong", "alt": name} for name in "ab"]
 COLUMN_TABLES = {
     "csv": lambda rows: "\n".join(",".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]),
     "json": json.dumps,
@@ -160,19 +162,19 @@ COLUMN_TABLES = {
 
 @pytest.mark.parametrize("kind", COLUMN_TABLES)
 def test_configured_columns_are_used(tmp_path: Path, kind: str) -> None:
-    root = lay(tmp_path, {name: picture() for name in ("a.jpg", "b.jpg", "wrong.jpg")})
-    lay(root, {f"metadata.{kind}": COLUMN_TABLES[kind](COLUMN_ROWS), "wrong.txt": "from its file"})
-    items = found(root, image_column="picture", caption_column="alt")
+    root = write_files(tmp_path, {name: png() for name in ("a.jpg", "b.jpg", "wrong.jpg")})
+    write_files(root, {f"metadata.{kind}": COLUMN_TABLES[kind](COLUMN_ROWS), "wrong.txt": "from its file"})
+    items = scan_items(root, image_column="photo", caption_column="alt")
     assert captions(items) == {"a.jpg": ("a",), "b.jpg": ("b",), "wrong.jpg": ("from its file",)}
     assert rejects(items) == {}
-    assert captions(found(root)) == {"wrong.jpg": ("wrong", "wrong")}
+    assert captions(scan_items(root)) == {"wrong.jpg": ("wrong", "wrong")}
 
 
 @pytest.mark.parametrize("kind", COLUMN_TABLES)
 @pytest.mark.parametrize("key", ["image_column", "caption_column"])
 def test_a_configured_column_that_a_table_lacks_is_named(tmp_path: Path, kind: str, key: str) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "a.txt": "a", f"metadata.{kind}": COLUMN_TABLES[kind](COLUMN_ROWS)})
-    items = found(root, **{key: "nowhere"})
+    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", f"metadata.{kind}": COLUMN_TABLES[kind](COLUMN_ROWS)})
+    items = scan_items(root, **{key: "nowhere"})
     assert captions(items) == {"a.jpg": ("a",)}, "the text file is left"
     (reject,) = (item for item in items if isinstance(item, Rejected))
     assert (reject.key.split("/")[1], reject.reason) == (f"metadata.{kind}", "broken_table")
@@ -181,8 +183,8 @@ def test_a_configured_column_that_a_table_lacks_is_named(tmp_path: Path, kind: s
 
 def test_rows_that_lack_a_configured_column_are_named_one_by_one(tmp_path: Path) -> None:
     rows = [{"p": "a.jpg", "c": "a"}, {"p": "b.jpg", "text": "b"}, {"file": "c.jpg", "c": "c"}]
-    root = lay(tmp_path, {"a.jpg": picture(), "b.jpg": picture(), "metadata.json": json.dumps(rows)})
-    items = found(root, image_column="p", caption_column="c")
+    root = write_files(tmp_path, {"a.jpg": png(), "b.jpg": png(), "metadata.json": json.dumps(rows)})
+    items = scan_items(root, image_column="p", caption_column="c")
     assert captions(items) == {"a.jpg": ("a",)}
     details = {item.reason: item.detail for item in items if isinstance(item, Rejected)}
     assert details == {
@@ -193,17 +195,17 @@ def test_rows_that_lack_a_configured_column_are_named_one_by_one(tmp_path: Path)
 
 def test_rows_inside_captions_json_obey_caption_column_alone(tmp_path: Path) -> None:
     table = {"a.jpg": {"text": "short", "long": ["a long one", "another"]}, "b.jpg": {"text": "b"}, "c.jpg": "plain"}
-    root = lay(tmp_path, {**{name: picture() for name in table}, "captions.json": json.dumps(table)})
-    items = found(root, image_column="nowhere", caption_column="long")
+    root = write_files(tmp_path, {**{name: png() for name in table}, "captions.json": json.dumps(table)})
+    items = scan_items(root, image_column="nowhere", caption_column="long")
     assert captions(items) == {"a.jpg": ("a long one", "another"), "c.jpg": ("plain",)}
     assert rejects(items) == {"b.jpg": "no_caption"}
 
 
 def test_a_column_spelled_exactly_wins(tmp_path: Path) -> None:
     row = {"file": "a.jpg", "Caption": "upper", "caption": "lower"}
-    root = lay(tmp_path, {"a.jpg": picture(), "metadata.jsonl": json.dumps(row)})
-    assert captions(found(root, caption_column="Caption")) == {"a.jpg": ("upper",)}
-    assert captions(found(root, caption_column="caption")) == {"a.jpg": ("lower",)}
+    root = write_files(tmp_path, {"a.jpg": png(), "metadata.jsonl": json.dumps(row)})
+    assert captions(scan_items(root, caption_column="Caption")) == {"a.jpg": ("upper",)}
+    assert captions(scan_items(root, caption_column="caption")) == {"a.jpg": ("lower",)}
 
 
 # --- long and broken tables -------------------------------------------------------------------
@@ -211,17 +213,17 @@ def test_a_column_spelled_exactly_wins(tmp_path: Path) -> None:
 
 def test_a_table_that_breaks_at_its_end_is_not_used_in_part(tmp_path: Path) -> None:
     whole = json.dumps({f"{n}.jpg": "x" for n in range(50)})
-    root = lay(tmp_path, {"0.jpg": picture(), "0.txt": "from its file", "captions.json": whole[:-1]})
-    items = found(root)
+    root = write_files(tmp_path, {"0.jpg": png(), "0.txt": "from its file", "captions.json": whole[:-1]})
+    items = scan_items(root)
     assert captions(items) == {"0.jpg": ("from its file",)}
     assert rejects(items) == {"captions.json": "broken_table"}
 
 
 def test_a_long_csv_cell_is_a_caption_and_one_past_the_limit_is_none(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "b.jpg": picture()})
-    lay(root, {"metadata.csv": f"file,text\na.jpg,{'word ' * 40_000}\nb.jpg,{'x' * (1 << 20)}x\n"})
+    root = write_files(tmp_path, {"a.jpg": png(), "b.jpg": png()})
+    write_files(root, {"metadata.csv": f"file,text\na.jpg,{'word ' * 40_000}\nb.jpg,{'x' * (1 << 20)}x\n"})
     before = csv.field_size_limit()
-    items = found(root)
+    items = scan_items(root)
     assert csv.field_size_limit() == before
     assert captions(items)["a.jpg"][0].count("word") == 40_000
     assert sorted(rejects(items).values()) == ["broken_row", "no_caption"]
@@ -229,10 +231,10 @@ def test_a_long_csv_cell_is_a_caption_and_one_past_the_limit_is_none(tmp_path: P
 
 @pytest.mark.parametrize("text", ["é" * (1 << 19) + "é", ["short", "x" * (1 << 20) + "x"]])
 def test_a_table_may_not_hold_a_caption_that_a_file_may_not(tmp_path: Path, text: Any) -> None:
-    root = lay(tmp_path, {"a.jpg": picture(), "captions.json": json.dumps({"a.jpg": text})})
-    assert rejects(found(root)) == {"a.jpg": "caption_too_long"}
+    root = write_files(tmp_path, {"a.jpg": png(), "captions.json": json.dumps({"a.jpg": text})})
+    assert rejects(scan_items(root)) == {"a.jpg": "caption_too_long"}
 
 
 def test_a_missing_file_of_several_rows_is_one_reject(tmp_path: Path) -> None:
-    root = lay(tmp_path, {"metadata.csv": "file,text\ngone.jpg,a\ngone.jpg,b\n"})
-    assert rejects(found(root)) == {"gone.jpg": "missing_file"}
+    root = write_files(tmp_path, {"metadata.csv": "file,text\ngone.jpg,a\ngone.jpg,b\n"})
+    assert rejects(scan_items(root)) == {"gone.jpg": "missing_file"}

@@ -48,7 +48,7 @@ def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
         file = f"shard-{number}.safetensors"
         (folder / "shards" / file).write_bytes(data)
         digest = hashlib.sha256(data).hexdigest()
-        entries.append(ShardEntry(file, "64x64", (64, 64), "pictures#0", 4, size, digest, digest[:16]))
+        entries.append(ShardEntry(file, "64x64", (64, 64), "images#0", 4, size, digest, digest[:16]))
     manifest = Manifest({}, tuple(entries[:-1]), entries[-1])
     manifest.save(folder)
     return manifest
