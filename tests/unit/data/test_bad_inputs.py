@@ -1,4 +1,4 @@
-"""The table of bad and odd inputs: each goes the whole way from the disk to pixels, and ends as it should.
+"""A table of bad and unusual inputs, each processed from the disk to pixels, and the expected outcomes.
 
 A case lays files into a folder; its outcome is what becomes of each input: a reason, or what is used of it.
 """
@@ -51,7 +51,7 @@ WIDE_COLOUR = (100, 180, 90)
 
 @dataclass(frozen=True)
 class Used:
-    """An input that is used: its colours at the left and right (None: any), captions, mask weights there."""
+    """A usable input: its colours at the left and right (None: any), captions and mask weights there."""
 
     left: Any = None
     right: Any = None
@@ -61,7 +61,7 @@ class Used:
 
 @dataclass(frozen=True)
 class Case:
-    """What must come of each input (several of one name in a list), files, keys, and what else to do to the folder."""
+    """Expected outcomes per input (a list for several of one name), files, keys and further changes to the folder."""
 
     outcome: dict[str, Any]
     files: dict[str, bytes | str] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def cut_parquet(root: Path) -> None:
 
 
 def hollow_parquet(root: Path) -> None:
-    """A Parquet file whose footer is whole and whose pages are not."""
+    """Write a Parquet file with an intact footer and damaged pages."""
     parquet({"image": [noise_png(n) for n in range(3)], "text": ["a caption"] * 3})(root)
     data = (root / "x.parquet").read_bytes()
     (root / "x.parquet").write_bytes(data[:200] + bytes(400) + data[600:])
@@ -123,7 +123,7 @@ def noise_png(seed: int) -> bytes:
 
 
 def edge_mask() -> bytes:
-    """White at the left edge only, which a square crop cuts off."""
+    """Return a mask that is white only at the left edge, which a square crop cuts off."""
     mask = Image.new("L", (640, 64))
     mask.paste(255, (0, 0, 64, 64))
     return save(mask, "PNG")
@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
     "a dangling link": Case({"a.jpg": "unreadable"}, {"a.txt": "a caption"}, then=dangling),
     "a closed file": Case({"a.png": "unreadable"}, {"a.png": png(), "a.txt": "a caption"}, then=closed),
     "a name that is not UTF-8": image(png(), "name_not_utf8", os.fsdecode(b"caf\xe9.png")),
-    # --- images that are odd and used
+    # --- unusual images that are used
     "a PNG named .jpg": image(save(halves(), "PNG"), Used(RED, BLUE)),
     "a JPEG named .png": image(save(halves(), "JPEG", quality=95), Used(RED, BLUE), "a.png"),
     "a suffix in capitals": image(save(halves(), "PNG"), Used(RED, BLUE), "a.PNG"),
@@ -233,7 +233,7 @@ CASES: dict[str, Case] = {
     "a row that names no file": table(
         "metadata.jsonl", ROWS_WITHOUT_FILE, {"metadata.jsonl:byte 0": "broken_row", "a.png": Used()}
     ),
-    "a row that is no JSON": table(
+    "a row that is not JSON": table(
         "metadata.jsonl", "{broken\n" + GOOD_ROW, {"metadata.jsonl:byte 0": "broken_row", "a.png": Used()}
     ),
     # --- tars
@@ -282,7 +282,7 @@ CASES: dict[str, Case] = {
 
 
 def outcome(record: Record, here: DirectoryConfig) -> Used:
-    """What the cache stage would make of a record; raises Reject."""
+    """Process a record like the cache stage; raises Reject."""
     data = record.read()
     size = probe(data)
     (bucket,) = assign_all(*size, buckets_by_resolution(here))
@@ -295,7 +295,7 @@ def outcome(record: Record, here: DirectoryConfig) -> Used:
 
 
 def outcomes(here: DirectoryConfig) -> dict[str, list[str | Used]]:
-    """What becomes of every input of a directory."""
+    """Return the outcomes of all inputs of a directory."""
     ends: dict[str, list[str | Used]] = {}
     for item in scan(here, 0):
         try:
@@ -309,7 +309,7 @@ def outcomes(here: DirectoryConfig) -> dict[str, list[str | Used]]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_every_kind_of_input_ends_as_it_should(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_input_has_the_expected_outcome(tmp_path: Path, kind: str) -> None:
     case = CASES[kind]
     if case.then is closed and os.geteuid() == 0:
         pytest.skip("nothing is closed to root")
@@ -321,8 +321,8 @@ def test_every_kind_of_input_ends_as_it_should(tmp_path: Path, kind: str) -> Non
     expected = {printable(name): end if isinstance(end, list) else [end] for name, end in case.outcome.items()}
     assert sorted(ends) == sorted(expected)
     for name, wanted in expected.items():
-        for end, wish in zip(ends[name], wanted, strict=True):
-            check(end, wish)
+        for end, expected in zip(ends[name], wanted, strict=True):
+            check(end, expected)
 
 
 def printable(name: str) -> str:
@@ -341,9 +341,9 @@ def check(end: str | Used, expected: str | Used) -> None:
         assert colour is None or abs(pixel - np.array(colour)).max() <= 6
 
 
-def test_every_reason_is_met() -> None:
+def test_every_reason_is_covered() -> None:
     ends = [end for case in CASES.values() for end in case.outcome.values()]
-    single = [wish for end in ends for wish in (end if isinstance(end, list) else [end])]
-    met = {reason for wish in single if isinstance(wish, str) for reason in wish.split("|")}
-    # these two need a cache stage at work
-    assert set(REASONS) - met <= {"decoder_crashed", "changed_meanwhile"}
+    single = [outcome for end in ends for outcome in (end if isinstance(end, list) else [end])]
+    covered = {reason for end in single if isinstance(end, str) for reason in end.split("|")}
+    # these two need a running cache stage
+    assert set(REASONS) - covered <= {"decoder_crashed", "changed_meanwhile"}

@@ -31,41 +31,41 @@ def test_a_bucket_prints_as_width_x_height_and_sorts() -> None:
     assert sorted([Bucket(64, 64), Bucket(48, 64), Bucket(64, 48)]) == [Bucket(48, 64), Bucket(64, 48), Bucket(64, 64)]
 
 
-def test_without_ratios_a_resolution_is_its_own_bucket() -> None:
+def test_without_ratios_each_resolution_is_one_bucket() -> None:
     here = directory(resolutions=[512, 256, [64, 48]])
     assert buckets_by_resolution(here) == ((Bucket(512, 512),), (Bucket(256, 256),), (Bucket(64, 48),))
     assert buckets_for(here) == (Bucket(64, 48), Bucket(256, 256), Bucket(512, 512))
 
 
-def test_size_buckets_are_taken_as_they_are_in_one_group() -> None:
+def test_size_buckets_are_one_group() -> None:
     here = directory(resolutions=[512, 256], size_buckets=[[96, 64], [64, 96]], enable_ar_bucket=True)
     assert buckets_by_resolution(here) == ((Bucket(64, 96), Bucket(96, 64)),)
 
 
-def test_ratios_are_a_geometric_row_or_given() -> None:
+def test_ratios_are_a_geometric_series_or_configured() -> None:
     assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=3)) == pytest.approx((0.5, 1.0, 2.0))
     assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=1)) == pytest.approx((1.0,))
     assert aspect_ratios(directory(ar_buckets=[1.5, [448, 576]])) == pytest.approx((1.5, 448 / 576))
 
 
 def test_ratio_buckets_of_256() -> None:
-    found = ratio_buckets(256, ar_buckets=[1.0, 1.25, 0.8, 1.0])
-    assert [str(bucket) for bucket in found] == ["224x288", "256x256", "288x224"]
+    buckets = ratio_buckets(256, ar_buckets=[1.0, 1.25, 0.8, 1.0])
+    assert [str(bucket) for bucket in buckets] == ["224x288", "256x256", "288x224"]
 
 
 @pytest.mark.parametrize("side", [64, 128, 256, 512, 1024])
 @pytest.mark.parametrize("count", [1, 2, 7, 25])
 def test_ratio_buckets_keep_area_and_ratio(side: int, count: int) -> None:
     here = directory(resolutions=[side], enable_ar_bucket=True, min_ar=0.4, max_ar=2.5, num_ar_buckets=count)
-    found = buckets_for(here)
-    assert found == tuple(sorted(set(found)))
-    assert {Bucket(bucket.height, bucket.width) for bucket in found} == set(found)
-    for bucket in found:
+    buckets = buckets_for(here)
+    assert buckets == tuple(sorted(set(buckets)))
+    assert {Bucket(bucket.height, bucket.width) for bucket in buckets} == set(buckets)
+    for bucket in buckets:
         assert bucket.width % SIDE_STEP == bucket.height % SIDE_STEP == 0
         # at most one step on the shorter side away
         assert abs(math.log(bucket.area / side**2)) <= 1.01 * SIDE_STEP / min(bucket.width, bucket.height)
     for ratio in aspect_ratios(here):
-        nearest = min(abs(math.log(bucket.width / bucket.height / ratio)) for bucket in found)
+        nearest = min(abs(math.log(bucket.width / bucket.height / ratio)) for bucket in buckets)
         assert nearest <= SIDE_STEP / (side / math.sqrt(2.5) - SIDE_STEP)
 
 
@@ -73,7 +73,7 @@ def test_extreme_ratios_still_give_a_bucket() -> None:
     assert ratio_buckets(16, ar_buckets=[100.0, 0.01]) == (Bucket(16, 160), Bucket(160, 16))
 
 
-def test_assign_takes_the_nearest_ratio() -> None:
+def test_assign_chooses_the_nearest_ratio() -> None:
     buckets = (Bucket(48, 96), Bucket(64, 64), Bucket(96, 48))
     assert assign(1000, 1000, buckets) == Bucket(64, 64)
     assert assign(1300, 1000, buckets) == Bucket(64, 64)
@@ -81,7 +81,7 @@ def test_assign_takes_the_nearest_ratio() -> None:
     assert assign(1, 9999, buckets) == Bucket(48, 96)
 
 
-def test_assign_among_equal_ratios_fills_the_largest_that_needs_no_enlarging() -> None:
+def test_assign_prefers_the_largest_bucket_without_upscaling() -> None:
     buckets = (Bucket(32, 32), Bucket(64, 64), Bucket(128, 128))
     assert assign(100, 100, buckets) == Bucket(64, 64)
     assert assign(9, 9, buckets) == Bucket(32, 32)
@@ -102,7 +102,7 @@ def test_assign_is_nearest_in_log_ratio_and_does_not_depend_on_order() -> None:
         assert assign(width, height, rng.sample(buckets, len(buckets))) == chosen
 
 
-def test_a_sample_takes_one_bucket_of_each_resolution_and_none_twice() -> None:
+def test_a_sample_has_one_bucket_per_resolution_without_duplicates() -> None:
     groups = buckets_by_resolution(directory(resolutions=[64, 256], enable_ar_bucket=True, ar_buckets=[0.5, 1.0, 2.0]))
     assert assign_all(300, 300, groups) == (Bucket(64, 64), Bucket(256, 256))
     assert assign_all(300, 300, (*groups, *groups)) == (Bucket(64, 64), Bucket(256, 256))

@@ -1,4 +1,4 @@
-"""The loader: the same batches for any number of workers, and no more of them ahead than asked for."""
+"""The loader: the same batches for any number of workers, and a bounded number of prefetched batches."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Plain:
-    """A model that hands the batch on."""
+    """A model that returns the batch unchanged."""
 
     def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
         return (batch["sample_id"], batch["moments"], batch["t5"]), (batch["repeat"], batch["mask"])
@@ -39,7 +39,7 @@ def loader_of(data: CachedDataset, micro: int = 1, first: int = 0, steps: int = 
 
 
 def all_steps(loader: PipelineDataLoader) -> list[list[Any]]:
-    """The steps of a loader, each list copied before the next step empties it."""
+    """Return the steps of a loader; each list is copied before the next step empties it."""
     return [list(step) for step in loader.steps()]
 
 
@@ -47,7 +47,7 @@ def flat(steps: list[list[Any]]) -> list[torch.Tensor]:
     return [tensor for step in steps for features, label in step for tensor in (*features, label[0])]
 
 
-def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> None:
+def test_batches_do_not_depend_on_the_number_of_workers(make_cache: MakeCache) -> None:
     data = make_cache(captions=2, variants=2)
     alone = flat(all_steps(loader_of(data)))
     assert len(alone) == 24
@@ -56,15 +56,15 @@ def test_any_number_of_workers_makes_the_same_batches(make_cache: MakeCache) -> 
         assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
 
 
-def lay_plain(batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
-    """What `Plain` gives, one tensor laid where it is wanted."""
+def prepare_plain_into(batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
+    """Return the result of `Plain` with one tensor in allocated memory."""
     features, label = Plain().prepare_inputs(batch)
     laid = empty(tuple(features[2].shape), features[2].dtype)
     return (*features[:2], laid.copy_(features[2])), label
 
 
 class Never:
-    """A model whose `prepare_inputs` nobody should need."""
+    """A model whose `prepare_inputs` must not be called."""
 
     def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
         raise AssertionError("a worker has memory to lay it into")
@@ -72,11 +72,11 @@ class Never:
 
 def in_place(data: CachedDataset, model: Any, workers: int) -> PipelineDataLoader:
     batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
-    keys: dict[str, Any] = {"num_dataloader_workers": workers, "items": range(6), "prepare_into": lay_plain}
+    keys: dict[str, Any] = {"num_dataloader_workers": workers, "items": range(6), "prepare_into": prepare_plain_into}
     return PipelineDataLoader(batches, object(), 1, model, **keys)
 
 
-def test_what_is_laid_into_a_slot_arrives(make_cache: MakeCache) -> None:
+def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
     for wanted, step in zip(plain, in_place(data, Never(), 2).steps(), strict=True):
@@ -85,8 +85,8 @@ def test_what_is_laid_into_a_slot_arrives(make_cache: MakeCache) -> None:
     assert count == 6
 
 
-def test_where_no_slot_is_left_or_no_worker_the_model_prepares(make_cache: MakeCache) -> None:
-    """Whoever keeps all batches keeps all slots."""
+def test_without_a_free_slot_or_workers_prepare_inputs_is_used(make_cache: MakeCache) -> None:
+    """Keeping all batches keeps all slots in use."""
     data = make_cache(captions=2)
     plain = flat(all_steps(loader_of(data)))
     for workers in (0, 2):
@@ -94,7 +94,7 @@ def test_where_no_slot_is_left_or_no_worker_the_model_prepares(make_cache: MakeC
         assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True)), workers
 
 
-def test_consecutive_steps_differ_and_an_epoch_covers_all(make_cache: MakeCache) -> None:
+def test_consecutive_steps_differ_and_an_epoch_covers_all_samples(make_cache: MakeCache) -> None:
     data = make_cache()
     ids = [step[0][0][0].tolist() for step in loader_of(data, num_dataloader_workers=2).steps()]
     assert len({tuple(batch) for batch in ids}) == 6
@@ -102,7 +102,7 @@ def test_consecutive_steps_differ_and_an_epoch_covers_all(make_cache: MakeCache)
         assert sorted(number for batch in epoch for number in batch) == list(range(1, 13))
 
 
-def test_a_resumed_loader_goes_on_where_the_other_stopped(make_cache: MakeCache) -> None:
+def test_a_resumed_loader_continues_where_the_other_stopped(make_cache: MakeCache) -> None:
     data = make_cache()
     whole = flat(all_steps(loader_of(data)))
     for first in (1, 3, 5):
@@ -119,7 +119,7 @@ def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:
         assert torch.equal(joined, step[0][0][0])
 
 
-def test_a_last_step_without_all_its_micro_batches_is_no_step(make_cache: MakeCache) -> None:
+def test_an_incomplete_last_step_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache()
     order = data.order(0, ONCE, lambda resolution: 4)
     loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, Plain(), items=range(3))
@@ -128,7 +128,7 @@ def test_a_last_step_without_all_its_micro_batches_is_no_step(make_cache: MakeCa
 
 
 class Counting(Dataset[Any]):
-    """Counts, across processes, how many items were asked for."""
+    """Counts requested items across processes."""
 
     def __init__(self) -> None:
         self.made = multiprocessing.Value("i", 0)
@@ -142,17 +142,17 @@ class Counting(Dataset[Any]):
         return {"sample_id": torch.tensor([item]), "moments": 0, "t5": 0, "repeat": 0, "mask": None}
 
 
-def settled(dataset: Counting, at_least: int) -> int:
-    """How many items were made, once the workers have nothing left to do."""
+def count_when_idle(dataset: Counting, at_least: int) -> int:
+    """Return the number of items made when all workers are idle."""
     deadline = time.monotonic() + 30
     while dataset.made.value < at_least and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.2)  # one that was made too many would come now
+    time.sleep(0.2)  # an extra item would be made now
     return int(dataset.made.value)
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 1), (2, 3)])
-def test_workers_prepare_no_more_than_asked(workers: int, prefetch: int) -> None:
+def test_workers_prepare_at_most_prefetch_items(workers: int, prefetch: int) -> None:
     """Host memory is bounded by workers x prefetch micro-batches (law 10)."""
     dataset = Counting()
     loader = PipelineDataLoader(
@@ -162,11 +162,11 @@ def test_workers_prepare_no_more_than_asked(workers: int, prefetch: int) -> None
     batches = loader.steps()
     for taken in (1, 2):
         next(batches)
-        assert settled(dataset, taken + workers * prefetch) == taken + workers * prefetch
+        assert count_when_idle(dataset, taken + workers * prefetch) == taken + workers * prefetch
     batches.close()
 
 
-def test_without_workers_a_batch_is_made_when_it_is_taken() -> None:
+def test_without_workers_batches_are_made_on_demand() -> None:
     dataset = Counting()
     batches = PipelineDataLoader(dataset, object(), 1, Plain()).steps()
     for taken in (1, 2, 3):
@@ -178,7 +178,7 @@ def test_without_workers_a_batch_is_made_when_it_is_taken() -> None:
 
 
 class Doubling:
-    """A model whose batches are made anew from what it reads."""
+    """A model that computes new tensors from the batch."""
 
     def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
         return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
@@ -186,12 +186,12 @@ class Doubling:
 
 @pytest.mark.parametrize(
     ("model", "into"),
-    [(Plain(), None), (Doubling(), None), (Plain(), lay_plain)],
+    [(Plain(), None), (Doubling(), None), (Plain(), prepare_plain_into)],
     ids=["plain", "doubled", "laid"],
 )
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_batch_that_is_kept_never_changes(make_cache: MakeCache, model: Any, into: Any, workers: int) -> None:
-    """Memory is used again, but not while anybody holds a tensor of it."""
+    """Memory is reused, but not while a tensor in it is alive."""
     data = make_cache(captions=2, variants=2, mask=True)
     order = data.order(0, ONCE, lambda resolution: 4)
     batches = MicroBatches(data, order, 0, 1, 1)
@@ -203,7 +203,7 @@ def test_a_batch_that_is_kept_never_changes(make_cache: MakeCache, model: Any, i
             assert torch.equal(one, two)
 
 
-def test_steps_hold_no_batch_of_the_step_before(make_cache: MakeCache) -> None:
+def test_steps_do_not_hold_batches_of_earlier_steps(make_cache: MakeCache) -> None:
     data = make_cache()
     for workers in (0, 2):
         steps = loader_of(data, micro=2, num_dataloader_workers=workers).steps()
@@ -211,7 +211,7 @@ def test_steps_hold_no_batch_of_the_step_before(make_cache: MakeCache) -> None:
         assert len(first) == 2
         second = next(steps)
         assert len(second) == 2
-        assert first is second, "one list, filled anew"
+        assert first is second, "the same list, refilled"
 
 
 class Bulky(Dataset[Any]):
@@ -224,21 +224,21 @@ class Bulky(Dataset[Any]):
         return {"x": torch.full((4 << 20,), item, dtype=torch.uint8), "mask": None}
 
 
-class AsItIs:
-    """A model that takes any batch."""
+class Identity:
+    """A model that accepts any batch."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
         return batch, (torch.zeros(1), None)
 
 
 def slot_bytes(loader: PipelineDataLoader) -> int:
-    """Bytes of memory that the batches of a loader occupy, by the kernel's count."""
+    """Return the memory of a loader's batches in bytes, as counted by the kernel."""
     return sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)
 
 
 def peak_bytes(workers: int, prefetch: int) -> int:
     loader = PipelineDataLoader(
-        Bulky(), None, 1, AsItIs(), num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
+        Bulky(), None, 1, Identity(), num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
     )
     for number, step in enumerate(loader.steps()):
         assert (step[0][0]["x"] == number).all()
@@ -246,25 +246,25 @@ def peak_bytes(workers: int, prefetch: int) -> int:
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 1), (2, 2), (2, 4)])
-def test_the_memory_of_live_batches_is_workers_times_prefetch_and_the_one_in_use(workers: int, prefetch: int) -> None:
+def test_batch_memory_is_workers_times_prefetch_plus_the_one_in_use(workers: int, prefetch: int) -> None:
     batch = 4 << 20
     alive = peak_bytes(workers, prefetch) / batch
     assert workers * prefetch <= alive <= workers * prefetch + 1 + 0.1
 
 
-def test_the_peak_falls_with_the_prefetch() -> None:
+def test_peak_memory_decreases_with_prefetch() -> None:
     peaks = [peak_bytes(2, prefetch) for prefetch in (4, 2, 1)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > 2.5 * peaks[2]
 
 
-def test_memory_goes_with_the_loader() -> None:
+def test_memory_is_freed_with_the_loader() -> None:
     def shared_kib() -> int:
         with open("/proc/self/status") as about:
             return next(int(line.split()[1]) for line in about if line.startswith("RssShmem"))
 
     before = shared_kib()
-    loader = PipelineDataLoader(Bulky(), None, 1, AsItIs(), num_dataloader_workers=2)
+    loader = PipelineDataLoader(Bulky(), None, 1, Identity(), num_dataloader_workers=2)
     batches = iter(loader)
     held = [next(batches) for _ in range(3)]
     assert sum(int(one["x"].sum()) for one, _ in held) > 0
@@ -274,11 +274,11 @@ def test_memory_goes_with_the_loader() -> None:
     assert shared_kib() - before < 4000
 
 
-# --- what goes wrong ---------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 class Faulty(Dataset[Any]):
-    """Item 3 is a fault of the user, or kills its worker."""
+    """Item 3 raises a UserError, or kills its worker."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -295,15 +295,15 @@ class Faulty(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_fault_of_the_user_in_a_worker_is_one_line(workers: int) -> None:
-    loader = PipelineDataLoader(Faulty("user"), None, 1, AsItIs(), num_dataloader_workers=workers)
+def test_a_user_error_in_a_worker_is_one_line(workers: int) -> None:
+    loader = PipelineDataLoader(Faulty("user"), None, 1, Identity(), num_dataloader_workers=workers)
     with pytest.raises(UserError) as fault:
         list(loader)
     assert str(fault.value) == "shard x is damaged; run y"
 
 
-def test_a_worker_that_dies_is_one_line() -> None:
-    loader = PipelineDataLoader(Faulty("killed"), None, 1, AsItIs(), num_dataloader_workers=2)
+def test_a_dead_worker_is_a_one_line_error() -> None:
+    loader = PipelineDataLoader(Faulty("killed"), None, 1, Identity(), num_dataloader_workers=2)
     with pytest.raises(UserError) as fault:
         list(loader)
     text = str(fault.value)
@@ -357,7 +357,7 @@ print('default prefetch_factor =', loader_default.dataloader.prefetch_factor)
 loader_limited = dataset_util.PipelineDataLoader(ds, model, 1, model, num_dataloader_workers=2, prefetch_batches_per_worker=1)
 print('limited prefetch_factor =', loader_limited.dataloader.prefetch_factor)
 """  # noqa: E501
-"""Of the note on memory, with its import line changed and nothing else."""
+"""The program of the memory note; only the import line differs."""
 
 TAIL = """
 for loader in (loader_default, loader_limited):
@@ -392,17 +392,17 @@ class Circle:
     pass
 
 if __name__ == "__main__":
-    pool = multiprocessing.Pool(2)  # somebody else's, left open
+    pool = multiprocessing.Pool(2)  # of another library, left open
     print(pool.map(abs, [-1]))
 held = Circle()
 held.itself, held.batches = held, iter(PipelineDataLoader(Items(), None, 1, Model(), 2, 2))
 print(len(next(held.batches)))
-del held  # not gone: only a collection of garbage would find it
+del held  # still alive: only the garbage collector would free it
 """
 
 
-def test_a_program_ends_though_an_iteration_was_never_closed() -> None:
-    """Workers ignore the SIGTERM by which Python ends its children, and would be waited for."""
+def test_a_program_with_an_unclosed_iteration_ends() -> None:
+    """Workers ignore the SIGTERM that Python sends to its children, and Python would wait for them."""
     done = subprocess.run(
         [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
     )

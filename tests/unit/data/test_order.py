@@ -1,4 +1,4 @@
-"""Law 2: the order of global batches is arithmetic, the same in every world, and no sample is lost or doubled."""
+"""The order of global batches is arithmetic, the same for every world size, without lost or duplicate samples."""
 
 import time
 import tracemalloc
@@ -25,12 +25,12 @@ from sd3_light.data.order import (
 
 Row = tuple[int, int, int, int]
 GOLDEN_PERMUTATION = [38, 933, 224, 936, 607, 803]
-GOLDEN_PLACES = [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
+GOLDEN_POSITIONS = [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
 GOLDEN_ROWS = [(0, 0, 14, 0), (0, 0, 7, 0), (0, 0, 35, 0), (0, 0, 29, 0)]
 
 
 def rows(picks: Picks) -> list[Row]:
-    """(bucket, segment, index, repeat) of each sample."""
+    """Return (bucket, segment, index, repeat) of each sample."""
     columns = (picks.segment.tolist(), picks.index.tolist(), picks.repeat.tolist())
     return [(picks.bucket, *row) for row in zip(*columns, strict=True)]
 
@@ -40,22 +40,22 @@ def epoch_rows(order: Order, epoch: int = 0) -> list[Row]:
     return [row for step in range(first, first + order.steps_per_epoch) for row in rows(order.picks(step))]
 
 
-def samples(found: list[Row]) -> list[tuple[int, int, int]]:
-    return [row[:3] for row in found]
+def samples(rows: list[Row]) -> list[tuple[int, int, int]]:
+    return [row[:3] for row in rows]
 
 
 def mixed() -> Order:
-    """Two buckets, segments with other repeats, nothing divides anything."""
+    """Two buckets and segments with different repeats; no size divides another."""
     return make_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
 
 
 # --- the permutation ---------------------------------------------------------------------------
 
 
-def permuted(size: int, key: int, places: Indices | None = None) -> Indices:
-    """A permutation of ``range(size)``, at all places or the given ones."""
-    at = np.arange(size) if places is None else places
-    return permute(at, np.full(len(at), size), np.full(len(at), key, dtype=np.uint64))
+def permuted(size: int, key: int, positions: Indices | None = None) -> Indices:
+    """Return a permutation of ``range(size)`` at all or some positions."""
+    positions = np.arange(size) if positions is None else positions
+    return permute(positions, np.full(len(positions), size), np.full(len(positions), key, dtype=np.uint64))
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 1023, 1025, 4096, 65_537])
@@ -63,45 +63,45 @@ def test_permutation_is_a_bijection(size: int) -> None:
     assert sorted(permuted(size, size).tolist()) == list(range(size))
 
 
-def test_permutation_of_ten_million_takes_no_table() -> None:
+def test_permutation_of_ten_million_needs_no_table() -> None:
     size = 10_000_000
-    places = np.arange(0, size, 9973)
+    positions = np.arange(0, size, 9973)
     tracemalloc.start()
-    found = permuted(size, 1, places)
+    result = permuted(size, 1, positions)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(set(found.tolist())) == len(places)
-    assert (found >= 0).all()
-    assert (found < size).all()
+    assert len(set(result.tolist())) == len(positions)
+    assert (result >= 0).all()
+    assert (result < size).all()
     assert peak < 2_000_000, "a table of ten million would take 80 MB"
 
 
-def test_permutation_answers_any_place_alone_and_leaves_its_input() -> None:
-    places = np.arange(1000)
-    whole = permuted(1000, 1, places)
-    assert places.tolist() == list(range(1000))
+def test_permutation_can_be_evaluated_at_single_positions() -> None:
+    positions = np.arange(1000)
+    whole = permuted(1000, 1, positions)
+    assert positions.tolist() == list(range(1000))
     for at in (0, 1, 500, 999):
         assert permuted(1000, 1, np.array([at]))[0] == whole[at]
 
 
 def test_permutations_of_several_sizes_and_keys_at_once() -> None:
     sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
-    places = np.array([4, 900, 4, 5, 0])
+    positions = np.array([4, 900, 4, 5, 0])
     alone = [
-        permuted(int(size), int(key), np.array([at]))[0] for size, key, at in zip(sizes, keys, places, strict=True)
+        permuted(int(size), int(key), np.array([at]))[0] for size, key, at in zip(sizes, keys, positions, strict=True)
     ]
-    assert permute(places, sizes, keys).tolist() == alone
+    assert permute(positions, sizes, keys).tolist() == alone
 
 
 @pytest.mark.parametrize("size", [3, 10, 50, 100])
 def test_permutation_is_roughly_uniform(size: int) -> None:
-    """Over many keys every value stands at every place about equally often."""
+    """Over many keys every value is at every position about equally often."""
     keys = 5000
-    found = permute(
+    result = permute(
         np.tile(np.arange(size), keys), np.full(size * keys, size), np.repeat(np.arange(keys, dtype=np.uint64), size)
     )
     counts = np.zeros((size, size))
-    np.add.at(counts, (np.tile(np.arange(size), keys), found), 1)
+    np.add.at(counts, (np.tile(np.arange(size), keys), result), 1)
     expected = keys / size
     dof = (size - 1) ** 2
     chi = ((counts - expected) ** 2 / expected).sum()
@@ -109,16 +109,16 @@ def test_permutation_is_roughly_uniform(size: int) -> None:
 
 
 def test_permutation_mixes_neighbours() -> None:
-    found = permuted(100_000, 4)
-    assert abs(float(np.corrcoef(found[:-1], found[1:])[0, 1])) < 0.02
-    assert (np.abs(np.diff(found)) == 1).mean() < 0.001
-    assert abs(float(np.corrcoef(found, np.arange(100_000))[0, 1])) < 0.02
+    result = permuted(100_000, 4)
+    assert abs(float(np.corrcoef(result[:-1], result[1:])[0, 1])) < 0.02
+    assert (np.abs(np.diff(result)) == 1).mean() < 0.001
+    assert abs(float(np.corrcoef(result, np.arange(100_000))[0, 1])) < 0.02
 
 
 def test_golden_values() -> None:
-    """Written down once: another network or another hash would change the order of every run that is to be resumed."""
+    """Fixed values: another network or hash would change the order of every resumed run."""
     assert permuted(1000, 7)[:6].tolist() == GOLDEN_PERMUTATION
-    assert [mixed().position(step)[1:] for step in range(6)] == GOLDEN_PLACES
+    assert [mixed().position(step)[1:] for step in range(6)] == GOLDEN_POSITIONS
     assert rows(mixed().picks(13, 0, 4)) == GOLDEN_ROWS
 
 
@@ -136,8 +136,8 @@ def test_an_epoch_sees_each_sample_exactly_once() -> None:
 def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding() -> None:
     order = mixed()
     for epoch in range(3):
-        found = epoch_rows(order, epoch)
-        assert len(found) == sum(bucket.length + bucket.padding for bucket in order.buckets)
+        result = epoch_rows(order, epoch)
+        assert len(result) == sum(bucket.length + bucket.padding for bucket in order.buckets)
         real = _without_padding(order, epoch)
         counts = Counter(samples(real))
         assert {counts[0, 0, index] for index in range(37)} == {1}
@@ -149,12 +149,12 @@ def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding()
 
 
 def _without_padding(order: Order, epoch: int) -> list[Row]:
-    """The rows of an epoch in the buckets' own order, the tail of each bucket's last batch cut off."""
+    """Return the rows of an epoch per bucket, without the padding of the last batches."""
     by_batch = {}
     for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
         at, bucket, batch = order.position(step)
         assert at == epoch
-        assert (bucket, batch) not in by_batch, "a batch came twice"
+        assert (bucket, batch) not in by_batch, "duplicate batch"
         by_batch[bucket, batch] = rows(order.picks(step))
     real = []
     for number, bucket_order in enumerate(order.buckets):
@@ -163,12 +163,12 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     return real
 
 
-def test_no_occurrence_comes_twice_so_no_noise_does() -> None:
-    """(sample, repeat) names the randomness: padding and repeats must differ in it."""
+def test_no_occurrence_and_so_no_noise_is_repeated() -> None:
+    """(sample, repeat) determines the randomness, so padding and repeats need different numbers."""
     order = make_order(3, [([Segment(3), Segment(2, 2.5)], 16), ([Segment(7, 3.0)], 8)])
     for epoch in range(4):
-        found = epoch_rows(order, epoch)
-        assert len(found) == len(set(found))
+        result = epoch_rows(order, epoch)
+        assert len(result) == len(set(result))
 
 
 def test_every_epoch_has_another_order() -> None:
@@ -181,8 +181,8 @@ def test_every_epoch_has_another_order() -> None:
     assert epochs[0] != sorted(epochs[0]), "the first epoch is shuffled too"
 
 
-def test_every_epoch_mixes_its_segments_anew() -> None:
-    """Batch by batch within the bucket: which directory a place is filled from changes too."""
+def test_every_epoch_shuffles_its_segments_again() -> None:
+    """The directory of each position within the bucket changes too."""
     order = make_order(0, [([Segment(40), Segment(20, 1.5)], 10)])
 
     def segments(epoch: int) -> list[int]:
@@ -199,7 +199,7 @@ def test_another_seed_has_another_order() -> None:
 
 
 def test_consecutive_steps_see_different_samples() -> None:
-    """The earlier loader began anew each step and trained on one global batch for ever."""
+    """An earlier loader restarted at each step and trained on the same global batch forever."""
     order = make_order(0, [([Segment(1000)], 10)])
     seen: set[tuple[int, int, int]] = set()
     for step in range(order.steps_per_epoch):
@@ -220,7 +220,7 @@ def test_a_batch_comes_from_one_bucket_and_buckets_are_mixed() -> None:
 # --- repeats and small buckets -----------------------------------------------------------------
 
 
-def test_fractional_repeats_take_another_part_each_epoch_and_all_in_the_end() -> None:
+def test_fractional_repeats_use_other_samples_each_epoch_and_all_eventually() -> None:
     order = make_order(0, [([Segment(40, 2.25)], 10)])
     seen_three_times: Counter[int] = Counter()
     for epoch in range(30):
@@ -233,7 +233,7 @@ def test_fractional_repeats_take_another_part_each_epoch_and_all_in_the_end() ->
     assert max(seen_three_times.values()) < 20  # 7.5 each on average
 
 
-def test_repeats_below_one_take_a_part() -> None:
+def test_repeats_below_one_use_a_part() -> None:
     order = make_order(0, [([Segment(100, 0.3)], 10)])
     epochs = [{index for _, _, index, _ in epoch_rows(order, epoch)} for epoch in range(40)]
     assert all(len(epoch) == 30 for epoch in epochs)
@@ -245,18 +245,18 @@ def test_repeats_below_one_take_a_part() -> None:
 def test_a_bucket_smaller_than_a_batch_is_repeated_evenly_and_never_dropped(size: int, batch: int) -> None:
     order = make_order(0, [([Segment(size)], batch)])
     assert (order.steps_per_epoch, order.buckets[0].padding) == (1, batch - size)
-    found = epoch_rows(order)
-    counts = Counter(samples(found))
+    result = epoch_rows(order)
+    counts = Counter(samples(result))
     assert len(counts) == size
     assert max(counts.values()) - min(counts.values()) <= 1
-    assert len(set(found)) == batch
+    assert len(set(result)) == batch
 
 
 def test_numbers_of_a_bucket() -> None:
     bucket = BucketOrder((Segment(10), Segment(3, 1.5)), 8)
     assert (bucket.length, bucket.num_batches, bucket.padding) == (15, 2, 1), "14.5, rounded"
     assert BucketOrder((Segment(16),), 8).padding == 0
-    assert BucketOrder((Segment(1, 0.1),), 8).length == 1, "never nothing"
+    assert BucketOrder((Segment(1, 0.1),), 8).length == 1, "at least one"
     assert BucketOrder((Segment(1, 0.1),) * 20, 8).length == 2, "rounded over the bucket, not shard by shard"
 
 
@@ -272,7 +272,7 @@ SHAPES = list(product((1, 2, 3, 4, 8), (1, 2, 5), (1, 2, 3), LAYOUTS, (1, 2)))
 
 
 def seen_by_world(order: Order, first: int, last: int, ranks: int, accumulation: int, workers: int) -> list[Row]:
-    """What a world sees of some steps, in the order of the global batches; each worker has an order of its own."""
+    """Return what all ranks read in some steps, in the order of the global batches; each worker has its own order."""
     seen: dict[tuple[int, int, int], list[Row]] = {}
     for worker in range(workers):
         own = Order(order.seed, order.buckets)
@@ -285,11 +285,11 @@ def seen_by_world(order: Order, first: int, last: int, ranks: int, accumulation:
     return [row for key in sorted(seen) for row in seen[key]]
 
 
-def check_coverage(order: Order, found: list[Row]) -> None:
-    """Every sample as often as its repeats say; what is too much is the stated padding, from the epoch's beginning."""
-    assert len(found) == len(set(found)), "an occurrence came twice"
+def check_coverage(order: Order, result: list[Row]) -> None:
+    """Assert that every sample occurs as often as its repeats say, plus the stated padding."""
+    assert len(result) == len(set(result)), "duplicate occurrence"
     for number, plan in enumerate(order.buckets):
-        own = [row for row in found if row[0] == number]
+        own = [row for row in result if row[0] == number]
         assert len(own) == plan.length + plan.padding
         counts = Counter((segment, index) for _, segment, index, repeat in own if repeat < plan.most_repeats)
         assert sum(counts.values()) == plan.length
@@ -306,8 +306,7 @@ def test_there_are_enough_worlds() -> None:
 @pytest.mark.parametrize("ranks", sorted({shape[0] for shape in SHAPES}))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -> None:
-    """In every world an epoch covers the data, and stopping anywhere and going on with other processes and workers
-    changes nothing."""
+    """For every world size an epoch covers the data, and resuming with other processes and workers changes nothing."""
     for _, micro, accumulation, _, workers in (shape for shape in SHAPES if (shape[0], shape[3]) == (ranks, layout)):
         batch = ranks * micro * accumulation
         order = make_order(4, [(segments, batch) for segments in LAYOUTS[layout]], window=2)
@@ -315,7 +314,7 @@ def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -
         whole = seen_by_world(order, steps, 2 * steps, ranks, accumulation, workers)
         check_coverage(order, whole)
         stop = steps + steps // 2
-        # the same global batch on all in one process, or on as many processes as it has samples
+        # the same global batch in one process, or on as many processes as it has samples
         for other, pieces in ((1, 1), (batch, 1), (1, batch)):
             before = seen_by_world(order, steps, stop, ranks, accumulation, workers)
             after = seen_by_world(order, stop, 2 * steps, other, pieces, 3 - workers)
@@ -323,7 +322,7 @@ def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 3, 2), (2, 4, 1), (3, 1, 4), (8, 7, 2), (64, 2, 1)])
-def test_the_ranks_slices_are_the_global_batch_in_its_order(ranks: int, micro: int, accumulation: int) -> None:
+def test_the_slices_of_all_ranks_are_the_global_batch_in_order(ranks: int, micro: int, accumulation: int) -> None:
     batch = ranks * micro * accumulation
     order = make_order(1, [([Segment(batch * 2 + 3)], batch)])
     whole = rows(order.picks(1))
@@ -345,7 +344,7 @@ def test_worlds_of_one_global_batch_see_the_same_steps() -> None:
             assert seen == expected, (world, accumulation, step)
 
 
-def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
+def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
     with pytest.raises(AssertionError):
         rank_slice(24, 0, 5, 0, 1)
     with pytest.raises(AssertionError):
@@ -355,13 +354,13 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
 # --- resume and cost ---------------------------------------------------------------------------
 
 
-def test_starting_at_any_step_is_skipping_to_it() -> None:
-    """No state but the step's number: also at the epoch's boundary, where the earlier program was off by one."""
+def test_an_order_can_start_at_any_step() -> None:
+    """The step number is the only state, also at the epoch boundary, where an earlier program was off by one."""
     walked = mixed()
     sequence = [(walked.picks(step).epoch, rows(walked.picks(step))) for step in range(3 * walked.steps_per_epoch)]
     for step in (0, 1, walked.steps_per_epoch - 1, walked.steps_per_epoch, 2 * walked.steps_per_epoch, 25):
-        fresh = mixed()
-        assert (fresh.picks(step).epoch, rows(fresh.picks(step))) == sequence[step]
+        other = mixed()
+        assert (other.picks(step).epoch, rows(other.picks(step))) == sequence[step]
     per_epoch = walked.steps_per_epoch
     assert [sequence[step][0] for step in (per_epoch - 1, per_epoch, 2 * per_epoch)] == [0, 1, 2]
 
@@ -375,7 +374,7 @@ def large(batch: int) -> Order:
 def test_ten_million_samples_and_512_ranks_are_cheap() -> None:
     ranks, micro = 512, 64
     tracemalloc.start()
-    started = time.process_time()  # of this process: the machine may be busy
+    started = time.process_time()  # CPU time: the machine may be busy
     order = large(ranks * micro)
     assert sum(bucket.length for bucket in order.buckets) == 11_000_000
     for step in (0, 5, 100, order.steps_per_epoch + 7):
@@ -385,7 +384,7 @@ def test_ten_million_samples_and_512_ranks_are_cheap() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert took < 1.0
-    assert peak < 12_000_000, "a shard a row, not a sample"
+    assert peak < 12_000_000, "one row per shard, not per sample"
 
 
 def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
@@ -400,8 +399,8 @@ def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
 # --- locality ----------------------------------------------------------------------------------
 
 
-def test_a_stretch_of_steps_reads_few_shards() -> None:
-    """However many shards there are: the steps of two windows' worth of samples touch at most three windows' shards."""
+def test_consecutive_steps_read_few_shards() -> None:
+    """The steps of two windows of samples read the shards of at most three windows, however many shards exist."""
     window, size, batch = 4, 32, 16
     order = make_order(2, [([Segment(size)] * 200, batch)], window)
     stretch = 2 * window * size // batch
@@ -411,7 +410,7 @@ def test_a_stretch_of_steps_reads_few_shards() -> None:
     assert len({segment for step in range(stretch) for segment in order.picks(step).segment.tolist()}) >= 2 * window
 
 
-def test_every_bucket_keeps_its_own_window() -> None:
+def test_every_bucket_has_its_own_window() -> None:
     order = make_order(2, [([Segment(20)] * 50, 10), ([Segment(7)] * 80, 5)], window=3)
     for first in range(0, order.steps_per_epoch - 12, 5):
         touched = {
@@ -420,7 +419,7 @@ def test_every_bucket_keeps_its_own_window() -> None:
         assert len(touched) <= 2 * (2 * 3 + 4)
 
 
-def test_windows_are_formed_anew_each_epoch() -> None:
+def test_windows_change_every_epoch() -> None:
     order = make_order(0, [([Segment(8)] * 40, 8)], window=4)
 
     def first_window(epoch: int) -> set[int]:
@@ -430,8 +429,8 @@ def test_windows_are_formed_anew_each_epoch() -> None:
     assert len({frozenset(first_window(epoch)) for epoch in range(6)}) == 6
 
 
-def test_samples_of_a_window_are_mixed() -> None:
-    """A batch draws on nearly all of its window's shards."""
+def test_samples_of_a_window_are_shuffled() -> None:
+    """A batch has samples from nearly all shards of its window."""
     order = make_order(0, [([Segment(64)] * 64, 64)], window=8)
     assert all(len(set(order.picks(step).segment.tolist())) >= 6 for step in range(order.steps_per_epoch))
 
@@ -443,22 +442,22 @@ def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
 
 
 @pytest.mark.parametrize("batch", [4, 10, 35, 100])
-def test_what_comes_is_what_the_next_steps_read(batch: int) -> None:
-    """Batches smaller and larger than a window: a step's shards are among those told before, and those are not all."""
+def test_next_windows_contain_the_shards_of_the_next_steps(batch: int) -> None:
+    """For batches shorter and longer than a window, a step reads only predicted shards, which are not all shards."""
     order = make_order(1, [([Segment(10)] * 30, batch), ([Segment(7)] * 9, batch)], window=3)
-    told: dict[int, set[int]] = {}
+    predicted: dict[int, set[int]] = {}
     for step in range(3 * order.steps_per_epoch):
         picks = order.picks(step)
         read = set(picks.segment.tolist())
         reading = set(order.segments_at(step).tolist())
         if picks.repeat.max() == 0:  # padding repeats the epoch's beginning
             assert read <= reading
-            assert read <= told.get(picks.bucket, read)
+            assert read <= predicted.get(picks.bucket, read)
         windows = order.next_windows(step)
         assert windows.bucket == picks.bucket
         assert windows.epoch - picks.epoch in (0, 1)
         segments = order.segments_in(windows)
-        told[windows.bucket] = set(segments.tolist())
+        predicted[windows.bucket] = set(segments.tolist())
         assert len(segments) <= 2 * 3 + batch / 7 + 4
 
 
@@ -477,14 +476,14 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
     assert [bucket.num_batches for bucket in order.buckets] == list(counts)
     for epoch in range(3):
         first = epoch * order.steps_per_epoch
-        places = [order.position(step) for step in range(first, first + order.steps_per_epoch)]
-        assert {at for at, _, _ in places} == {epoch}
+        positions = [order.position(step) for step in range(first, first + order.steps_per_epoch)]
+        assert {at for at, _, _ in positions} == {epoch}
         for bucket, count in enumerate(counts):
-            assert [batch for _, found, batch in places if found == bucket] == list(range(count))
+            assert [batch for _, number, batch in positions if number == bucket] == list(range(count))
 
 
-def test_place_agrees_with_sorting_all_batches() -> None:
-    """The few candidates that are looked at hold the right one: the whole list, sorted by time, says the same."""
+def test_position_agrees_with_sorting_all_batches() -> None:
+    """The few candidates contain the right batch: sorting the whole list by time gives the same result."""
     order = make_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
     for epoch in range(3):
         timed = []
@@ -494,8 +493,8 @@ def test_place_agrees_with_sorting_all_batches() -> None:
             times = (batches + (words >> np.uint64(64 - _UNIT_BITS)) / 2**_UNIT_BITS) / plan.num_batches
             timed += [(time, bucket, batch) for batch, time in enumerate(times.tolist())]
         first = epoch * order.steps_per_epoch
-        places = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]
-        assert places == [(bucket, batch) for _, bucket, batch in sorted(timed)]
+        positions = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]
+        assert positions == [(bucket, batch) for _, bucket, batch in sorted(timed)]
 
 
 def test_buckets_are_spread_over_the_epoch() -> None:
@@ -508,7 +507,7 @@ def test_buckets_are_spread_over_the_epoch() -> None:
 # --- small buckets -----------------------------------------------------------------------------
 
 
-def test_small_buckets_may_be_dropped_and_are_named() -> None:
+def test_small_buckets_can_be_dropped_and_are_listed() -> None:
     buckets = [([Segment(7)], 8), ([Segment(20)], 8), ([Segment(3, 2.0)], 8), ([Segment(4, 2.0)], 8)]
     order = make_order(0, buckets, drop_small=True)
     assert order.dropped == (0, 2)
@@ -521,13 +520,13 @@ def test_small_buckets_may_be_dropped_and_are_named() -> None:
 # --- fractional rounds over many small shards --------------------------------------------------
 
 
-def test_shards_too_small_for_a_share_of_their_own_have_their_turn() -> None:
+def test_shards_with_less_than_one_sample_per_epoch_are_used_eventually() -> None:
     order = make_order(0, [([Segment(1, 0.25)] * 40, 5)])
     seen: Counter[int] = Counter()
     for epoch in range(60):
-        found = [segment for _, segment, _, _ in epoch_rows(order, epoch)]
-        assert len(found) == len(set(found)) == 10
-        seen.update(found)
+        result = [segment for _, segment, _, _ in epoch_rows(order, epoch)]
+        assert len(result) == len(set(result)) == 10
+        seen.update(result)
     assert len(seen) == 40
     assert max(seen.values()) < 35  # 15 each on average
 

@@ -129,7 +129,7 @@ def test_every_kind_of_image_becomes_upright_srgb(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_every_kind_of_fault_has_its_reason(kind: str) -> None:
+def test_every_kind_of_error_has_its_reason(kind: str) -> None:
     make, reasons = BAD[kind]
     with pytest.raises(Reject) as caught:
         decode(make())
@@ -137,14 +137,14 @@ def test_every_kind_of_fault_has_its_reason(kind: str) -> None:
     assert reasons <= set(REASONS)
 
 
-def test_probe_rejects_what_the_header_shows() -> None:
+def test_probe_rejects_bad_headers() -> None:
     for data, reason in ((b"", "empty_file"), (TEXT, "not_an_image"), (png_header(20_000, 20_000), "too_large")):
         with pytest.raises(Reject, match=reason):
             probe(data)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM"])
-def test_damage_of_any_sort_ends_in_an_image_or_a_reject(kind: str) -> None:
+def test_any_damage_gives_an_image_or_a_reject(kind: str) -> None:
     whole = save(noise(size=(24, 16)), kind, **({"exif": exif(6)} if kind in ("JPEG", "PNG", "WEBP", "AVIF") else {}))
     rng = random.Random(kind)
     for _ in range(60):
@@ -202,7 +202,7 @@ def test_fit_is_resize_then_crop() -> None:
         assert abs(pixels.astype(int) - expected).max() <= 1
 
 
-def test_fit_leaves_an_image_of_the_right_size_alone() -> None:
+def test_fit_does_not_change_an_image_of_the_right_size() -> None:
     image = noise(size=(64, 48))
     assert np.array_equal(fit(image, plan(64, 48, Bucket(64, 48))), np.asarray(image))
 
@@ -236,7 +236,7 @@ def test_masks_of_all_kinds_and_sizes(mask: Image.Image) -> None:
     assert (weights[:, 4:] == 0).all()
 
 
-def test_masks_are_averaged_by_area_and_cropped_as_the_image_is() -> None:
+def test_masks_are_averaged_by_area_and_cropped_like_the_image() -> None:
     mask = np.zeros((64, 128), dtype=np.uint8)
     mask[:, :36] = 255  # 32 columns are cropped away; half of the first latent column is left
     weights = fit_mask(decode_mask(save(Image.fromarray(mask), "PNG")), plan(128, 64, Bucket(64, 64)))

@@ -1,4 +1,4 @@
-"""Rows of a shard: the right bytes, and no file is taken for a shard that is none."""
+"""Rows of a shard: the right bytes, and an error for files that are not shards."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry], in_memory: bo
             assert mask.tolist() == white, "mirrored with its image"
 
 
-def test_a_shared_caption_is_kept_once(
+def test_a_shared_caption_is_stored_once(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
     entry = make_shard(tmp_path, "one", replace(make_content((1, 2, 3)), caption=torch.tensor([2, 0, 2])))
@@ -61,7 +61,7 @@ def test_a_shared_caption_is_kept_once(
     assert [int(reader.caption(row, 0)["t5"][0, 0]) for row in range(3)] == [3, 1, 3]
 
 
-def test_without_masks_there_is_none(
+def test_without_masks_the_mask_is_none(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
     entry = make_shard(tmp_path, "one", make_content((1,)))
@@ -84,14 +84,14 @@ def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> 
     assert float(in_memory.image(0, 0)[0][0, 0, 0]) == 30.0
 
 
-def test_a_file_cut_short_after_it_was_opened_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
+def test_a_file_truncated_after_opening_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
     reader = ShardReader(*shard)
     os.truncate(shard[0], reader.locate(3, 0, 0).moments + 8)
     with pytest.raises(UserError, match="is truncated"):
         reader.image(3, 0)
 
 
-def test_a_missing_file_is_told_as_such(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:
+def test_a_missing_file_raises_file_not_found(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:
     with pytest.raises(FileNotFoundError):
         ShardReader(tmp_path / "nowhere.safetensors", shard[1])
 
@@ -100,7 +100,7 @@ def test_a_missing_file_is_told_as_such(tmp_path: Path, shard: tuple[Path, Shard
 
 
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: str) -> int:
-    """Change the tensors of a shard on disk; its new size."""
+    """Change the tensors of a shard on disk and return its new size."""
     tensors = load_file(path)
     change(tensors)
     facts = {"bucket": "32x16", "fingerprint": "one", **about}
@@ -131,7 +131,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_tensors_that_do_not_fit_are_a_fault(shard: tuple[Path, ShardEntry], kind: str) -> None:
+def test_unexpected_tensors_are_an_error(shard: tuple[Path, ShardEntry], kind: str) -> None:
     path, entry = shard
     change, message = CHANGES[kind]
     size = rewritten(path, change)
@@ -144,7 +144,7 @@ def test_tensors_that_do_not_fit_are_a_fault(shard: tuple[Path, ShardEntry], kin
     assert "\n" not in text
 
 
-def test_a_shard_of_another_fingerprint_or_size_is_a_fault(shard: tuple[Path, ShardEntry]) -> None:
+def test_another_fingerprint_or_size_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
     path, entry = shard
     with pytest.raises(UserError, match="its fingerprint differs"):
         ShardReader(path, replace(entry, fingerprint="other"))
@@ -162,7 +162,7 @@ def with_header(header: object, body: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + body
 
 
-def moved(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str, Any]:
+def shifted(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str, Any]:
     first, last = header[name]["data_offsets"]
     return {**header, name: {**header[name], "data_offsets": [first + begin, last + end]}}
 
@@ -175,14 +175,14 @@ def moved(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str, 
         (lambda h, b: with_header(b'{"\xff', b), "codec"),
         (lambda h, b: with_header([1, 2], b), ""),
         (lambda h, b: with_header({k: v for k, v in h.items() if k != "__metadata__"}, b), "no entry 'shard'"),
-        (lambda h, b: with_header(moved(h, "moments", 8, 8), b), "do not fill the file"),
-        (lambda h, b: with_header(moved(h, "moments", 0, 8), b), "moments has"),
+        (lambda h, b: with_header(shifted(h, "moments", 8, 8), b), "do not fill the file"),
+        (lambda h, b: with_header(shifted(h, "moments", 0, 8), b), "moments has"),
         (lambda h, b: with_header(h, b + b"more"), "do not fill the file"),
         (lambda h, b: b"", ""),
         (lambda h, b: b"\x01", ""),
     ],
 )
-def test_a_header_that_lies_is_a_fault(
+def test_a_wrong_header_is_an_error(
     shard: tuple[Path, ShardEntry], spoil: Callable[[dict[str, Any], bytes], bytes], message: str
 ) -> None:
     path, entry = shard

@@ -1,4 +1,4 @@
-"""A billion samples and 1,024 ranks: what each of them holds and looks at does not grow with the others."""
+"""A billion samples and 1,024 ranks: the memory and the shards of a rank do not grow with the number of ranks."""
 
 import json
 import tracemalloc
@@ -33,23 +33,23 @@ def test_the_slices_of_all_ranks_are_the_global_batch(step: int) -> None:
     for name in ("segment", "index", "repeat"):
         assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
     places = whole.segment * SHARD + whole.index
-    assert len(np.unique(np.stack([places, whole.repeat]), axis=1).T) == RANKS * MICRO, "no sample twice"
+    assert len(np.unique(np.stack([places, whole.repeat]), axis=1).T) == RANKS * MICRO, "no duplicate samples"
     assert whole.segment.max() <= SAMPLES // SHARD
 
 
-def test_an_order_of_a_billion_holds_a_row_a_shard_and_no_row_a_sample() -> None:
+def test_an_order_of_a_billion_samples_needs_memory_per_shard_only() -> None:
     tracemalloc.start()
     made = make_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD), RANKS * MICRO)])
     for step in (0, made.steps_per_epoch, 2 * made.steps_per_epoch, 3 * made.steps_per_epoch):
         made.picks(step, *share(700))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held < 160 * SAMPLES // SHARD, "five arrays of its own and three of each epoch at hand"
+    assert held < 160 * SAMPLES // SHARD, "five arrays, and three per current epoch"
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
 @pytest.mark.parametrize("step", [0, 500, 1561, 1562])  # the last is half padding
-def test_a_rank_looks_ahead_at_what_it_will_read_and_not_at_what_others_will(step: int, window: int) -> None:
+def test_a_rank_prefetches_its_own_shards_only(step: int, window: int) -> None:
     made = make_order(3, [([Segment(512)] * 200_000, RANKS * MICRO)], window)
     for rank in (0, 511, 1023):
         ahead = set(made.segments_in(made.next_windows(step, *share(rank))).tolist())
@@ -60,7 +60,7 @@ def test_a_rank_looks_ahead_at_what_it_will_read_and_not_at_what_others_will(ste
         assert len(ahead) <= 2 * (window + 1), f"{len(ahead)} shards for {MICRO} samples"
 
 
-def test_a_rank_whose_share_is_padding_looks_at_the_beginning() -> None:
+def test_a_rank_whose_share_is_padding_reads_the_beginning() -> None:
     made = make_order(3, [([Segment(512)] * 100, RANKS * MICRO)])
     padded = share(1023)
     assert padded[0] > made.buckets[0].length
@@ -79,18 +79,18 @@ def listing(count: int) -> bytes:
     return json.dumps({"format": 2, **asdict(made)}, indent=1).encode()
 
 
-def test_a_manifest_keeps_little_of_a_shard() -> None:
+def test_a_manifest_needs_little_memory_per_shard() -> None:
     count, data = 4_000, listing(4_000)
-    Manifest.from_json(data, "before")  # what is made once
+    Manifest.from_json(data, "before")  # fill caches
     tracemalloc.start()
-    found = Manifest.from_json(data, "here")
+    manifest = Manifest.from_json(data, "here")
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found.shards == tuple(map(entry, range(count)))
+    assert manifest.shards == tuple(map(entry, range(count)))
     assert held < 600 * count
-    assert peak < held + 2 * len(data), "no dict of every shard beside its entry"
-    assert found.shards[1].bucket is found.shards[2].bucket
-    assert found.shards[1].resolution is found.shards[2].resolution
+    assert peak < held + 2 * len(data), "no dict per shard in addition to its entry"
+    assert manifest.shards[1].bucket is manifest.shards[2].bucket
+    assert manifest.shards[1].resolution is manifest.shards[2].resolution
 
 
 @pytest.mark.parametrize("change", [{"colour": 1}, {"count": None}])

@@ -1,4 +1,4 @@
-"""A shard keeps every tensor and origin, appears whole or not at all, and so does a manifest."""
+"""Shards and manifests: round trips and atomic writes."""
 
 import json
 import os
@@ -44,25 +44,25 @@ def written(folder: Path, content: ShardContent) -> ShardEntry:
 # --- round trip ----------------------------------------------------------------------------------
 
 
-def test_every_tensor_comes_back(tmp_path: Path, content: ShardContent) -> None:
+def test_every_tensor_round_trips(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, content)
-    found = load_file(tmp_path / entry.file)
+    tensors = load_file(tmp_path / entry.file)
     encoders = {f"{name}.{kind}" for name in TOKENS for kind in ("tokens", "start")} | {f"{n}.pooled" for n in POOLED}
-    assert set(found) == {"sample_id", "moments", "mask", "caption_start", "caption"} | encoders
+    assert set(tensors) == {"sample_id", "moments", "mask", "caption_start", "caption"} | encoders
     for name, tensor in content.tensors().items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-    assert found["sample_id"].tolist() == list(IDS), "the largest id there is, too"
-    assert found["moments"].dtype == torch.float16
-    assert found["t5.tokens"].dtype == torch.bfloat16
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), name
+    assert tensors["sample_id"].tolist() == list(IDS), "including the largest id"
+    assert tensors["moments"].dtype == torch.float16
+    assert tensors["t5.tokens"].dtype == torch.bfloat16
 
 
-def test_without_masks_there_is_none(tmp_path: Path, content: ShardContent) -> None:
+def test_without_masks_there_is_no_mask_tensor(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, replace(content, mask=None))
     assert "mask" not in load_file(tmp_path / entry.file)
 
 
-def test_the_origins_lie_beside_the_shard(tmp_path: Path, content: ShardContent) -> None:
+def test_origins_are_next_to_the_shard(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, content)
     assert read_origins(tmp_path / entry.file) == ORIGINS
 
@@ -75,7 +75,7 @@ def test_the_ids_can_be_read_without_the_shard(tmp_path: Path, content: ShardCon
     assert feather.read_table(path, columns=["sample_id"])["sample_id"].to_pylist() == list(IDS)
 
 
-def test_the_entry_says_what_the_file_is(tmp_path: Path, content: ShardContent) -> None:
+def test_the_entry_describes_the_file(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, content)
     path = tmp_path / entry.file
     assert (entry.count, entry.bytes, entry.sha256) == (3, path.stat().st_size, file_sha256(path))
@@ -84,15 +84,15 @@ def test_the_entry_says_what_the_file_is(tmp_path: Path, content: ShardContent) 
     assert read_entry(tmp_path, "other.safetensors") is None
 
 
-def test_a_shard_explains_itself(tmp_path: Path, content: ShardContent) -> None:
+def test_a_shard_is_self_describing(tmp_path: Path, content: ShardContent) -> None:
     """Any safetensors reader finds bucket and fingerprint in the header."""
     entry = written(tmp_path, content)
     with safe_open(str(tmp_path / entry.file), framework="np") as file:
         assert json.loads(file.metadata()["shard"]) == {"bucket": "32x16", "fingerprint": "fingerprint"}
 
 
-def test_the_same_samples_make_the_same_bytes(tmp_path: Path, content: ShardContent) -> None:
-    """Ten times over: what a hash map's order of chance could change shows sooner or later."""
+def test_the_same_samples_give_the_same_bytes(tmp_path: Path, content: ShardContent) -> None:
+    """Repeated ten times to detect a dependence on random hash order."""
     versions = set()
     for at in range(10):
         written(tmp_path / str(at), content)
@@ -116,10 +116,10 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.parametrize("survives", [0, 1, 2])
-def test_a_shard_never_stands_without_its_companions(
+def test_a_shard_never_exists_without_its_companions(
     tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
-    """Killed before any of its three renames, a shard's own name is not there."""
+    """A process killed before any of the three renames leaves no shard file."""
     calls, real = 0, os.replace
 
     def killed(source: Any, target: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_shard_never_stands_without_its_companions(
     assert read_entry(tmp_path, entry.file) == entry, "the next run completes it"
 
 
-def test_a_shard_that_does_not_fit_is_named(
+def test_a_shard_that_does_not_fit_on_the_disk_is_reported(
     tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object) -> None:
@@ -165,15 +165,13 @@ def manifest(tmp_path: Path, content: ShardContent) -> Manifest:
     )
 
 
-def test_a_manifest_comes_back(tmp_path: Path, manifest: Manifest) -> None:
+def test_a_manifest_round_trips(tmp_path: Path, manifest: Manifest) -> None:
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
     assert Manifest.from_json((tmp_path / MANIFEST).read_bytes(), "there") == manifest
 
 
-def test_a_manifest_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_is_replaced_atomically(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest.save(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
@@ -182,13 +180,13 @@ def test_a_manifest_is_replaced_whole_or_not_at_all(
     assert Manifest.load(tmp_path) == manifest
 
 
-def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`"):
         Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize("other", [CACHE_FORMAT - 1, CACHE_FORMAT + 1])
-def test_another_format_is_refused(tmp_path: Path, manifest: Manifest, other: int) -> None:
+def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: int) -> None:
     manifest.save(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "format": other}))
@@ -201,7 +199,7 @@ def test_another_format_is_refused(tmp_path: Path, manifest: Manifest, other: in
     [b"", b'{"format": 2, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 2}', b'{"format": 2, "shards": [{}]}'],
     ids=["empty", "cut", "list", "text", "not utf-8", "without shards", "a shard without fields"],
 )
-def test_a_damaged_manifest_is_the_users_fault_by_name(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
     assert CACHE_FORMAT == 2
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=rf"{tmp_path / MANIFEST} is damaged .*--regenerate_cache"):

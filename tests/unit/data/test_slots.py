@@ -17,7 +17,7 @@ def packed_into(pool: SlotPool, value: Any) -> Packed:
     return Packer(pool, slot).pack(value)
 
 
-def test_a_nested_value_comes_out_as_it_went_in() -> None:
+def test_a_nested_value_round_trips() -> None:
     pool = SlotPool(1)
     value = {
         "a": [torch.arange(5), (torch.ones(2, 3, dtype=torch.bfloat16), None, "text")],
@@ -37,7 +37,7 @@ def test_a_nested_value_comes_out_as_it_went_in() -> None:
     assert unpacked["number"] == 3
 
 
-def test_a_slot_is_free_when_its_last_tensor_is_gone() -> None:
+def test_a_slot_is_released_with_its_last_tensor() -> None:
     pool = SlotPool(1)
     unpacked = pool.unpack(packed_into(pool, {"a": torch.ones(4), "b": torch.zeros(4)}))
     assert pool.acquire() is None
@@ -52,14 +52,14 @@ def test_a_slot_is_free_when_its_last_tensor_is_gone() -> None:
     assert pool.acquire() == 0
 
 
-def test_a_value_without_tensors_keeps_no_slot() -> None:
+def test_a_value_without_tensors_releases_its_slot() -> None:
     pool = SlotPool(1)
     assert pool.unpack(packed_into(pool, (1, "two"))) == (1, "two")
     assert pool.acquire() == 0
 
 
-def test_the_slot_returned_last_is_lent_first() -> None:
-    """Its pages are there already, and a spare slot stays untouched."""
+def test_the_most_recently_released_slot_is_acquired_first() -> None:
+    """Its pages are mapped, and spare slots stay untouched."""
     pool = SlotPool(3)
     held = [pool.unpack(packed_into(pool, torch.ones(8))) for _ in range(2)]
     held.pop(0)
@@ -68,7 +68,7 @@ def test_the_slot_returned_last_is_lent_first() -> None:
     assert os.fstat(pool._files[0]).st_size == 0
 
 
-def test_what_lies_in_the_slot_already_is_not_copied() -> None:
+def test_tensors_in_the_slot_are_not_copied() -> None:
     pool = SlotPool(1)
     slot = pool.acquire()
     assert slot is not None
@@ -77,14 +77,14 @@ def test_what_lies_in_the_slot_already_is_not_copied() -> None:
     inside = carve(memory, 64, torch.float32, (4, 4))
     inside.fill_(1.0)
     packed = packer.pack({"inside": inside, "outside": torch.full((300_000,), 2.0)})
-    assert packed.nbytes < 1024 + 64 + 4 * 300_000 + 64, "no second place for it"
+    assert packed.nbytes < 1024 + 64 + 4 * 300_000 + 64, "not stored twice"
     inside.fill_(3.0)
     unpacked = pool.unpack(packed)
     assert (unpacked["inside"] == 3.0).all()
     assert (unpacked["outside"] == 2.0).all()
 
 
-def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
+def test_tensors_allocated_one_by_one_are_not_copied() -> None:
     pool = SlotPool(1)
     slot = pool.acquire()
     assert slot is not None
@@ -103,7 +103,7 @@ def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
     assert offsets[4] == offsets[0] + (4 << 9), "a view of a tensor in the slot"
     assert packed.nbytes == max(ref.offset + ref.nbytes for ref in packed.value)
     assert offsets[1] == 10, "nothing moved"
-    assert packed.nbytes < (4 << 19) + 1000, "nothing is there twice"
+    assert packed.nbytes < (4 << 19) + 1000, "nothing is stored twice"
     unpacked = pool.unpack(packed)
     assert torch.equal(unpacked[0], torch.arange(1 << 9).expand(1 << 10, -1).float())
     assert unpacked[1].tolist() == [7] * 10
@@ -111,7 +111,7 @@ def test_tensors_made_in_the_slot_one_by_one_are_not_copied() -> None:
     assert torch.equal(unpacked[3], torch.arange(4))
 
 
-def test_slots_grow_and_old_views_stay_right() -> None:
+def test_slots_grow_and_old_views_stay_valid() -> None:
     pool = SlotPool(1)
     small = pool.unpack(packed_into(pool, torch.arange(10)))
     assert small.tolist() == list(range(10))
@@ -122,7 +122,7 @@ def test_slots_grow_and_old_views_stay_right() -> None:
     assert pool.unpack(packed_into(pool, torch.arange(3))).tolist() == [0, 1, 2]
 
 
-def test_a_forked_process_fills_what_this_one_reads() -> None:
+def test_a_forked_process_fills_a_slot_of_its_parent() -> None:
     pool, context = SlotPool(2), multiprocessing.get_context("fork")
     queue = context.Queue()
     slots = [pool.acquire(), pool.acquire()]
@@ -141,7 +141,7 @@ def test_a_forked_process_fills_what_this_one_reads() -> None:
     assert process.exitcode == 0
 
 
-def test_tensors_of_other_kinds_travel_in_their_own_way() -> None:
+def test_other_tensors_are_left_to_pickle() -> None:
     pool = SlotPool(1)
     learned = torch.ones(2, requires_grad=True)
     packed = packed_into(pool, {"learned": learned, "sparse": torch.eye(2).to_sparse()})
@@ -149,23 +149,23 @@ def test_tensors_of_other_kinds_travel_in_their_own_way() -> None:
     assert packed.value["sparse"].is_sparse
 
 
-def test_files_go_with_the_pool() -> None:
+def test_files_are_closed_with_the_pool() -> None:
     before = len(os.listdir("/proc/self/fd"))
     pool = SlotPool(5)
     assert len(os.listdir("/proc/self/fd")) == before + 5
     unpacked = pool.unpack(packed_into(pool, torch.ones(3)))
     del pool
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-    assert unpacked.tolist() == [1.0, 1.0, 1.0], "what was handed out stays"
+    assert unpacked.tolist() == [1.0, 1.0, 1.0], "unpacked tensors stay valid"
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_no_slot_is_lent_twice(count: int) -> None:
+def test_no_slot_is_acquired_twice(count: int) -> None:
     pool = SlotPool(count)
     assert [pool.acquire() for _ in range(count + 1)] == [*range(count), None]
 
 
-def test_a_trainers_view_is_pinned_once_and_let_go_before_its_memory() -> None:
+def test_a_view_is_pinned_once_and_unpinned_before_its_memory_is_freed() -> None:
     pinned: dict[int, int] = {}
     asked: list[int] = []
 
@@ -185,21 +185,21 @@ def test_a_trainers_view_is_pinned_once_and_let_go_before_its_memory() -> None:
     slot = pool.acquire()
     assert slot is not None
     large = pool.lease(slot, 5 << 20)
-    assert list(pinned) == [large.data_ptr()], "the view that was too small is gone"
+    assert list(pinned) == [large.data_ptr()], "the smaller view is unpinned"
     del large
     again = pool.lease(0, 50)
-    assert len(asked) == 2, "a view that is there is used again"
+    assert len(asked) == 2, "an existing view is reused"
     del again, pool
     gc.collect()
     assert not pinned
 
 
-def test_a_view_that_cannot_be_pinned_is_used_all_the_same() -> None:
+def test_a_view_that_cannot_be_pinned_is_used_unpinned() -> None:
     pool = SlotPool(1, lambda address, nbytes: None)
     assert len(pool.lease(0, 10)) == 10
 
 
-def test_workers_pin_nothing() -> None:
+def test_workers_do_not_pin() -> None:
     pool = SlotPool(1, lambda address, nbytes: os._exit(3))
     child = os.fork()
     if child == 0:

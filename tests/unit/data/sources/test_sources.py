@@ -29,7 +29,7 @@ from tests.unit.data.inputs import (
 # --- folders -----------------------------------------------------------------------------------
 
 
-def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
+def test_folders_are_walked_in_sorted_order(tmp_path: Path) -> None:
     root = write_files(
         tmp_path / "set",
         {
@@ -52,7 +52,7 @@ def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
     assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (2, 1, 4, 3)]
 
 
-def test_what_is_wrong_in_a_folder_is_named_and_stops_nothing(tmp_path: Path) -> None:
+def test_problems_in_a_folder_are_rejected_and_the_scan_continues(tmp_path: Path) -> None:
     root = write_files(
         tmp_path / "set",
         {
@@ -92,7 +92,7 @@ def test_a_name_that_is_not_utf8_is_rejected_printably(tmp_path: Path) -> None:
     assert item.key.encode().endswith(rb"caf\udce9.jpg")
 
 
-def test_whatever_a_reject_tells_can_be_written(tmp_path: Path) -> None:
+def test_details_of_rejects_are_valid_utf8(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     (folder / "loop").symlink_to(folder)
@@ -100,7 +100,7 @@ def test_whatever_a_reject_tells_can_be_written(tmp_path: Path) -> None:
     assert sorted(rejects(scan_items(tmp_path)).values()) == ["folder_loop", "missing_file"]
 
 
-def test_rejects_say_where_the_image_is(tmp_path: Path) -> None:
+def test_rejects_have_the_location_of_their_image(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"lonely.jpg": png(3), os.fsdecode(b"caf\xe9.jpg"): png(4), "orphan.txt": "x"})
     shown = {
         item.reason: item.image.read() if item.image else None
@@ -110,7 +110,7 @@ def test_rejects_say_where_the_image_is(tmp_path: Path) -> None:
     assert shown == {"no_caption": png(3), "name_not_utf8": png(4), "missing_file": None}
 
 
-def test_folders_may_lie_deeper_than_the_stack_reaches(tmp_path: Path) -> None:
+def test_folders_can_be_deeper_than_the_stack(tmp_path: Path) -> None:
     write_files(tmp_path / Path(*["d"] * 120), {"a.jpg": png(), "a.txt": "deep"})
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 80)
@@ -122,7 +122,7 @@ def test_folders_may_lie_deeper_than_the_stack_reaches(tmp_path: Path) -> None:
     assert signed == signature(directory(tmp_path), 0)
 
 
-def test_a_link_to_itself_leaves_the_folder_readable(tmp_path: Path) -> None:
+def test_a_folder_with_a_link_loop_is_scanned(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", "loop.txt": "loop"})
     (root / "loop.jpg").symlink_to(root / "loop.jpg")
     (item, broken) = scan_items(root)
@@ -141,7 +141,7 @@ def test_an_image_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
         item.read()
 
 
-def test_records_are_light_and_picklable(tmp_path: Path) -> None:
+def test_records_are_small_and_picklable(tmp_path: Path) -> None:
     (item,) = scan_items(write_files(tmp_path, {"a.jpg": png(), "a.txt": "a"}))
     assert pickle.loads(pickle.dumps(item)) == item
     assert len(pickle.dumps(item)) < 500
@@ -181,12 +181,12 @@ def test_empty_captions_are_kept_or_skipped(tmp_path: Path) -> None:
     assert rejects(items) == {"a.jpg": "empty_caption"}
 
 
-def test_the_prefix_stands_before_every_caption(tmp_path: Path) -> None:
+def test_the_prefix_is_added_to_every_caption(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "captions.json": json.dumps({"a.jpg": ["one", "two"]})})
     assert captions(scan_items(root, caption_prefix="photo of ")) == {"a.jpg": ("photo of one", "photo of two")}
 
 
-def test_captions_stay_as_they_are_without_shuffling(tmp_path: Path) -> None:
+def test_captions_are_unchanged_without_shuffling(tmp_path: Path) -> None:
     assert caption_variants(("a, b", "c"), 0, "key", directory(tmp_path)) == ("a, b", "c")
 
 
@@ -204,13 +204,13 @@ def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:
     assert variants != caption_variants((f"art, {tags}", "art, alone"), 7, "other", here)
 
 
-def test_shuffle_tags_alone_is_one_shuffle_and_prose_is_left_alone(tmp_path: Path) -> None:
+def test_shuffle_tags_alone_is_one_shuffle_and_prose_is_unchanged(tmp_path: Path) -> None:
     here = directory(tmp_path, shuffle_tags=True)
     assert len(caption_variants(("a, b, c",), 0, "key", here)) == 1
     assert caption_variants(("a dog runs",), 0, "key", directory(tmp_path, cache_shuffle_num=9)) == ("a dog runs",)
 
 
-def test_tags_one_a_line_survive_tidying(tmp_path: Path) -> None:
+def test_tags_on_separate_lines_are_preserved(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "  red  fox \n\nsnow\n"})
     assert captions(scan_items(root, shuffle_tags=True, cache_shuffle_delimiter="\n")) == {"a.jpg": ("red fox\nsnow",)}
     assert captions(scan_items(root)) == {"a.jpg": ("red fox snow",)}
@@ -241,7 +241,7 @@ def test_a_subsample_is_a_function_of_the_key(tmp_path: Path) -> None:
     assert half == {key for key in whole if sample_id(key) < 2**62}
 
 
-def test_a_subsample_does_not_call_unchosen_rows_missing(tmp_path: Path) -> None:
+def test_rows_outside_the_subsample_are_not_missing(tmp_path: Path) -> None:
     names = [f"{n}.jpg" for n in range(60)]
     root = write_files(tmp_path / "set", {name: png() for name in names})
     write_files(root, {"metadata.csv": "file,text\n" + "".join(f"{name},x\n" for name in names)})
@@ -276,7 +276,7 @@ def test_masks_have_the_name_of_their_image_below_mask_path(tmp_path: Path) -> N
     assert masks(list(scan(directory(root / "sub", default_mask_file=root / "default.png"), 0))) == {"a.jpg": "default"}
 
 
-def test_masks_of_tars_and_parquet_lie_in_a_folder_of_their_name(tmp_path: Path) -> None:
+def test_masks_of_tars_and_parquet_are_in_a_folder_of_the_same_name(tmp_path: Path) -> None:
     root = tmp_path / "set"
     root.mkdir()
     write_tar(root / "00.tar", [("k.png", png()), ("k.txt", b"k")])

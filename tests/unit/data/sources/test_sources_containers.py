@@ -37,7 +37,7 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
     assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
 
 
-def test_what_is_wrong_in_a_tar_is_named(tmp_path: Path) -> None:
+def test_problems_in_a_tar_are_rejected(tmp_path: Path) -> None:
     members = [
         ("./good.png", png()),
         ("./good.txt", b"good"),
@@ -65,7 +65,7 @@ def test_what_is_wrong_in_a_tar_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
+def test_complete_samples_of_damaged_tars_are_used(tmp_path: Path) -> None:
     members = [(f"{n}.{end}", data) for n in range(4) for end, data in (("txt", b"caption"), ("png", png(n)))]
     whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
     third = whole.index(b"2.txt")
@@ -74,7 +74,7 @@ def test_damaged_tars_give_what_is_whole(tmp_path: Path) -> None:
         {
             "cut.tar": whole[: third + 1600],
             "garbled.tar": whole[:third] + b"\x07" * 512 + whole[third + 512 :],
-            "no.tar": b"this is no tar at all",
+            "no.tar": b"this is not a tar",
             "empty.tar": b"",
         },
     )
@@ -184,7 +184,7 @@ def test_parquet_reads_the_configured_columns(tmp_path: Path) -> None:
         assert f"{column!r} ({key})" in reject.detail
 
 
-def test_a_duplicate_says_where_its_image_is(tmp_path: Path) -> None:
+def test_a_duplicate_has_the_location_of_its_image(tmp_path: Path) -> None:
     members = [(f"a.{end}", data) for _ in range(2) for end, data in (("png", png()), ("txt", b"a"))]
     first, second = scan(directory(write_tar(tmp_path / "set.tar", members)), 0)
     assert isinstance(first, Record)

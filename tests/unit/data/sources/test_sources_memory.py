@@ -21,13 +21,13 @@ ODD_NAMES = ["a", "a-b.jpg", "a.jpg", "a.", "a.b.jpg", "a.txt", "aé.jpg", NOT_U
 
 @pytest.fixture
 def names() -> Iterator[name_store.NameSet]:
-    keeper = name_store.NameStore()
-    yield keeper.names()
-    keeper.close()
+    store = name_store.NameStore()
+    yield store.names()
+    store.close()
 
 
 @pytest.mark.parametrize("page", [1, 2, 1000])
-def test_names_come_back_in_the_order_python_sorts_them(
+def test_names_are_sorted_like_python_strings(
     names: name_store.NameSet, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:
     monkeypatch.setattr(name_store, "_WRITE", 3)
@@ -51,15 +51,15 @@ def test_names_are_found_by_their_stem(names: name_store.NameSet, monkeypatch: p
     assert list(names.with_stem("b")) == []
 
 
-def test_sets_of_names_do_not_mix() -> None:
-    keeper = name_store.NameStore()
-    first, second = keeper.names(), keeper.names()
+def test_sets_of_names_are_independent() -> None:
+    store = name_store.NameStore()
+    first, second = store.names(), store.names()
     assert first.add_new("x")
     assert not first.add_new("x")
     assert second.add_new("x")
     first.clear()
     assert (list(first), list(second)) == ([], ["x"])
-    keeper.close()
+    store.close()
 
 
 def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None
 
 
 class Entry:
-    """A file that a made-up folder lists."""
+    """An entry of a fake folder."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, f"{folder}/{name}"
@@ -83,7 +83,7 @@ class Entry:
 
 
 class Listing:
-    """A made-up folder of many files, each of which exists only while it is being listed."""
+    """A fake folder of many files that exist only while they are listed."""
 
     def __init__(self, count: int, folder: str) -> None:
         self._folder, self._count = folder, count
@@ -100,14 +100,14 @@ FEW, MANY = 400, 1600
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages so small that both of the compared sizes fill them."""
+    """Use pages so small that both of the compared sizes fill them."""
     for module, name, size in ((name_store, "_WRITE", 50), (name_store, "_READ", 50), (json_stream, "_CHUNK", 500)):
         monkeypatch.setattr(module, name, size)
 
 
 def peak(work: Callable[[], object]) -> int:
-    """The most bytes of Python objects that were alive at once."""
-    work()  # imports, caches and the like come first
+    """Return the peak memory of Python objects in bytes."""
+    work()  # fill caches first
     tracemalloc.start()
     work()
     most = tracemalloc.get_traced_memory()[1]
@@ -116,7 +116,7 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def assert_flat(few: int, many: int) -> None:
-    """No object for each further item: the smallest would take 28 bytes."""
+    """Assert that no object is kept per item: the smallest would take 28 bytes."""
     assert many - few < 10 * (MANY - FEW)
 
 
@@ -125,7 +125,7 @@ def count(path: Path, kind: type, **keys: Any) -> int:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_folder_of_many_files_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_folder_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scans, signatures = [], []
     for size in (FEW, MANY):
         monkeypatch.setattr(os, "scandir", partial(Listing, size))
@@ -137,13 +137,13 @@ def test_a_folder_of_many_files_is_not_held(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_masks_of_many_files_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_masks_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_files(tmp_path / "set", {"000000007.jpg": png(), "000000007.txt": "x"})
     masks = write_files(tmp_path / "masks", {"000000007.jpg": b"mask"})
     listed, peaks = os.scandir, []
     for size in (FEW, MANY):
-        made_up = partial(Listing, size)
-        monkeypatch.setattr(os, "scandir", lambda path, made_up=made_up: (listed if "set" in path else made_up)(path))
+        fake = partial(Listing, size)
+        monkeypatch.setattr(os, "scandir", lambda path, fake=fake: (listed if "set" in path else fake)(path))
         (item,) = scan(directory(root, mask_path=masks), 0)
         assert isinstance(item, Record)
         assert item.mask is not None
@@ -162,7 +162,7 @@ TABLES: dict[str, Callable[[list[tuple[str, str]]], str]] = {
 
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("name", TABLES)
-def test_a_long_table_is_not_held(tmp_path: Path, name: str) -> None:
+def test_a_long_table_is_not_held_in_memory(tmp_path: Path, name: str) -> None:
     peaks = []
     for size in (FEW, MANY):
         rows = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
@@ -174,7 +174,7 @@ def test_a_long_table_is_not_held(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_long_tar_is_not_held(tmp_path: Path) -> None:
+def test_a_long_tar_is_not_held_in_memory(tmp_path: Path) -> None:
     peaks = []
     for size in (FEW, MANY):
         members = [(f"{n}.{end}", b"x") for n in range(size) for end in ("jpg", "txt")]
@@ -213,7 +213,7 @@ DOCUMENTS = [
 @pytest.mark.parametrize("chunk", [1, 2, 5, 1 << 16])
 @pytest.mark.parametrize("document", DOCUMENTS)
 @pytest.mark.parametrize("indent", [None, 2])
-def test_documents_read_in_pieces_are_the_documents(
+def test_documents_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, document: Any, indent: int | None
 ) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", chunk)
@@ -233,14 +233,14 @@ BROKEN = [
 
 @pytest.mark.parametrize("chunk", [1, 1 << 16])
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_is_no_document_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str) -> None:
+def test_broken_documents_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", chunk)
     path = write_files(tmp_path, {"x.json": text}) / "x.json"
     with path.open(encoding="utf-8") as file, pytest.raises(ValueError, match=r"character \d"):
         list(json_stream.members(file))
 
 
-def test_a_member_may_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "MAX_MEMBER", 1000)
     monkeypatch.setattr(json_stream, "_CHUNK", 100)
     path = write_files(tmp_path, {"x.json": json.dumps(["ok", "x" * 5000])}) / "x.json"

@@ -31,7 +31,7 @@ LOCATIONS = [
 
 
 @pytest.mark.parametrize(("location", "text"), LOCATIONS)
-def test_locations_are_short_texts_and_come_back(location: Location | None, text: str) -> None:
+def test_locations_round_trip_as_short_texts(location: Location | None, text: str) -> None:
     assert location_text(location, Path("/data/set")) == text
     assert location_from_text(text, Path("/data/set")) == location
     assert location_text(location, Path("/data/set")).isprintable()
@@ -39,16 +39,16 @@ def test_locations_are_short_texts_and_come_back(location: Location | None, text
 
 @pytest.mark.parametrize("root", ["/", "/data", "/elsewhere"])
 @pytest.mark.parametrize("location", [location for location, _ in LOCATIONS])
-def test_locations_come_back_from_any_root(location: Location | None, root: str) -> None:
+def test_locations_round_trip_for_any_root(location: Location | None, root: str) -> None:
     assert location_from_text(location_text(location, Path(root)), Path(root)) == location
 
 
-def test_a_text_that_is_no_location_is_told() -> None:
+def test_an_invalid_location_is_an_error() -> None:
     with pytest.raises(ValueError, match="no location"):
         location_from_text('["a", 1]', Path("/data"))
 
 
-def test_all_that_a_scan_finds_comes_back_and_has_a_version(tmp_path: Path) -> None:
+def test_scanned_locations_round_trip_and_have_a_version(tmp_path: Path) -> None:
     root = write_files(tmp_path / "set", {"a.jpg": png(), "a.txt": "a"})
     write_tar(root / "b.tar", [("k.png", png()), ("k.txt", b"k")])
     pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "c.parquet")
@@ -150,7 +150,7 @@ def test_the_signature_changes_with_what_a_scan_looks_at(place: Path, change: st
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
-def test_the_signature_stands_otherwise(place: Path, change: str) -> None:
+def test_the_signature_ignores_other_changes(place: Path, change: str) -> None:
     before = sign(place)
     NO_CHANGES[change](place)
     assert sign(place) == before
@@ -171,19 +171,19 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_setting_of_a_scan_has_its_own_signature(place: Path) -> None:
+def test_every_scan_setting_changes_the_signature(place: Path) -> None:
     signatures = [sign(place), *(sign(place, **keys) for keys in SETTINGS)]
     assert len(set(signatures)) == len(signatures)
     assert sign(place, num_repeats=3.0, flip=True) == sign(place)
 
 
-def test_a_set_that_was_moved_whole_is_the_same(place: Path) -> None:
+def test_a_moved_dataset_has_the_same_signature(place: Path) -> None:
     keys = {"mask_path": None, "default_mask_file": None}
     shutil.copytree(place / "set", place / "other/set")
     assert sign(place / "other", **keys) == sign(place, **keys)
 
 
-def test_files_alone_have_signatures(tmp_path: Path) -> None:
+def test_single_files_have_signatures(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", [("a.png", png())])
     before = signature(directory(path), 0)
     touch(path)

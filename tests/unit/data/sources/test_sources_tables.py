@@ -42,7 +42,7 @@ def test_captions_json(tmp_path: Path) -> None:
     }
 
 
-def test_a_table_that_is_none_leaves_the_text_files(tmp_path: Path) -> None:
+def test_text_files_are_used_if_the_table_is_broken(tmp_path: Path) -> None:
     broken = {
         "captions.json": "{",
         "metadata.json": '"a text"',
@@ -103,7 +103,7 @@ def test_metadata_tables(tmp_path: Path, kind: str, write: Any, file: str, text:
     assert rejects(items)["gone.jpg"] == "missing_file"
 
 
-def test_broken_rows_are_named_and_the_others_used(tmp_path: Path) -> None:
+def test_broken_rows_are_rejected_and_the_others_used(tmp_path: Path) -> None:
     lines = [
         b'{"file": "a.jpg", "text": "a"}',
         b"{broken",
@@ -122,7 +122,7 @@ def test_broken_rows_are_named_and_the_others_used(tmp_path: Path) -> None:
     assert any(name.startswith("metadata.jsonl:byte 31") for name in rejects(items))
 
 
-def test_the_nearest_table_wins_and_none_calls_its_row_missing(tmp_path: Path) -> None:
+def test_the_nearest_table_wins_and_other_rows_are_not_missing(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"sub/a.jpg": png(), "b.jpg": png()})
     write_files(
         root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}', "sub/metadata.csv": "file,text\na.jpg,near\n"}
@@ -132,13 +132,13 @@ def test_the_nearest_table_wins_and_none_calls_its_row_missing(tmp_path: Path) -
     assert rejects(items) == {}
 
 
-def test_tables_find_composed_and_absolute_names(tmp_path: Path) -> None:
+def test_tables_match_composed_and_absolute_names(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"cafe\u0301.jpg": png(), "b.jpg": png()})
     write_files(root, {"captions.json": json.dumps({"caf\u00e9.jpg": "coffee", str(tmp_path / "b.jpg"): "b"})})
     assert sorted(captions(scan_items(root)).values()) == [("b",), ("coffee",)]
 
 
-def test_csv_rows_are_found_at_any_place_of_a_long_table(tmp_path: Path) -> None:
+def test_csv_rows_are_found_anywhere_in_a_long_table(tmp_path: Path) -> None:
     rng = random.Random(0)
     expected = {f"{n}.jpg": f'word {n} "{rng.random()}"\n, line' for n in range(500)}
     buffer = io.StringIO(newline="")
@@ -172,16 +172,16 @@ def test_configured_columns_are_used(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", COLUMN_TABLES)
 @pytest.mark.parametrize("key", ["image_column", "caption_column"])
-def test_a_configured_column_that_a_table_lacks_is_named(tmp_path: Path, kind: str, key: str) -> None:
+def test_a_missing_configured_column_is_reported(tmp_path: Path, kind: str, key: str) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", f"metadata.{kind}": COLUMN_TABLES[kind](COLUMN_ROWS)})
     items = scan_items(root, **{key: "nowhere"})
-    assert captions(items) == {"a.jpg": ("a",)}, "the text file is left"
+    assert captions(items) == {"a.jpg": ("a",)}, "from the text file"
     (reject,) = (item for item in items if isinstance(item, Rejected))
     assert (reject.key.split("/")[1], reject.reason) == (f"metadata.{kind}", "broken_table")
     assert f"'nowhere' ({key})" in reject.detail
 
 
-def test_rows_that_lack_a_configured_column_are_named_one_by_one(tmp_path: Path) -> None:
+def test_rows_without_a_configured_column_are_rejected(tmp_path: Path) -> None:
     rows = [{"p": "a.jpg", "c": "a"}, {"p": "b.jpg", "text": "b"}, {"file": "c.jpg", "c": "c"}]
     root = write_files(tmp_path, {"a.jpg": png(), "b.jpg": png(), "metadata.json": json.dumps(rows)})
     items = scan_items(root, image_column="p", caption_column="c")
@@ -193,7 +193,7 @@ def test_rows_that_lack_a_configured_column_are_named_one_by_one(tmp_path: Path)
     }
 
 
-def test_rows_inside_captions_json_obey_caption_column_alone(tmp_path: Path) -> None:
+def test_rows_in_captions_json_use_only_caption_column(tmp_path: Path) -> None:
     table = {"a.jpg": {"text": "short", "long": ["a long one", "another"]}, "b.jpg": {"text": "b"}, "c.jpg": "plain"}
     root = write_files(tmp_path, {**{name: png() for name in table}, "captions.json": json.dumps(table)})
     items = scan_items(root, image_column="nowhere", caption_column="long")
@@ -201,7 +201,7 @@ def test_rows_inside_captions_json_obey_caption_column_alone(tmp_path: Path) -> 
     assert rejects(items) == {"b.jpg": "no_caption"}
 
 
-def test_a_column_spelled_exactly_wins(tmp_path: Path) -> None:
+def test_an_exact_column_name_wins(tmp_path: Path) -> None:
     row = {"file": "a.jpg", "Caption": "upper", "caption": "lower"}
     root = write_files(tmp_path, {"a.jpg": png(), "metadata.jsonl": json.dumps(row)})
     assert captions(scan_items(root, caption_column="Caption")) == {"a.jpg": ("upper",)}
@@ -211,7 +211,7 @@ def test_a_column_spelled_exactly_wins(tmp_path: Path) -> None:
 # --- long and broken tables -------------------------------------------------------------------
 
 
-def test_a_table_that_breaks_at_its_end_is_not_used_in_part(tmp_path: Path) -> None:
+def test_a_truncated_table_is_not_used_partially(tmp_path: Path) -> None:
     whole = json.dumps({f"{n}.jpg": "x" for n in range(50)})
     root = write_files(tmp_path, {"0.jpg": png(), "0.txt": "from its file", "captions.json": whole[:-1]})
     items = scan_items(root)
@@ -219,7 +219,7 @@ def test_a_table_that_breaks_at_its_end_is_not_used_in_part(tmp_path: Path) -> N
     assert rejects(items) == {"captions.json": "broken_table"}
 
 
-def test_a_long_csv_cell_is_a_caption_and_one_past_the_limit_is_none(tmp_path: Path) -> None:
+def test_the_limit_of_csv_cells(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "b.jpg": png()})
     write_files(root, {"metadata.csv": f"file,text\na.jpg,{'word ' * 40_000}\nb.jpg,{'x' * (1 << 20)}x\n"})
     before = csv.field_size_limit()
@@ -230,7 +230,7 @@ def test_a_long_csv_cell_is_a_caption_and_one_past_the_limit_is_none(tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["é" * (1 << 19) + "é", ["short", "x" * (1 << 20) + "x"]])
-def test_a_table_may_not_hold_a_caption_that_a_file_may_not(tmp_path: Path, text: Any) -> None:
+def test_the_caption_limit_applies_to_tables(tmp_path: Path, text: Any) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "captions.json": json.dumps({"a.jpg": text})})
     assert rejects(scan_items(root)) == {"a.jpg": "caption_too_long"}
 

@@ -1,4 +1,4 @@
-"""Where shards lie: folders, URLs, and the bounded folder of fetched shards, against a server that speaks S3."""
+"""Shard stores: local folders, URLs (against an S3 server) and the disk cache of fetched shards."""
 
 import hashlib
 import logging
@@ -36,11 +36,11 @@ from sd3_light.data.store.remote import load_remote_manifest, remote_manifest
 
 SIZE = 1000
 COUNT = 8
-FORK = multiprocessing.get_context("fork")  # as torch's loader starts its workers
+FORK = multiprocessing.get_context("fork")  # as the loader starts its workers
 
 
 def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
-    """A cache whose shards are noise: stores do not look into them."""
+    """Write a cache whose shards are noise: stores do not parse them."""
     (folder / "shards").mkdir(parents=True)
     entries = []
     for number in range(count + 1):
@@ -55,7 +55,7 @@ def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
 
 
 class Requests(logging.Handler):
-    """What a server was asked for."""
+    """Collects the requests of a server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Requests(logging.Handler):
 
 
 class S3:
-    """A running server, its log, and a cache that lies on it."""
+    """A running server and its log."""
 
     def __init__(self, endpoint: str, log: Requests) -> None:
         self.endpoint, self.log = endpoint, log
         self.count = 0
 
     def put(self, folder: Path) -> str:
-        """Copy a cache folder there; its URL."""
+        """Upload a cache folder and return its URL."""
         self.count += 1
         url = f"s3://bucket/cache-{self.count}"
         fsspec.filesystem("s3").put(str(folder), url, recursive=True)
@@ -115,7 +115,7 @@ def server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3) -> Iterator[S3]:
-    """The server, with file systems that know nothing of earlier settings."""
+    """The server, without cached file systems of earlier tests."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield server
     fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -145,7 +145,7 @@ def kept(folder: Path) -> set[str]:
 
 
 def used(disk: DiskCache) -> int:
-    """Bytes in the folder while nobody changes it."""
+    """Return the bytes in the folder while it does not change."""
     with disk._accounts():
         return sum(path.stat().st_size for path in disk.folder.iterdir())
 
@@ -158,7 +158,7 @@ def read(store: Any, number: int) -> bytes:
     return open_shard(store, store.manifest.shards[number], Path.read_bytes)
 
 
-# --- what is read is what was written ---------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def test_local_store_reads_its_folder(cache: Path) -> None:
@@ -169,7 +169,7 @@ def test_local_store_reads_its_folder(cache: Path) -> None:
     assert read(store, 3) == content(3)
 
 
-def test_local_store_names_a_missing_shard(cache: Path) -> None:
+def test_local_store_reports_a_missing_shard(cache: Path) -> None:
     store = LocalStore(cache)
     entry = store.manifest.shards[2]
     store.path(entry).unlink()
@@ -189,9 +189,7 @@ def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_p
     }
 
 
-def test_a_shard_that_comes_in_many_chunks(
-    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_downloaded_in_chunks(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CHUNK_BYTES", 300)
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
@@ -201,36 +199,36 @@ def test_a_shard_that_comes_in_many_chunks(
 
 def test_other_protocols(cache: Path, tmp_path: Path) -> None:
     fsspec.filesystem("memory").put(str(cache), "memory://place/cache", recursive=True)
-    with web_server(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as web:  # it knows nothing of ranges
+    with web_server(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as web:  # without support for ranges
         for number, url in enumerate([cache.as_uri(), "memory://place/cache", f"{web}/cache"]):
             store = open_store(url, tmp_path / f"kept-{number}", 10**6)
             assert read(store, number) == content(number)
             assert remote_manifest(f"{url}-none") is None
 
 
-def test_a_shard_is_fetched_once_while_it_is_kept(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_cached_shard_is_not_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
     url = s3.put(cache)
-    for _ in range(2):  # a second run finds what the first left
+    for _ in range(2):  # a second run reuses the files of the first
         store = RemoteStore(url, tmp_path / "kept", 10**6)
         for _ in range(2):
             assert read(store, 1) == content(1)
     assert s3.gets(url, store.manifest.shards[1]) == 1
 
 
-def test_a_store_travels_to_other_processes(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_store_can_be_sent_to_other_processes(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = pickle.loads(pickle.dumps(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)))
     assert read(store, 0) == content(0)
     with FORK.Pool(1) as pool:  # this process has a file system and its thread; the forked one needs its own
         assert pool.apply(read, (store, 1)) == content(1)
 
 
-def test_a_file_that_was_cut_short_on_disk_is_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
     os.truncate(store.path(store.manifest.shards[0]), 10)
     assert read(store, 0) == content(0)
 
 
-# --- bounded disk -----------------------------------------------------------------------------
+# --- size limit -------------------------------------------------------------------------------
 
 
 def test_the_folder_never_exceeds_the_limit(s3: S3, cache: Path, tmp_path: Path) -> None:
@@ -239,17 +237,17 @@ def test_the_folder_never_exceeds_the_limit(s3: S3, cache: Path, tmp_path: Path)
         for number in range(COUNT):
             assert read(store, number) == content(number)
             assert used(store.disk) <= 3 * SIZE + 10
-    assert used(store.disk) == 3 * SIZE  # and the room is used
+    assert used(store.disk) == 3 * SIZE  # and the limit is used
 
 
-def test_the_least_recently_used_shard_goes(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_the_least_recently_used_shard_is_evicted(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 3 * SIZE)
     for number, left in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2}), (0, {0, 1, 2}), (3, {0, 2, 3}), (4, {0, 3, 4})):
         read(store, number)
         assert kept(tmp_path / "kept") == {f"{store.manifest.shards[at].sha256}.safetensors" for at in left}
 
 
-def test_a_smaller_limit_than_the_last_run_had(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_smaller_limit_than_in_the_last_run(s3: S3, cache: Path, tmp_path: Path) -> None:
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     for number in range(COUNT):
@@ -257,7 +255,7 @@ def test_a_smaller_limit_than_the_last_run_had(s3: S3, cache: Path, tmp_path: Pa
     assert used(RemoteStore(url, tmp_path / "kept", 2 * SIZE).disk) == 2 * SIZE
 
 
-def test_files_of_others_are_left_alone(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_other_files_are_not_removed(s3: S3, cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
     for name in ("thesis.txt", "model.safetensors", "download.part"):
@@ -269,7 +267,7 @@ def test_files_of_others_are_left_alone(s3: S3, cache: Path, tmp_path: Path) -> 
     assert {"thesis.txt", "model.safetensors", "download.part"} < kept(folder)
 
 
-def test_an_evicted_file_that_is_open_can_be_read_to_its_end(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_an_open_file_can_be_read_after_eviction(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", SIZE)
     with open_shard(store, store.manifest.shards[0], lambda path: open(path, "rb")) as file:
         read(store, 1)
@@ -277,7 +275,7 @@ def test_an_evicted_file_that_is_open_can_be_read_to_its_end(s3: S3, cache: Path
         assert file.read() == content(0)
 
 
-def test_an_eviction_before_the_opening_is_no_fault(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_an_eviction_before_opening_is_retried(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
     calls = []
 
@@ -291,7 +289,7 @@ def test_an_eviction_before_the_opening_is_no_fault(s3: S3, cache: Path, tmp_pat
     assert len(calls) == 3
 
 
-def test_a_file_that_is_always_evicted_is_a_fault(cache: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_always_evicted_is_an_error(cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(cache.as_uri(), tmp_path / "kept", 10**6)
 
     def hopeless(path: Path) -> bytes:
@@ -302,14 +300,14 @@ def test_a_file_that_is_always_evicted_is_a_fault(cache: Path, tmp_path: Path) -
         open_shard(store, store.manifest.shards[0], hopeless)
 
 
-def test_a_limit_without_room_for_the_window_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_limit_below_the_window_is_rejected(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is too small for the shards of .* \(5 per bucket, 1 buckets\)") as caught:
         RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE - 1, window=5)
     limit = re.search(r"set ([\d.]+) or more", str(caught.value))
     assert limit is not None
     assert float(limit[1]) == 5 * SIZE / 1e9
     RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE, window=5)
-    RemoteStore(cache.as_uri(), tmp_path / "kept", COUNT * SIZE, window=100)  # there are no more shards than these
+    RemoteStore(cache.as_uri(), tmp_path / "kept", COUNT * SIZE, window=100)  # there are no more shards
 
 
 def test_every_bucket_has_its_window(cache: Path, tmp_path: Path) -> None:
@@ -325,13 +323,13 @@ def test_every_bucket_has_its_window(cache: Path, tmp_path: Path) -> None:
 
 
 def _read_all(store: RemoteStore, order: list[int], start: Any, most: Any) -> None:
-    """Read shards in an order, and tell the most bytes that the folder held after any of them."""
+    """Read shards in an order and report the largest size of the folder after any of them."""
     start.wait()
-    found = 0
+    peak = 0
     for number in order:
         assert read(store, number) == content(number)
-        found = max(found, used(store.disk))
-    most.put(found)
+        peak = max(peak, used(store.disk))
+    most.put(peak)
 
 
 def in_processes(store: RemoteStore, orders: list[list[int]]) -> list[int]:
@@ -345,7 +343,7 @@ def in_processes(store: RemoteStore, orders: list[list[int]]) -> list[int]:
     return [most.get() for _ in children]
 
 
-def test_processes_that_want_the_same_shards_fetch_each_once(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_processes_that_need_the_same_shards_fetch_each_once(s3: S3, cache: Path, tmp_path: Path) -> None:
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     in_processes(store, [list(range(COUNT))] * 3)
@@ -353,7 +351,7 @@ def test_processes_that_want_the_same_shards_fetch_each_once(s3: S3, cache: Path
     assert used(store.disk) == COUNT * SIZE
 
 
-def test_what_another_brought_before_the_claim_is_not_fetched_again(
+def test_a_file_fetched_by_another_process_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, digest, fetched = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest(), []
@@ -384,7 +382,7 @@ def test_processes_share_one_limit(s3: S3, cache: Path, tmp_path: Path, room: in
 
 
 def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
-    """Download half of the first shard, say so, and go on when told."""
+    """Download half of the first shard, report it, and continue on request."""
     chunks = remote._chunks
 
     def half(url: str) -> Iterator[bytes]:
@@ -401,7 +399,7 @@ def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
 
 @pytest.fixture
 def half_a_download(s3: S3, cache: Path, tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
-    """The URL of a cache, a process that has half of its first shard and waits, and a line to it."""
+    """The URL of a cache, a process that waits with half of its first shard, and a connection to it."""
     url = s3.put(cache)
     line, end = FORK.Pipe()
     child = FORK.Process(target=_stop_halfway, args=(url, tmp_path / "kept", end))
@@ -412,7 +410,7 @@ def half_a_download(s3: S3, cache: Path, tmp_path: Path) -> Iterator[tuple[str, 
     child.join()
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(
+def test_a_killed_process_leaves_no_file_that_looks_complete(
     half_a_download: tuple[str, Any, Any], tmp_path: Path
 ) -> None:
     url, child, _ = half_a_download
@@ -426,7 +424,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(
     assert read(store, 0) == content(0)
 
 
-def test_the_rest_of_a_killed_process_is_overwritten(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_overwritten(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
     url, child, _ = half_a_download
     store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
     child.kill()
@@ -435,7 +433,7 @@ def test_the_rest_of_a_killed_process_is_overwritten(half_a_download: tuple[str,
     assert used(store.disk) == SIZE
 
 
-def test_a_running_download_keeps_its_room_and_its_file(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
+def test_a_running_download_keeps_its_space_and_file(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
     url, _, line = half_a_download
     (part,) = kept(tmp_path / "kept")
     store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
@@ -443,12 +441,12 @@ def test_a_running_download_keeps_its_room_and_its_file(half_a_download: tuple[s
         read(store, number)
     entries = store.manifest.shards
     assert kept(tmp_path / "kept") == {part, f"{entries[2].sha256}.safetensors", f"{entries[3].sha256}.safetensors"}
-    line.send("go on")
+    line.send("continue")
     assert line.recv() == f"{entries[0].sha256}.safetensors"
     assert read(store, 0) == content(0)
 
 
-# --- faults -----------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -462,14 +460,14 @@ def test_a_running_download_keeps_its_room_and_its_file(half_a_download: tuple[s
     ids=["other bytes", "short", "empty", "long"],
 )
 @pytest.mark.usefixtures("quick")
-def test_a_damaged_object_is_refused_and_named(
+def test_a_damaged_object_is_reported(
     s3: S3, cache: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], came: str
 ) -> None:
     (cache / "shards" / "shard-0.safetensors").write_bytes(spoil(content(0)))
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     entry = store.manifest.shards[0]
-    for _ in range(2):  # nothing of it was kept
+    for _ in range(2):  # no part of it was kept
         with pytest.raises(UserError) as caught:
             store.path(entry)
         text = str(caught.value)
@@ -481,9 +479,7 @@ def test_a_damaged_object_is_refused_and_named(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_download_that_came_damaged_is_tried_again(
-    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_download_is_retried(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, calls = remote._chunks, []
 
     def sometimes(url: str) -> Iterator[bytes]:
@@ -497,7 +493,7 @@ def test_a_download_that_came_damaged_is_tried_again(
     assert len(calls) == 3
 
 
-def test_a_missing_object_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_missing_object_is_reported(s3: S3, cache: Path, tmp_path: Path) -> None:
     (cache / "shards" / "shard-0.safetensors").unlink()
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
@@ -507,7 +503,7 @@ def test_a_missing_object_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/none", "s3://no-such-bucket/none"])
-def test_no_cache_there(s3: S3, tmp_path: Path, place: str) -> None:
+def test_a_missing_cache_is_reported(s3: S3, tmp_path: Path, place: str) -> None:
     assert remote_manifest(place) is None
     with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with a local cache_dir, then copy"):
         load_remote_manifest(place)
@@ -515,7 +511,7 @@ def test_no_cache_there(s3: S3, tmp_path: Path, place: str) -> None:
         open_store(place, tmp_path / "kept", 10**6)
 
 
-def test_a_damaged_manifest_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_reported(s3: S3, cache: Path, tmp_path: Path) -> None:
     text = (cache / "manifest.json").read_text()
     (cache / "manifest.json").write_text(text[:100])
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
@@ -527,7 +523,7 @@ def test_a_damaged_manifest_is_named(s3: S3, cache: Path, tmp_path: Path) -> Non
         RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
 
 
-def fault_of(url: str) -> str:
+def error_of(url: str) -> str:
     with pytest.raises(UserError) as caught:
         remote_manifest(url)
     text = str(caught.value)
@@ -539,9 +535,9 @@ def fault_of(url: str) -> str:
 def test_wrong_credentials(s3: S3, cache: Path) -> None:
     url = s3.put(cache)
     requests = pytest.importorskip("requests")
-    requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"0")  # from now on credentials count
+    requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"0")  # enable authentication
     try:
-        text = fault_of(url)
+        text = error_of(url)
     finally:
         requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"inf")
     assert text.startswith(f"no permission to read {url}/manifest.json (")
@@ -551,11 +547,11 @@ def test_wrong_credentials(s3: S3, cache: Path) -> None:
 def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    text = fault_of("s3://bucket/any")
+    text = error_of("s3://bucket/any")
     assert text.startswith("cannot read s3://bucket/any/manifest.json (Unable to locate credentials); check")
 
 
-def test_the_endpoint_may_come_from_fsspecs_settings(s3: S3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_can_come_from_fsspec_settings(s3: S3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = s3.put(cache)
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -566,18 +562,18 @@ def test_the_endpoint_may_come_from_fsspecs_settings(s3: S3, cache: Path, monkey
 
 def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    text = fault_of("s3://bucket/any")
+    text = error_of("s3://bucket/any")
     assert text.startswith("cannot read s3://bucket/any/manifest.json (Could not connect to the endpoint URL")
     assert "AWS_ENDPOINT_URL or FSSPEC_S3_ENDPOINT_URL" in text
 
 
-def test_a_refusing_web_server() -> None:
+def test_a_forbidden_web_page() -> None:
     refuses = type("Refuses", (SimpleHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(403)})
     with web_server(refuses) as web:
-        assert re.match(r"cannot read http://127.0.0.1:\d+/x/manifest.json \(403", fault_of(f"{web}/x"))
+        assert re.match(r"cannot read http://127.0.0.1:\d+/x/manifest.json \(403", error_of(f"{web}/x"))
 
 
-def test_a_protocol_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unsupported_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert protocol_problem("file:///folder") is None
     assert "fsspec does not support the protocol 's4'" in str(protocol_problem("s4://bucket/x"))
     with pytest.raises(UserError, match=r"s4://bucket/x/manifest\.json: fsspec does not support the protocol 's4'"):
@@ -591,7 +587,7 @@ def test_a_protocol_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert protocol_problem("gs://bucket/x") == "gs:// needs a package: Install the package of gs"
 
 
-def test_a_full_disk_is_not_blamed_on_the_network(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_a_network_error(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -605,7 +601,7 @@ def test_a_full_disk_is_not_blamed_on_the_network(cache: Path, tmp_path: Path, m
 # --- the default folder -----------------------------------------------------------------------
 
 
-def test_the_default_folder_is_the_users_own(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_belongs_to_the_user(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
     store = open_store(cache.as_uri(), None, 10**6)
     assert isinstance(store, RemoteStore)
@@ -620,7 +616,7 @@ def test_the_default_folder_is_the_users_own(cache: Path, tmp_path: Path, monkey
         private_temp_folder("s3://bucket/z")
 
 
-def test_a_kept_shard_that_went_bad_is_found_and_fetched_again(
+def test_a_corrupted_cached_shard_is_fetched_again(
     tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sd3_light.data.stream import CachedDataset
@@ -634,4 +630,4 @@ def test_a_kept_shard_that_went_bad_is_found_and_fetched_again(
     with pytest.raises(UserError, match="is damaged"):
         CachedDataset(store).empty_text()
     monkeypatch.setenv("MASTER_PORT", "2")
-    assert CachedDataset(store).empty_text().keys() == good.keys(), "the next start has it whole"
+    assert CachedDataset(store).empty_text().keys() == good.keys(), "fetched again at the next start"
