@@ -166,7 +166,7 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
         with pytest.raises(UserError, match=str(gone)):
             scan(directory(**keys), 0)
     write_files(tmp_path, {"x.zip": b""})
-    with pytest.raises(UserError, match="is not a folder, .tar or .parquet file"):
+    with pytest.raises(UserError, match=r"is not a folder, \.tar or \.parquet file"):
         scan(directory(tmp_path / "x.zip"), 0)
 
 
