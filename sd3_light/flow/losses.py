@@ -1,9 +1,8 @@
-"""Losses of one shape: ``loss(denoise, inputs, reference) -> the loss of each sample [B]``.
+"""Losses with one signature: ``loss(denoise, inputs, reference) -> loss per sample [B]``.
 
-``denoise(noisy, t, inputs)`` predicts the velocity; ``inputs`` are a batch's values by name, among them what was drawn
-for each sample: ``quantile`` [B] in (0, 1) and ``noise``, shaped as the value that the loss's ``latents`` names.
-``reference`` is the same denoiser as it was before training, for the losses that compare with it. A loss says in
-``reads`` which values it needs.
+``denoise(noisy, t, inputs)`` predicts the velocity. ``inputs`` are a batch's values by name, including the random
+``quantile`` [B] in (0, 1) and ``noise``, shaped like the value that the loss's ``latents`` names. ``reference`` is the
+denoiser before training, for losses that compare with it. ``reads`` lists the values that a loss needs.
 """
 
 import math
@@ -26,10 +25,10 @@ Denoise = Callable[[Tensor, Tensor, Inputs], Tensor]
 
 @dataclass(frozen=True)
 class FlowMatchSFTLoss:
-    """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a time drawn for each sample.
+    """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a random time per sample.
 
-    Where a batch has a ``mask`` [B, H, W] it says where a sample teaches. Where it has a ``loss_weight`` [B], as with
-    prior preservation, each sample's loss is multiplied by it.
+    An optional ``mask`` [B, H, W] limits the loss to a region. An optional ``loss_weight`` [B], as in prior
+    preservation, multiplies each sample's loss.
     """
 
     latents: str = "latents"
@@ -53,29 +52,29 @@ class FlowMatchSFTLoss:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The values that the loss needs; those that a batch may lack end with ``?``."""
+        """The values that the loss needs; optional ones end with ``?``."""
         return (self.latents, "mask?", "loss_weight?")
 
     def __call__(self, denoise: Denoise, inputs: Inputs, reference: Denoise | None = None) -> Tensor:
-        """The loss of each sample."""
+        """Return the loss per sample."""
         each = self.error(denoise, inputs, inputs[self.latents])
         weight = inputs.get("loss_weight")
         return each if weight is None else each * weight.to(each)
 
     def error(self, denoise: Denoise, inputs: Inputs, clean: Tensor) -> Tensor:
-        """The velocity's error of each sample on the way from ``clean`` to the batch's noise."""
+        """Return the velocity error per sample between ``clean`` and the batch's noise."""
         clean, noise = clean.float(), inputs["noise"].float()
         t = self.times(inputs["quantile"], clean)
         predicted: Any = denoise(interpolate(clean, noise, t), t, inputs)
         if not isinstance(predicted, Tensor) or predicted.shape != clean.shape:
-            found = tuple(predicted.shape) if isinstance(predicted, Tensor) else f"a {type(predicted).__name__}"
+            result = tuple(predicted.shape) if isinstance(predicted, Tensor) else f"a {type(predicted).__name__}"
             raise UserError(
-                f"denoise gave {found} for latents of {tuple(clean.shape)}; return a velocity of their shape"
+                f"denoise returned {result} for latents of {tuple(clean.shape)}; return a velocity of their shape"
             )
         return flow_loss(predicted, velocity(clean, noise), inputs.get("mask"), self.pseudo_huber_c)
 
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
-        """t of each sample in (0, 1)."""
+        """Return t in (0, 1) per sample."""
         tokens = (clean.shape[-1] // 2) * (clean.shape[-2] // 2)
         drawn = times_from_quantiles(
             quantile.double().tolist(),
@@ -92,9 +91,9 @@ class FlowMatchSFTLoss:
 class FlowMatchDPOLoss(FlowMatchSFTLoss):
     """Diffusion-DPO on preference pairs (Wallace et al. 2023, equation 14, with the flow's velocity error).
 
-    A sample has the chosen picture under ``latents`` and the other under ``rejected``; both share noise and time. The
+    A sample has the preferred image under ``latents`` and the other under ``rejected``; both share noise and time. The
     loss is ``-log sigmoid(-beta / 2 * ((e_w - r_w) - (e_l - r_l)))`` with the errors e of the model and r of the
-    reference: it falls when the model gets better than the reference on the chosen picture, or worse on the other.
+    reference. It decreases as the model improves on the reference for the preferred image, or gets worse for the other.
     """
 
     rejected: str = "rejected"
@@ -106,8 +105,10 @@ class FlowMatchDPOLoss(FlowMatchSFTLoss):
         return (*super().reads, self.rejected)
 
     def __call__(self, denoise: Denoise, inputs: Inputs, reference: Denoise | None = None) -> Tensor:
-        """The loss of each pair."""
-        assert reference is not None, "DPO compares with the model as it was: train an adapter, or give a reference"
+        """Return the loss per pair."""
+        assert reference is not None, (
+            "DPO compares with the model before training: train an adapter, or give a reference"
+        )
         chosen, rejected = inputs[self.latents], inputs[self.rejected]
         with torch.no_grad():
             before = self.error(reference, inputs, chosen) - self.error(reference, inputs, rejected)

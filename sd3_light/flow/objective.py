@@ -1,31 +1,33 @@
-"""The flow-matching objective: the path, its velocity, and the losses. Every loss is a mean over samples of each
-sample's own mean, so a mean of equal micro-batches' means is exact."""
+"""The flow-matching objective: the path, its velocity, and the losses.
+
+Every loss is a mean over samples of each sample's own mean, so averaging equal micro-batches is exact.
+"""
 
 import torch
 from torch import Tensor
 
 
 def interpolate(clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """x_t = (1 - t) x_0 + t noise, with t of shape [B]."""
+    """Return x_t = (1 - t) x_0 + t noise, with t of shape [B]."""
     t = t.view(-1, *[1] * (clean.dim() - 1))
     return (1 - t) * clean + t * noise
 
 
 def velocity(clean: Tensor, noise: Tensor) -> Tensor:
-    """dx_t / dt = noise - x_0, what the model predicts."""
+    """Return dx_t / dt = noise - x_0, the model's target."""
     return noise - clean
 
 
 def flow_loss(
     predicted: Tensor, target: Tensor, mask: Tensor | None = None, pseudo_huber_c: float | None = None
 ) -> Tensor:
-    """Loss of each sample [B]: squared error, or pseudo-Huber, averaged over the sample's mask [B, H, W].
+    """Return the loss per sample [B]: squared or pseudo-Huber error, averaged over the sample's mask [B, H, W].
 
-    A mask says where, not how strongly, a sample teaches: its sum does not matter.
+    The mask is normalised: its sum does not change the weight of a sample.
     """
     error = (predicted.float() - target.float()) ** 2
     if pseudo_huber_c is not None:
-        # sqrt(e + c^2) - c, without the cancellation that eats errors smaller than c
+        # sqrt(e + c^2) - c, without the cancellation that loses errors smaller than c
         error = error / (torch.sqrt(error + pseudo_huber_c**2) + pseudo_huber_c)
     if mask is None:
         return error.flatten(1).mean(1)
@@ -34,8 +36,8 @@ def flow_loss(
 
 
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Loss of each sample [B]: squared distance of the last text tokens from the (detached) earlier ones, averaged over
-    the sample's first ``lengths`` tokens, or over all."""
+    """Return the loss per sample [B]: squared distance of the last text tokens from the (detached) target tokens,
+    averaged over the sample's first ``lengths`` tokens, or over all."""
     error = (text.float() - target.float().detach()) ** 2
     if lengths is None:
         return error.flatten(1).mean(1)

@@ -1,1 +1,1 @@
-"""How good a model is, in numbers."""
+"""Metrics of a model: validation loss and composition score."""

@@ -1,4 +1,4 @@
-"""The composition score: how often a model's pictures of the demo world show what their prompts ask for."""
+"""The composition score: how often a model's images of the demo world match their prompts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sd3_light.world import SCENE_KINDS, Prompt, Verdict, judge, scene_captions
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-# "all" is that everything a prompt asks for is right; the others are its parts, as in `Verdict`.
+# "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
 TABLE_COLUMNS: tuple[str, ...] = ("prompts", *DEMANDS)
 
@@ -22,7 +22,7 @@ Rates = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class CompositionScore:
-    """What a model got right. A rate is over the prompts that ask for the thing, and None where none does."""
+    """The judged images of a model. A rate covers the prompts with that demand, and is None without such prompts."""
 
     prompts: tuple[Prompt, ...]
     images: tuple[Image.Image, ...]
@@ -30,33 +30,33 @@ class CompositionScore:
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts were drawn and judged."""
+        """The number of prompts."""
         return len(self.prompts)
 
     @property
     def rates(self) -> Rates:
-        """The share of right pictures, by demand."""
+        """The share of correct images by demand."""
         return _rates(self.verdicts)
 
     @property
     def by_kind(self) -> Mapping[str, Rates]:
-        """The rates of each kind of scene that was asked for."""
+        """The rates by kind of scene."""
         kinds = [prompt.scene.kind for prompt in self.prompts]
         pairs = list(zip(kinds, self.verdicts, strict=True))
         return {kind: _rates(v for k, v in pairs if k == kind) for kind in SCENE_KINDS if kind in kinds}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, for JSON."""
+        """Return everything except the images, for JSON."""
         by_kind = {kind: dict(rates) for kind, rates in self.by_kind.items()}
         return {"num_prompts": self.num_prompts, **self.rates, "by_kind": by_kind}
 
     def as_table_row(self) -> tuple[str, ...]:
-        """The cells under `TABLE_COLUMNS`, in percent; a dash where nothing was asked."""
+        """Return the cells of `TABLE_COLUMNS` in percent; a dash without such prompts."""
         rates = self.rates
         return (str(self.num_prompts), *(_percent(rates[demand]) for demand in DEMANDS))
 
     def as_grid(self, columns: int = 8, scale: int = 2, title: str | None = None) -> Image.Image:
-        """The pictures with their prompts, marked as wholly right or not."""
+        """Return a grid of the images with their prompts, marked as correct or not."""
         return make_grid(
             self.images,
             [prompt.text for prompt in self.prompts],
@@ -79,10 +79,10 @@ def score(
     on_progress: Callable[[int, int], None] | None = None,
     sizes: Sequence[tuple[int, int]] = ((64, 64),),
 ) -> CompositionScore:
-    """Draw one picture for each prompt and judge it.
+    """Generate one image per prompt and judge it.
 
-    Picture i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
-    training). `on_progress(done, total)` counts pictures drawn.
+    Image i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
+    training). `on_progress(done, total)` counts images.
     """
     requests = [
         ImageRequest(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)
@@ -92,19 +92,19 @@ def score(
 
 
 def judge_images(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
-    """The score of pictures that are there already, one for each prompt."""
+    """Return the score of existing images, one per prompt."""
     verdicts = [judge(image, prompt.scene) for image, prompt in zip(images, prompts, strict=True)]
     return CompositionScore(tuple(prompts), tuple(images), tuple(verdicts))
 
 
 def _rates(verdicts: Iterable[Verdict]) -> Rates:
-    asked: dict[str, list[bool]] = {demand: [] for demand in DEMANDS}
+    outcomes: dict[str, list[bool]] = {demand: [] for demand in DEMANDS}
     for verdict in verdicts:
         for demand in DEMANDS:
             right: bool | None = getattr(verdict, demand)
             if right is not None:
-                asked[demand].append(right)
-    return {demand: sum(answers) / len(answers) if answers else None for demand, answers in asked.items()}
+                outcomes[demand].append(right)
+    return {demand: sum(results) / len(results) if results else None for demand, results in outcomes.items()}
 
 
 def _percent(rate: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The validation loss: fixed noise at fixed quantiles of t, one number each, the same whenever it is computed."""
+"""The validation loss: fixed noise at fixed quantiles of t, so that it is comparable across a run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,9 +15,9 @@ QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
-    """Every batch of a data set at every quantile: item ``batch * len(QUANTILES) + quantile``.
+    """Every batch of a dataset at every quantile: item ``batch * len(QUANTILES) + quantile``.
 
-    The batch read last is kept, as the items that follow are of the same one.
+    Keeps the last batch, because the next items use it again.
     """
 
     def __init__(self, batches: Dataset[CachedBatch], count: int) -> None:
@@ -30,30 +30,30 @@ class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
     def __getitem__(self, item: int) -> tuple[CachedBatch, float]:
         number, quantile = divmod(item, len(QUANTILES))
         if self._last is None or self._last[0] != number:
-            self._last = None  # no two at a time
+            self._last = None  # never hold two batches
             self._last = (number, self.batches[number])
         return self._last[1], QUANTILES[quantile]
 
 
 class EvalPreparer:
-    """Prepares the items of `QuantileBatches` by a model's own way, and says which samples are padding."""
+    """Prepares the items of `QuantileBatches` with a model, and marks padding."""
 
     def __init__(self, model: PreparesInPlace) -> None:
         self.model = model
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
-        """The batch of an item at its quantile; the label's last tensor weighs samples, 0 for padding.
+        """Return the batch of an item at its quantile; the label's last tensor weighs samples, 0 for padding.
 
-        A set is seen once, so an occurrence after a sample's first only fills the last batch.
+        Evaluation uses each sample once, so a repeated sample only fills the last batch.
         """
-        return _weighed(batch, self.model.prepare_inputs(*batch))
+        return _with_weights(batch, self.model.prepare_inputs(*batch))
 
     def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
-        """The same, what is large in memory that ``empty`` gives."""
-        return _weighed(batch, self.model.prepare_into(batch[0], empty, batch[1]))
+        """Like `prepare_inputs`, with large tensors in memory from ``empty``."""
+        return _with_weights(batch, self.model.prepare_into(batch[0], empty, batch[1]))
 
 
-def _weighed(batch: Any, prepared: PreparedBatch) -> PreparedBatch:
+def _with_weights(batch: Any, prepared: PreparedBatch) -> PreparedBatch:
     features, label = prepared
     return features, (*label, (batch[0]["repeat"] == 0).float())
 
@@ -63,20 +63,20 @@ def validate(
     evaluate: Callable[[PreparedBatch], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
 ) -> dict[str, float]:
-    """``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `QuantileBatches`.
+    """Return ``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `QuantileBatches`.
 
-    ``evaluate`` gives [sum of losses, number of samples] of an item; they are added up where they are and read once.
+    ``evaluate`` returns [sum of losses, number of samples] of an item; they are summed on the device and read once.
     """
     totals: list[Tensor] = []
     count = 0
     for count, item in enumerate(prepared, start=1):
-        at, found = (count - 1) % len(QUANTILES), evaluate(item)
+        at, sums = (count - 1) % len(QUANTILES), evaluate(item)
         if count <= len(QUANTILES):
-            totals.append(found)
+            totals.append(sums)
         else:
-            totals[at] = totals[at] + found
+            totals[at] = totals[at] + sums
     assert count, "an evaluation set has at least one batch"
     assert count % len(QUANTILES) == 0
-    sums = sum_over_ranks(torch.stack(totals)).tolist()
-    losses = {f"flow@{quantile}": loss / number for quantile, (loss, number) in zip(QUANTILES, sums, strict=True)}
+    all_sums = sum_over_ranks(torch.stack(totals)).tolist()
+    losses = {f"flow@{quantile}": loss / number for quantile, (loss, number) in zip(QUANTILES, all_sums, strict=True)}
     return {**losses, "flow": sum(losses.values()) / len(losses)}

@@ -1,1 +1,1 @@
-"""How weights learn: parameter groups, optimizers, learning-rate schedules, and running averages of weights."""
+"""Optimizers, parameter groups, learning-rate schedules, and running averages of weights."""

@@ -1,4 +1,4 @@
-"""Running averages of the weights, in float32 (law 4): any number of tracks, by constant decay or power function."""
+"""Running averages of the weights in float32 (law 4): any number of tracks, with constant decay or a power function."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from sd3_light.config import EmaConfig
 from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel
 
 MAIN_TRACK = "ema"
-"""Name of the track that [ema] itself describes; those of [[ema.track]] have their own."""
+"""Name of the track that [ema] itself describes; [[ema.track]] entries have their own names."""
 
 
 @dataclass(frozen=True)
 class Track:
     """One average. Every ``update_every`` steps: shadow = decay x shadow + (1 - decay) x weights.
 
-    The decay is constant, or follows the step so that the average is a power function of it (``gamma``).
+    The decay is constant, or depends on the step so that the average has a power-function profile (``gamma``).
     """
 
     shadow: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Track:
     gamma: float | None = None
 
     def decay_at(self, step: int) -> float:
-        """The decay of an update at ``step``."""
+        """Return the decay of an update at ``step``."""
         if self.gamma is not None:
             return decay_at(step, self.update_every, self.gamma)
         assert self.decay is not None
@@ -35,22 +35,22 @@ class Track:
 
 
 class Averages:
-    """All averages of a run, by name; none when ``[ema] enable`` is false.
+    """All averages of a run by name; none if ``[ema] enable`` is false.
 
-    They start as copies of ``weights``. What is handed in are plain tensors: whole weights, or the local rows of
-    sharded ones, some of which may be empty. An update is due by the step's number alone, so nobody asks the device
-    whether the step was taken: one that was not leaves the weights as they were.
+    They start as copies of ``weights``, which are plain tensors: whole weights, or the local rows of sharded ones, some
+    of which may be empty. The step's number alone decides when to update, so the device is never asked whether the step
+    was skipped: a skipped step leaves the weights unchanged.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: EmaConfig) -> None:
         self._names = list(weights)
         self.tracks = _tracks(weights, config) if config.enable else {}
-        # the kernels take lists; the tensors in them stay the same ones, and whoever loads a track copies into them
+        # the kernels take lists; loading a checkpoint copies into these same tensors
         self._shadows = {name: [track.shadow[key] for key in self._names] for name, track in self.tracks.items()}
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Take in the weights after optimizer step ``step`` (the first is 1), into the tracks whose turn it is."""
+        """Update the tracks that are due with the weights after optimizer step ``step`` (the first is 1)."""
         due = [name for name, track in self.tracks.items() if step % track.update_every == 0]
         if not due:
             return
@@ -59,21 +59,21 @@ class Averages:
             torch._foreach_lerp_(self._shadows[name], current, 1 - self.tracks[name].decay_at(step))
 
     def decays(self, step: int) -> dict[str, float]:
-        """The decay of each track's update at ``step``, for the log."""
+        """Return the decay of each track's update at ``step``, for the log."""
         return {name: track.decay_at(step) for name, track in self.tracks.items()}
 
     @contextmanager
     def in_place_of(self, track: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """A track stands in for ``weights`` inside the block; afterwards the live ones are back, bit for bit."""
-        held = [weights[name].detach() for name in self._names]
-        live = [tensor.clone() for tensor in held]
+        """Replace ``weights`` by a track inside the context, and restore them bit for bit afterwards."""
+        targets = [weights[name].detach() for name in self._names]
+        live = [tensor.clone() for tensor in targets]
         try:
             with torch.no_grad():
-                torch._foreach_copy_(held, self._shadows[track])
+                torch._foreach_copy_(targets, self._shadows[track])
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(held, live)
+                torch._foreach_copy_(targets, live)
 
 
 def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track]:

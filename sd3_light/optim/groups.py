@@ -1,4 +1,4 @@
-"""Which parameters decay: weights of matrix products do; norms, biases and embeddings do not."""
+"""Weight decay applies to weights of matrix products, not to norms, biases and embeddings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,17 +10,17 @@ BLOCKS = "transformer_blocks."
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter of the denoiser, by its canonical name."""
+    """Return whether weight decay applies to a parameter of the denoiser, by its canonical name."""
     return parameter.dim() >= 2 and not name.startswith(EMBEDDINGS)
 
 
 def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter multiplies as a matrix inside a joint block."""
+    """Return whether a parameter is a matrix inside a joint block."""
     return parameter.dim() == 2 and name.startswith(BLOCKS)
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups, decaying and not; an empty one is left out."""
+    """Return the optimizer groups with and without decay; empty ones are left out."""
     groups: dict[float, list[nn.Parameter]] = {weight_decay: []} if weight_decay == 0 else {weight_decay: [], 0.0: []}
     for name, parameter in named:
         groups[weight_decay if decays(name, parameter) else 0.0].append(parameter)

@@ -1,7 +1,7 @@
-"""Averages of any length after training, from snapshots of power-function averages (EDM2, appendix C.2).
+"""Post-hoc EMA: averages of any length from snapshots of power-function averages (EDM2, appendix C.2).
 
-A snapshot is an average with a known profile over training time, so a sum of snapshots is an average whose profile is
-the sum of theirs. The coefficients are the least-squares fit of such a sum to the wanted profile, in closed form.
+A snapshot is an average with a known profile over training time, so a weighted sum of snapshots is an average whose
+profile is the weighted sum of theirs. The coefficients are the closed-form least-squares fit to the target profile.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,17 +17,16 @@ from sd3_light.optim.power_function import MAX_SIGMA_REL, gamma_from_sigma_rel, 
 
 DEFAULT_SNAPSHOTS = 32
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
-"""Largest relative rounding error of a snapshot's numbers, by its type."""
+"""Largest relative rounding error of a snapshot, by its dtype."""
 
-# What `Fit.is_good` accepts: a profile about as far from the wanted one as that of a length 10% away, and as much
-# noise as saving the result in bfloat16 makes.
-MOST_MISMATCH = 0.1
-MOST_NOISE = 2.0**-8
+# Limits of `Fit.is_good`: a mismatch as between two lengths 10% apart, and the noise of saving the result in bfloat16.
+MAX_MISMATCH = 0.1
+MAX_NOISE = 2.0**-8
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A track as it was: the last step that it took in, and the exponent of its profile."""
+    """A saved track: ``time`` is the last step that it includes, ``gamma`` the exponent of its profile."""
 
     step: int
     track: str
@@ -38,10 +37,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Fit:
-    """How to add up snapshots, and how far the sum is from the wanted average.
+    """Coefficients of the snapshots, and the error of their sum.
 
-    ``mismatch``: distance of the profiles, relative to the wanted one's norm. ``noise``: what the snapshots' rounding
-    amounts to in the sum, relative to the weights.
+    ``mismatch``: distance of the profiles, relative to the target's norm. ``noise``: the snapshots' rounding errors in
+    the sum, relative to the weights.
     """
 
     coefficients: tuple[float, ...]
@@ -50,52 +49,54 @@ class Fit:
 
     @property
     def is_good(self) -> bool:
-        """Whether the sum may be called the wanted average."""
-        return self.mismatch <= MOST_MISMATCH and self.noise <= MOST_NOISE
+        """Whether the sum is close enough to the target."""
+        return self.mismatch <= MAX_MISMATCH and self.noise <= MAX_NOISE
 
 
-# --- what training writes ---------------------------------------------------------------------
+# --- snapshots ---------------------------------------------------------------------
 
 
 def snapshot_interval(config: EmaConfig, total_steps: int) -> int | None:
-    """Steps between two snapshots in a run of ``total_steps``; None without power-function tracks."""
+    """Return the steps between two snapshots in a run of ``total_steps``; None without power-function tracks."""
     if not config.enable or not power_tracks(config):
         return None
     return config.snapshot_every_n_steps or max(1, -(-total_steps // DEFAULT_SNAPSHOTS))
 
 
 def power_tracks(config: EmaConfig) -> dict[str, float]:
-    """Name -> sigma_rel of the tracks that snapshots are taken of."""
+    """Return name -> sigma_rel of the power-function tracks, of which snapshots are saved."""
     return {track.name: track.power_width for track in config.track if track.power_width is not None}
 
 
 def snapshot_metadata(config: EmaConfig, step: int) -> dict[str, Any]:
-    """What must be written beside the tensors ``ema.TRACK/NAME`` of a snapshot after ``step`` steps."""
+    """Return the metadata of a snapshot after ``step`` steps, stored beside its tensors ``ema.TRACK/NAME``."""
     widths = power_tracks(config)
     every = {track.name: track.update_every or config.update_every for track in config.track if track.name in widths}
     return {"step": step, "tracks": widths, "update_every": every, "dtype": config.snapshot_dtype}
 
 
-def parse_snapshots(facts: Mapping[str, Any]) -> list[Snapshot]:
-    """What `snapshot_metadata` told; a track that had taken in nothing yet is left out."""
-    found = []
-    for track, sigma_rel in facts["tracks"].items():
-        time = facts["step"] - facts["step"] % facts["update_every"][track]
+def parse_snapshots(metadata: Mapping[str, Any]) -> list[Snapshot]:
+    """Return the snapshots that `snapshot_metadata` describes, without tracks that were not updated yet."""
+    snapshots = []
+    for track, sigma_rel in metadata["tracks"].items():
+        time = metadata["step"] - metadata["step"] % metadata["update_every"][track]
         if time > 0:
-            found.append(Snapshot(facts["step"], track, time, gamma_from_sigma_rel(sigma_rel), facts["dtype"]))
-    return found
+            snapshots.append(
+                Snapshot(metadata["step"], track, time, gamma_from_sigma_rel(sigma_rel), metadata["dtype"])
+            )
+    return snapshots
 
 
 # --- the fit ----------------------------------------------------------------------------------
 
 
 def solve(snapshots: Sequence[Snapshot], time: int, sigma_rel: float) -> Fit:
-    """The sum of ``snapshots`` that is nearest to the average of length ``sigma_rel`` over the steps 1 to ``time``."""
+    """Return the fit of ``snapshots`` to the average of width ``sigma_rel`` over the steps 1 to ``time``."""
     return _fits(snapshots, time, [sigma_rel])[0]
 
 
 def reachable_widths(snapshots: Sequence[Snapshot], time: int) -> tuple[float, float] | None:
-    """The shortest and the longest sigma_rel that can be rebuilt; None where none can."""
+    """Return the smallest and largest sigma_rel that can be reconstructed; None if there is none."""
     lengths = np.geomspace(2e-3, MAX_SIGMA_REL, 200)
     good = [
         float(length)
@@ -106,21 +107,21 @@ def reachable_widths(snapshots: Sequence[Snapshot], time: int) -> tuple[float, f
 
 
 def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) -> list[Fit]:
-    """Least squares under the condition that coefficients sum to 1, so that what does not move is kept exactly.
+    """Solve least squares with coefficients that sum to 1, so that constant weights are reproduced exactly.
 
-    Minimised is (mismatch / most allowed)^2 + (noise / most allowed)^2. Without the second term short lengths, and two
-    snapshots of almost one time, have huge coefficients that cancel each other and leave the rounding errors.
+    The objective is (mismatch / MAX_MISMATCH)^2 + (noise / MAX_NOISE)^2. Without the second term, small widths and
+    snapshots of nearly the same time would get huge coefficients that cancel and amplify rounding errors.
     """
-    assert snapshots, "nothing to add up"
+    assert snapshots, "no snapshots"
     assert time > 0, time
     times, gammas = np.array([s.time for s in snapshots]) / time, np.array([s.gamma for s in snapshots])
-    wanted = np.array([gamma_from_sigma_rel(length) for length in lengths])
-    ones = np.ones_like(wanted)
-    products, sides = inner_products(times, gammas, times, gammas), inner_products(times, gammas, ones, wanted)
+    targets = np.array([gamma_from_sigma_rel(length) for length in lengths])
+    ones = np.ones_like(targets)
+    products, sides = inner_products(times, gammas, times, gammas), inner_products(times, gammas, ones, targets)
     rounding = max(ROUNDING[s.dtype] for s in snapshots)
-    ridge = (rounding * MOST_MISMATCH / MOST_NOISE) ** 2 * np.eye(len(times))
+    ridge = (rounding * MAX_MISMATCH / MAX_NOISE) ** 2 * np.eye(len(times))
     fits = []
-    for side, gamma in zip(sides.T, wanted, strict=True):
+    for side, gamma in zip(sides.T, targets, strict=True):
         norm2 = (gamma + 1) ** 2 / (2 * gamma + 1)
         free, drift = np.linalg.solve(products / norm2 + ridge, np.stack([side / norm2, np.ones_like(side)], axis=1)).T
         x = free + drift * (1 - free.sum()) / drift.sum()
@@ -131,9 +132,9 @@ def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) ->
 
 
 def combine(fit: Fit, readers: Sequence[Callable[[str], Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """(NAME, float32 tensor) of the sum, one tensor after the other; ``readers`` read NAME in each snapshot.
+    """Yield (NAME, float32 tensor) of the sum; ``readers`` read NAME from each snapshot.
 
-    In memory at a time: one tensor in float64, and one of one snapshot.
+    Holds one float64 tensor and one tensor of one snapshot at a time.
     """
     for name in names:
         total: Tensor | None = None

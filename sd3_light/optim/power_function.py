@@ -1,40 +1,34 @@
-"""Power-function averages of EDM2 (Karras et al. 2024, section 3.1 and appendix C): the numbers, no tensors.
+"""The arithmetic of EDM2's power-function averages (Karras et al. 2024, section 3.1 and appendix C).
 
-An average over training time weighs the weights of time tau, seen from time t, by p(tau) = (gamma + 1) tau^gamma /
-t^(gamma + 1): a profile that grows with the training. Its width sigma_rel, the profile's standard deviation as a
-share of t, is how people name it.
+At time t the average weighs the weights of time tau by p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), a profile that
+grows with training. It is named by its width sigma_rel: the profile's standard deviation as a share of t.
 """
 
 import numpy as np
 
 MAX_SIGMA_REL = 1 / 12**0.5
-"""sigma_rel of the plain mean over all of training (gamma = 0): no power function of gamma >= 0 is wider."""
+"""sigma_rel of the plain mean over all of training (gamma = 0), the widest profile with gamma >= 0."""
 
 
 def gamma_from_sigma_rel(sigma_rel: float) -> float:
-    """The exponent whose profile has the width ``sigma_rel``: the root of (gamma+2)^2 (gamma+3) sigma^2 = gamma+1."""
+    """Return the exponent for the width ``sigma_rel``: the root of (gamma+2)^2 (gamma+3) sigma^2 = gamma+1."""
     assert 0 < sigma_rel <= MAX_SIGMA_REL, sigma_rel
     inverse = sigma_rel**-2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return max(0.0, float(roots.real.max()))
 
 
-def sigma_rel_of(gamma: float) -> float:
-    """The width of a profile: its standard deviation as a share of the training length."""
-    return float(np.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2))
-
-
 def decay_at(step: int, update_every: int, gamma: float) -> float:
-    """The decay of the update at ``step`` that stands for ``update_every`` steps; 0 for the first update.
+    """Return the decay of the update at ``step``, which represents ``update_every`` steps; 0 for the first update.
 
-    Then the values taken in at steps u, 2u, ..., t weigh ((k u)^(gamma+1) - ((k-1) u)^(gamma+1)) / t^(gamma+1): the
-    profile's integral over the steps each stands for, and 1 in sum.
+    The values of steps u, 2u, ..., t then weigh ((k u)^(gamma+1) - ((k-1) u)^(gamma+1)) / t^(gamma+1): the profile's
+    integral over the steps that each represents, with sum 1.
     """
     return float(max(0.0, 1.0 - update_every / step) ** (gamma + 1)) if step > 0 else 0.0
 
 
 def inner_products(times_a: np.ndarray, gammas_a: np.ndarray, times_b: np.ndarray, gammas_b: np.ndarray) -> np.ndarray:
-    """The integrals of p_a p_b over time, [A, B], in closed form: both are powers up to the earlier of their times."""
+    """Return the integrals of p_a p_b over time, [A, B], in closed form: both are powers up to their earlier time."""
     t_a, g_a, t_b, g_b = times_a[:, None], gammas_a[:, None], times_b[None, :], gammas_b[None, :]
     early, late = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
     power = np.where(t_a < t_b, g_b, g_a)

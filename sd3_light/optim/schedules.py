@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of how far training is. There is no scheduler object and nothing to save."""
+"""The learning rate as a pure function of progress: there is no scheduler object and no state to save."""
 
 import math
 
@@ -14,12 +14,12 @@ def learning_rate(
     step_size: int | None = None,
     step_gamma: float | None = None,
 ) -> float:
-    """The rate of the step that follows ``done``: a linear rise over the warm-up, then the schedule.
+    """Return the rate of the step after ``done``: a linear warm-up, then the schedule.
 
-    ``done``, ``warmup``, ``total`` and ``step_size`` are counted in one unit, optimizer steps or samples; ``stride``
-    is what one step adds. The first step has a rate above 0, the last of the warm-up the peak. `constant` stays there,
-    `linear` and `cosine` fall to 0 at ``total`` (which the last step does not reach) and stay there, `step` multiplies
-    by ``step_gamma`` every ``step_size`` after the warm-up.
+    ``done``, ``warmup``, ``total`` and ``step_size`` share one unit, optimizer steps or samples; ``stride`` is the
+    progress per step. The first rate is above 0, the last of the warm-up is the peak. `constant` stays there, `linear`
+    and `cosine` decay to 0 at ``total`` (which the last step does not reach), `step` multiplies by ``step_gamma`` every
+    ``step_size`` after the warm-up.
     """
     assert done >= 0, done
     if done < warmup:

@@ -1,4 +1,4 @@
-"""The losses of tasks: flow matching, its weights, and preferences."""
+"""The losses of tasks: flow matching, sample weights, and preferences."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ SHAPE = (3, 2, 4, 4)
 
 def batch(**more: Any) -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(SHAPE, generator=random) for name in ("latents", "rejected", "noise")}
-    return {**found, "quantile": torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64), **more}
+    tensors = {name: torch.randn(SHAPE, generator=random) for name in ("latents", "rejected", "noise")}
+    return {**tensors, "quantile": torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64), **more}
 
 
 def perfect(inputs: dict[str, Any], key: str, off: float = 0.0) -> Any:
-    """A denoiser that knows the answer for one picture, up to a constant error."""
+    """A denoiser with the right answer for one image, up to a constant error."""
 
     def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
         return inputs["noise"] - inputs[key] + off
@@ -26,7 +26,7 @@ def perfect(inputs: dict[str, Any], key: str, off: float = 0.0) -> Any:
     return denoise
 
 
-def test_the_loss_is_the_error_of_the_velocity_at_the_drawn_time() -> None:
+def test_the_loss_is_the_velocity_error_at_the_drawn_time() -> None:
     inputs, seen = batch(), []
 
     def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
@@ -37,14 +37,14 @@ def test_the_loss_is_the_error_of_the_velocity_at_the_drawn_time() -> None:
     ((noisy, t),) = seen
     u = inputs["quantile"].float()
     assert torch.allclose(t, 3 * u / (1 + 2 * u))
-    way = t.view(-1, 1, 1, 1)
-    assert torch.allclose(noisy, (1 - way) * inputs["latents"] + way * inputs["noise"])
+    weight = t.view(-1, 1, 1, 1)
+    assert torch.allclose(noisy, (1 - weight) * inputs["latents"] + weight * inputs["noise"])
     assert torch.allclose(each, (inputs["noise"] - inputs["latents"]).square().flatten(1).mean(1))
     assert FlowMatchSFTLoss()(perfect(inputs, "latents"), inputs).abs().max() < 1e-10
 
 
 def test_a_weight_multiplies_a_samples_loss() -> None:
-    """Prior preservation: class pictures count by their weight."""
+    """Prior preservation: class images count by their weight."""
     weights = torch.tensor([1.0, 0.5, 0.0])
     plain, weighted = (
         FlowMatchSFTLoss()(lambda noisy, t, given: noisy, given) for given in (batch(), batch(loss_weight=weights))
@@ -55,9 +55,7 @@ def test_a_weight_multiplies_a_samples_loss() -> None:
 def test_preferences_are_learned_against_the_reference() -> None:
     inputs, loss = batch(), FlowMatchDPOLoss(beta=2.0)
     same = perfect(inputs, "latents", 0.5)
-    assert torch.allclose(loss(same, inputs, same), torch.full((3,), 0.6931472), atol=1e-6), (
-        "log 2 where nothing changed"
-    )
+    assert torch.allclose(loss(same, inputs, same), torch.full((3,), 0.6931472), atol=1e-6), "log 2 without a change"
     better = loss(perfect(inputs, "latents", 0.1), inputs, same)
     worse = loss(perfect(inputs, "rejected", 0.1), inputs, same)
     assert (better < 0.6931).all()
@@ -68,5 +66,5 @@ def test_preferences_are_learned_against_the_reference() -> None:
         for off in (0.1, 0.5)
     )
     assert torch.allclose(better, torch.log1p(torch.exp(now - before)), atol=1e-6)
-    with pytest.raises(AssertionError, match="compares with the model as it was"):
+    with pytest.raises(AssertionError, match="compares with the model before training"):
         loss(same, inputs)

@@ -1,4 +1,4 @@
-"""Times: closed forms, the distribution they draw from, and the shifts."""
+"""Timesteps: closed forms, distributions and shifts."""
 
 import math
 from itertools import pairwise
@@ -37,12 +37,12 @@ def test_the_quantile_function_inverts_the_distribution_function(scale: float) -
 
 @pytest.fixture(scope="module")
 def drawn() -> list[float]:
-    """What training draws, one number a sample."""
+    """Random numbers as in training, one per sample."""
     return [float(stream(0, "timestep", 0, 0, sample).random()) for sample in range(COUNT)]
 
 
 def unshift(t: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
-    """The time that was shifted to t, from odds: a shift multiplies t / (1 - t)."""
+    """The time before the shift: a shift multiplies the odds t / (1 - t)."""
     odds = t / (1 - t) / shift
     result: NDArray[np.float64] = odds / (1 + odds)
     return result
@@ -63,16 +63,16 @@ def test_many_draws_follow_the_distribution(
     drawn: list[float], method: str, scale: float, shift: float | None, flux: bool, factor: float
 ) -> None:
     """The closed distribution function of the drawn times is uniform: Kolmogorov and Smirnov at 1%."""
-    found = unshift(np.sort(times_from_quantiles(drawn, 1024, method, scale, shift, flux)), factor)
-    expected = found if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in found])
+    times = unshift(np.sort(times_from_quantiles(drawn, 1024, method, scale, shift, flux)), factor)
+    expected = times if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in times])
     assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
 
 
 @pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (1.0, 3.0), (0.5, 3.0)])
 def test_many_draws_have_the_density_of_the_logit_normal(drawn: list[float], scale: float, factor: float) -> None:
     """By change of variables: with z = (logit t - ln s) / scale the density is phi(z) / (scale t (1 - t))."""
-    found = np.array(times_from_quantiles(drawn, 256, "logit_normal", scale, factor, False))
-    counts, edges = np.histogram(found, bins=20, range=(0, 1))
+    times = np.array(times_from_quantiles(drawn, 256, "logit_normal", scale, factor, False))
+    counts, edges = np.histogram(times, bins=20, range=(0, 1))
     fine = np.linspace(0, 1, 20_001)[1:-1]
     z = (np.log(fine / (1 - fine)) - math.log(factor)) / scale
     density = np.exp(-(z**2) / 2) / (math.sqrt(2 * math.pi) * scale * fine * (1 - fine))
@@ -94,7 +94,7 @@ def test_shift_is_its_definition() -> None:
 
 
 def test_shift_multiplies_the_noise_to_data_ratio() -> None:
-    """What it is for: t / (1 - t) grows by the factor s, at every t."""
+    """t / (1 - t) grows by the factor s at every t."""
     for t in (0.1, 0.5, 0.9):
         shifted = shift_time(t, 3.0)
         assert shifted / (1 - shifted) == pytest.approx(3 * t / (1 - t))
@@ -116,7 +116,7 @@ def test_flux_shift_at_its_two_anchors() -> None:
     assert resolution_shift(256) < resolution_shift(1024) < resolution_shift(4096)
 
 
-def test_times_apply_the_wanted_shift() -> None:
+def test_times_apply_the_configured_shift() -> None:
     quantiles = [0.1, 0.5, 0.9]
     raw = [quantile_to_time(u, "logit_normal", 1.3) for u in quantiles]
     assert times_from_quantiles(quantiles, 256, "logit_normal", 1.3, None, False) == raw
@@ -126,6 +126,6 @@ def test_times_apply_the_wanted_shift() -> None:
     assert times_from_quantiles(quantiles, 256, "uniform", 1.3, None, False) == quantiles
 
 
-def test_an_unknown_method_is_not_taken_for_another() -> None:
+def test_an_unknown_method_is_rejected() -> None:
     with pytest.raises(AssertionError):
         quantile_to_time(0.5, "cosine")

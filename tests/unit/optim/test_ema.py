@@ -1,4 +1,4 @@
-"""Running averages: float32, closed forms, in and out of the model without a trace."""
+"""Running averages: float32, closed forms, and exact restoring of the weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from sd3_light.optim.power_function import gamma_from_sigma_rel
 
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Two tensors, and an empty one: the rows of a weight that another rank has."""
+    """Two tensors and an empty one, as of a weight whose rows are all on another rank."""
     generator = torch.Generator().manual_seed(0)
     values = {"a": torch.randn(4, 3, generator=generator), "b": torch.randn(5, generator=generator)}
     return {**{name: value.to(dtype) for name, value in values.items()}, "none": torch.empty(0, 7, dtype=dtype)}
@@ -25,7 +25,7 @@ def averages(live: Any, decay: float = 0.9, update_every: int = 1, track: tuple[
 
 
 def walk(averages: Averages, live: dict[str, Tensor], steps: int) -> dict[str, list[np.ndarray]]:
-    """Random steps of the weights; their values in float64, from before the first step on."""
+    """Take random steps; return the weights' values in float64, including the start."""
     generator = torch.Generator().manual_seed(1)
     history = {name: [weight.double().numpy().copy()] for name, weight in live.items()}
     for step in range(1, steps + 1):
@@ -37,7 +37,7 @@ def walk(averages: Averages, live: dict[str, Tensor], steps: int) -> dict[str, l
 
 
 def assert_average(track: Track, history: dict[str, list[np.ndarray]], profile: Callable[[int], float]) -> None:
-    """The shadow is the explicit float64 sum over the history."""
+    """The shadow equals the explicit float64 sum over the history."""
     for name, values in history.items():
         expected = sum(profile(step) * value for step, value in enumerate(values))
         np.testing.assert_allclose(track.shadow[name].numpy(), expected, rtol=2e-6, atol=2e-6)
@@ -62,7 +62,7 @@ def test_constant_decay_in_closed_form(every: int) -> None:
     assert_average(tracks.tracks[MAIN_TRACK], history, profile)
 
 
-def test_it_moves_only_when_it_is_its_turn() -> None:
+def test_a_track_is_updated_only_when_due() -> None:
     live = weights()
     tracks = averages(live, decay=0.5, update_every=3)
     shadow = tracks.tracks[MAIN_TRACK].shadow["a"]
@@ -78,7 +78,7 @@ def test_it_moves_only_when_it_is_its_turn() -> None:
 
 
 def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
-    """A bfloat16 average with decay 0.9999 does not move at all."""
+    """A bfloat16 average with decay 0.9999 would not move at all."""
     live = weights(torch.bfloat16)
     tracks = averages(live, decay=0.9999)
     shadow = tracks.tracks[MAIN_TRACK].shadow
@@ -97,7 +97,7 @@ def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("width", [0.03, 0.1, 0.25])
 def test_a_power_function_in_closed_form(every: int, width: float) -> None:
-    """Each value weighs the integral of the profile over the steps it stands for; the start weighs nothing."""
+    """Each value weighs the profile's integral over the steps it represents; the start has weight 0."""
     live = weights()
     tracks = averages(live, track=({"name": "p", "power_width": width, "update_every": every},))
     history = walk(tracks, live, 63)
@@ -112,7 +112,7 @@ def test_a_power_function_in_closed_form(every: int, width: float) -> None:
     assert_average(tracks.tracks["p"], history, profile)
 
 
-def test_the_first_update_of_a_power_function_takes_the_weights_as_they_are() -> None:
+def test_the_first_update_of_a_power_function_copies_the_weights() -> None:
     live = weights()
     tracks = averages(live, track=({"name": "p", "power_width": 0.1, "update_every": 2},))
     live["a"] += 0.3
@@ -129,7 +129,7 @@ THREE = (
 )
 
 
-def test_each_track_is_as_if_it_were_alone() -> None:
+def test_tracks_are_independent() -> None:
     live = weights()
     together = averages(live, 0.9, 3, THREE)
     walk(together, live, 20)
@@ -141,21 +141,21 @@ def test_each_track_is_as_if_it_were_alone() -> None:
         assert torch.equal(alone.tracks[name].shadow["a"], together.tracks[name].shadow["a"]), name
 
 
-def test_the_decays_that_the_log_shows() -> None:
+def test_decays_for_the_log() -> None:
     tracks = averages(weights(), 0.9, 100, THREE)
     exponent = gamma_from_sigma_rel(0.1) + 1
     assert tracks.decays(1000) == {MAIN_TRACK: 0.9, "slow": 0.99, "often": 0.7, "power": pytest.approx(0.9**exponent)}
     assert tracks.decays(100)["power"] == tracks.decays(7)["power"] == tracks.decays(0)["power"] == 0.0
 
 
-def test_without_averages_nothing_is_kept() -> None:
+def test_disabled_averages_hold_nothing() -> None:
     none = Averages(weights(), EmaConfig(enable=False))
     none.update(weights(), 100)
     assert (none.tracks, none.decays(100)) == ({}, {})
 
 
 def test_a_track_can_be_loaded_in_place() -> None:
-    """What a checkpoint copies into the shadows is what later updates start from."""
+    """Later updates start from what a checkpoint copied into the shadows."""
     live = weights()
     tracks = averages(live, decay=0.5)
     tracks.tracks[MAIN_TRACK].shadow["a"].fill_(8)
@@ -164,20 +164,20 @@ def test_a_track_can_be_loaded_in_place() -> None:
     assert torch.equal(tracks.tracks[MAIN_TRACK].shadow["a"], torch.full((4, 3), 6.0))
 
 
-# --- in and out of the model ------------------------------------------------------------------
+# --- weights and averages ------------------------------------------------------------------
 
 
-def test_it_starts_as_a_copy_and_shares_nothing() -> None:
+def test_tracks_start_as_copies() -> None:
     live = weights()
     tracks = averages(live, track=THREE)
-    kept = live["a"].clone()
-    assert all(torch.equal(track.shadow["a"], kept) for track in tracks.tracks.values())
+    start = live["a"].clone()
+    assert all(torch.equal(track.shadow["a"], start) for track in tracks.tracks.values())
     live["a"].zero_()
     tracks.tracks["slow"].shadow["a"].fill_(7)
-    assert all(torch.equal(track.shadow["a"], kept) for name, track in tracks.tracks.items() if name != "slow")
+    assert all(torch.equal(track.shadow["a"], start) for name, track in tracks.tracks.items() if name != "slow")
 
 
-def test_updating_leaves_the_weights_and_takes_parameters_that_learn() -> None:
+def test_an_update_reads_parameters_and_does_not_change_them() -> None:
     live = {"a": nn.Parameter(torch.ones(3))}
     tracks = averages(live, 0.5)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def shifted() -> tuple[dict[str, nn.Parameter], Averages, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("track", [MAIN_TRACK, "often"])
-def test_in_place_of_shows_the_average_and_restores_bit_for_bit(track: str) -> None:
+def test_in_place_of_swaps_and_restores_bit_for_bit(track: str) -> None:
     live, tracks, before = shifted()
     with tracks.in_place_of(track, live):
         assert all(torch.equal(live[name].detach(), tracks.tracks[track].shadow[name]) for name in live)
@@ -215,7 +215,7 @@ def test_in_place_of_restores_after_an_exception() -> None:
     assert all(torch.equal(tracks.tracks[MAIN_TRACK].shadow[name], shadow[name]) for name in shadow)
 
 
-def test_what_is_done_to_the_weights_inside_does_not_reach_the_average() -> None:
+def test_changes_inside_in_place_of_do_not_reach_the_average() -> None:
     live, tracks, before = shifted()
     shadow = tracks.tracks[MAIN_TRACK].shadow["a"].clone()
     with tracks.in_place_of(MAIN_TRACK, live), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which weights decay, on the real names of small and large sizes: every parameter in exactly one group."""
+"""Weight decay by the real parameter names of several sizes: every parameter is in exactly one group."""
 
 from functools import cache
 
@@ -26,16 +26,16 @@ def transformer(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
 
 
 def by_kind(transformer: SD3Transformer2DModel) -> dict[str, str]:
-    """Name -> what a parameter is, by the module that holds it and not by its name or shape."""
-    found = {}
+    """Name -> kind of a parameter, from its module and not from its name or shape."""
+    kinds = {}
     for path, module in transformer.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             kind = "matrix" if isinstance(module, nn.Linear) and name == "weight" else "other"
             top = path.split(".")[0]
-            found[f"{path}.{name}"] = (
+            kinds[f"{path}.{name}"] = (
                 "embedding" if top in ("pos_embed", "time_text_embed", "context_embedder") else kind
             )
-    return found
+    return kinds
 
 
 def test_matrices_decay_and_norms_biases_and_embeddings_do_not(transformer: SD3Transformer2DModel) -> None:
@@ -50,7 +50,7 @@ def test_block_matrices_are_the_matrices_of_blocks(transformer: SD3Transformer2D
     for name, parameter in transformer.named_parameters():
         inside = name.startswith("transformer_blocks.") and kinds[name] == "matrix"
         assert is_block_matrix(name, parameter) == inside, name
-        assert decays(name, parameter) or not inside, "what Muon takes decays"
+        assert decays(name, parameter) or not inside, "Muon's matrices decay"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_second_attention_of_sd35_is_treated_like_the_first(part: str, decay
         assert decays(name, named[name]) == is_block_matrix(name, named[name]) == decaying
 
 
-def test_every_parameter_is_in_exactly_one_group_that_has_its_decay(transformer: SD3Transformer2DModel) -> None:
+def test_every_parameter_is_in_one_group_with_its_decay(transformer: SD3Transformer2DModel) -> None:
     groups = parameter_groups(transformer.named_parameters(), 0.3)
     members = [id(parameter) for group in groups for parameter in group["params"]]
     assert len(members) == len(set(members))

@@ -1,4 +1,4 @@
-"""Averages of any length from snapshots of two, against the average computed from every step's weights."""
+"""Averages of any length from snapshots of two tracks, against averages computed from every step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from sd3_light.config import EmaConfig
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import (
-    MOST_MISMATCH,
+    MAX_MISMATCH,
     Fit,
     Snapshot,
     combine,
@@ -33,7 +33,7 @@ def config(**keys: Any) -> EmaConfig:
 
 
 def walk() -> np.ndarray:
-    """[STEPS, SIZE] weights that drift away from 1 and tremble on the way, as trained ones do."""
+    """[STEPS, SIZE] weights that drift away from 1 with noise, as in training."""
     random = np.random.default_rng(0)
     drift = np.cumsum(random.normal(size=(STEPS, SIZE)) / STEPS**0.5, axis=0)
     return 1 + 0.2 * drift + 0.05 * random.normal(size=(STEPS, SIZE))
@@ -55,11 +55,11 @@ class Trained:
             if step % (STEPS // count) == 0:
                 for snapshot in parse_snapshots(snapshot_metadata(settings, step)):
                     self.snapshots.append(snapshot)
-                    kept = averages.tracks[snapshot.track].shadow["w"].to(getattr(torch, dtype), copy=True)
-                    self.readers.append(lambda name, kept=kept: {"w": kept}[name])
+                    saved = averages.tracks[snapshot.track].shadow["w"].to(getattr(torch, dtype), copy=True)
+                    self.readers.append(lambda name, saved=saved: {"w": saved}[name])
 
     def directly(self, length: float, time: int = STEPS) -> np.ndarray:
-        """The average of a length as the running one would have been, from the whole history in float64."""
+        """The running average of a length, from the whole history in float64."""
         exponent, steps = gamma_from_sigma_rel(length) + 1, np.arange(self.every, time + 1, self.every)
         weights = (steps / time) ** exponent - ((steps - self.every) / time) ** exponent
         return np.asarray(weights @ self.path[steps - 1])
@@ -86,7 +86,7 @@ def trained() -> Trained:
     ("length", "close"),
     [(0.03, 0.02), (0.04, 5e-3), (0.05, 1e-5), (0.07, 2e-3), (0.10, 1e-5), (0.15, 3e-3), (0.2, 0.01)],
 )
-def test_a_rebuilt_average_is_the_one_computed_directly(trained: Trained, length: float, close: float) -> None:
+def test_a_rebuilt_average_matches_the_direct_one(trained: Trained, length: float, close: float) -> None:
     direct = trained.directly(length)
     error = distance(trained.rebuilt(length), direct)
     assert error < close
@@ -99,7 +99,7 @@ def test_a_rebuilt_average_of_an_earlier_step(trained: Trained) -> None:
     assert distance(trained.rebuilt(0.07, 1440), trained.directly(0.07, 1440)) < 0.01
 
 
-def test_float16_snapshots_cost_no_more_than_the_fit_says() -> None:
+def test_float16_snapshots_stay_within_the_fits_error() -> None:
     half, direct = Trained(count=32, dtype="float16"), Trained(count=32).directly
     for length in (0.03, 0.07, 0.2):
         fit = solve(half.snapshots, STEPS, length)
@@ -107,8 +107,8 @@ def test_float16_snapshots_cost_no_more_than_the_fit_says() -> None:
         assert distance(half.rebuilt(length), direct(length)) < fit.mismatch + 5 * fit.noise
 
 
-def test_updates_every_few_steps_are_counted_as_such() -> None:
-    """With 7 steps an update, the snapshot at step 240 knows nothing after step 238."""
+def test_updates_every_few_steps() -> None:
+    """With 7 steps per update, the snapshot at step 240 ends at step 238."""
     coarse = Trained(count=8, every=7)
     assert [s.time for s in coarse.snapshots[:4]] == [238, 238, 476, 476]
     last = STEPS - STEPS % 7
@@ -124,15 +124,15 @@ def snapshots(count: int, widths: tuple[float, ...] = (0.05, 0.10), dtype: str =
 
 
 @pytest.mark.parametrize("length", [0.03, 0.05, 0.08, 0.2])
-def test_coefficients_sum_to_1_so_what_stands_still_is_kept(length: float) -> None:
+def test_coefficients_sum_to_1_and_keep_constant_weights(length: float) -> None:
     fit = solve(snapshots(8), 8000, length)
     assert sum(fit.coefficients) == pytest.approx(1, abs=1e-9)
-    still = torch.linspace(-3, 3, 10)
-    ((_, tensor),) = combine(fit, [lambda _: still] * 16, ["w"])
-    torch.testing.assert_close(tensor, still, rtol=1e-6, atol=1e-6)
+    constant = torch.linspace(-3, 3, 10)
+    ((_, tensor),) = combine(fit, [lambda _: constant] * 16, ["w"])
+    torch.testing.assert_close(tensor, constant, rtol=1e-6, atol=1e-6)
 
 
-def test_a_tracks_own_length_is_its_own_last_snapshot() -> None:
+def test_the_length_of_a_track_is_its_last_snapshot() -> None:
     fit = solve(snapshots(8, dtype="float32"), 8000, 0.10)
     assert fit.coefficients == pytest.approx([0.0] * 15 + [1.0], abs=1e-6)
     assert fit.mismatch < 1e-6
@@ -140,23 +140,23 @@ def test_a_tracks_own_length_is_its_own_last_snapshot() -> None:
 
 @pytest.mark.parametrize("length", [0.02, 0.07, 0.25])
 def test_mismatch_is_the_distance_of_the_profiles(length: float) -> None:
-    given = snapshots(6)
-    fit, tau = solve(given, 6000, length), np.linspace(0, 6000, 600_001)
+    saved = snapshots(6)
+    fit, tau = solve(saved, 6000, length), np.linspace(0, 6000, 600_001)
 
     def profile(time: float, gamma: float) -> np.ndarray:
         return np.where(tau <= time, (gamma + 1) * (tau / time) ** gamma / time, 0.0)
 
-    made = sum(x * profile(s.time, s.gamma) for x, s in zip(fit.coefficients, given, strict=True))
-    wanted = profile(6000, gamma_from_sigma_rel(length))
-    off = np.sqrt(np.trapezoid((made - wanted) ** 2, tau) / np.trapezoid(wanted**2, tau))
-    assert fit.mismatch == pytest.approx(off, rel=1e-2)
+    fitted = sum(x * profile(s.time, s.gamma) for x, s in zip(fit.coefficients, saved, strict=True))
+    target = profile(6000, gamma_from_sigma_rel(length))
+    distance = np.sqrt(np.trapezoid((fitted - target) ** 2, tau) / np.trapezoid(target**2, tau))
+    assert fit.mismatch == pytest.approx(distance, rel=1e-2)
 
 
-def test_no_other_sum_is_nearer() -> None:
-    """In float32 rounding hardly counts: any small change that keeps the sum at 1 makes the profile worse."""
-    given = snapshots(6, dtype="float32")
-    best, random = solve(given, 6000, 0.03), np.random.default_rng(0)
-    times, gammas = np.array([s.time / 6000 for s in given]), np.array([s.gamma for s in given])
+def test_no_other_sum_is_closer() -> None:
+    """In float32 rounding is negligible: any small change that keeps the sum at 1 increases the mismatch."""
+    saved = snapshots(6, dtype="float32")
+    best, random = solve(saved, 6000, 0.03), np.random.default_rng(0)
+    times, gammas = np.array([s.time / 6000 for s in saved]), np.array([s.gamma for s in saved])
     one, wanted = np.ones(1), np.array([gamma_from_sigma_rel(0.03)])
     products, side = inner_products(times, gammas, times, gammas), inner_products(times, gammas, one, wanted)[:, 0]
     x = np.array(best.coefficients)
@@ -165,8 +165,8 @@ def test_no_other_sum_is_nearer() -> None:
         assert other @ products @ other - 2 * other @ side > x @ products @ x - 2 * x @ side
 
 
-def test_the_lengths_that_can_be_had() -> None:
-    """The figures that the documentation gives for tracks of 0.05 and 0.10."""
+def test_reachable_widths() -> None:
+    """The figures in the documentation for tracks of 0.05 and 0.10."""
     assert reachable_widths(snapshots(32), 32000) == pytest.approx((0.022, 0.268), abs=0.002)
     assert reachable_widths(snapshots(32, dtype="float32"), 32000) == pytest.approx((0.0137, 0.268), abs=0.001)
     few = reachable_widths(snapshots(8), 8000)
@@ -174,37 +174,37 @@ def test_the_lengths_that_can_be_had() -> None:
     for length in few:
         assert solve(snapshots(8), 8000, length).is_good
     assert not solve(snapshots(8), 8000, few[0] * 0.9).is_good
-    assert solve(snapshots(8), 8000, few[1] * 1.1).mismatch > MOST_MISMATCH
+    assert solve(snapshots(8), 8000, few[1] * 1.1).mismatch > MAX_MISMATCH
 
 
-def test_two_snapshots_of_almost_one_time_do_not_blow_up() -> None:
+def test_snapshots_of_nearly_the_same_time_are_stable() -> None:
     twins = [*snapshots(8), *(Snapshot(7999, s.track, 7999, s.gamma, s.dtype) for s in snapshots(8)[-2:])]
     same = [*snapshots(8), *snapshots(8)[-2:]]
-    for given in (twins, same):
-        fit = solve(given, 8000, 0.07)
+    for saved in (twins, same):
+        fit = solve(saved, 8000, 0.07)
         assert fit.is_good
         assert max(map(abs, fit.coefficients)) < 2
 
 
 def test_combine_holds_one_tensor_of_one_snapshot_at_a_time() -> None:
-    asked: list[tuple[int, str]] = []
+    reads: list[tuple[int, str]] = []
 
     def reader(number: int) -> Callable[[str], Tensor]:
         def read(name: str) -> Tensor:
-            asked.append((number, name))
+            reads.append((number, name))
             return torch.full((2,), float(number), dtype=torch.float16)
 
         return read
 
     stream = combine(Fit((0.5, 2.0), 0.0, 0.0), [reader(1), reader(3)], ["a", "b"])
-    assert asked == []
+    assert reads == []
     name, tensor = next(stream)
-    assert (name, tensor.tolist(), asked) == ("a", [6.5, 6.5], [(1, "a"), (3, "a")])
+    assert (name, tensor.tolist(), reads) == ("a", [6.5, 6.5], [(1, "a"), (3, "a")])
     next(stream)
-    assert [name for _, name in asked] == ["a", "a", "b", "b"]
+    assert [name for _, name in reads] == ["a", "a", "b", "b"]
 
 
-# --- what training writes ---------------------------------------------------------------------
+# --- snapshots ---------------------------------------------------------------------
 
 
 def test_snapshots_are_of_power_functions_only() -> None:
@@ -222,17 +222,17 @@ def test_by_default_a_run_has_at_most_32(total: int, interval: int) -> None:
     assert snapshot_interval(config(snapshot_every_n_steps=7), total) == 7
 
 
-def test_facts_tell_what_each_track_had_taken_in() -> None:
+def test_metadata_records_the_last_update_of_each_track() -> None:
     tracks = ({"name": "a", "power_width": 0.1, "update_every": 30}, {"name": "b", "power_width": 0.05})
-    facts = snapshot_metadata(config(track=tracks, update_every=100), 250)
-    assert facts == {
+    metadata = snapshot_metadata(config(track=tracks, update_every=100), 250)
+    assert metadata == {
         "step": 250,
         "tracks": {"a": 0.1, "b": 0.05},
         "update_every": {"a": 30, "b": 100},
         "dtype": "float16",
     }
-    found = parse_snapshots(facts)
-    assert [(s.track, s.step, s.time) for s in found] == [("a", 250, 240), ("b", 250, 200)]
-    assert found[0].gamma == gamma_from_sigma_rel(0.1)
+    parsed = parse_snapshots(metadata)
+    assert [(s.track, s.step, s.time) for s in parsed] == [("a", 250, 240), ("b", 250, 200)]
+    assert parsed[0].gamma == gamma_from_sigma_rel(0.1)
     early = parse_snapshots(snapshot_metadata(config(track=tracks, update_every=100), 50))
-    assert [s.track for s in early] == ["a"], "b has taken in nothing"
+    assert [s.track for s in early] == ["a"], "b was not updated yet"

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of how far training is, against closed forms."""
+"""The learning rate against closed forms."""
 
 import math
 from itertools import pairwise
@@ -12,7 +12,7 @@ ALL = ["constant", "linear", "cosine", "step"]
 
 
 def rate(schedule: str, done: int, warmup: int = 0, total: int = 100, stride: int = 1, **more: float) -> float:
-    """One rate; `step` falls by half every 30 unless told otherwise."""
+    """One rate; by default `step` halves every 30."""
     keys = {"step_size": 30, "step_gamma": 0.5, **more}
     return learning_rate(done, peak=PEAK, schedule=schedule, warmup=warmup, total=total, stride=stride, **keys)  # type: ignore[arg-type]
 
@@ -32,7 +32,7 @@ def test_constant_needs_no_end() -> None:
 
 @pytest.mark.parametrize("schedule", ALL)
 @pytest.mark.parametrize("warmup", [1, 10, 100])
-def test_warm_up_rises_in_equal_steps_and_never_stands_at_0(schedule: str, warmup: int) -> None:
+def test_warm_up_rises_in_equal_steps_and_is_never_0(schedule: str, warmup: int) -> None:
     rates = curve(schedule, warmup, warmup=warmup, total=100)
     assert rates == pytest.approx([PEAK * number / warmup for number in range(1, warmup + 1)], rel=1e-12)
     assert rates[-1] == PEAK
@@ -69,7 +69,7 @@ def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(schedule: str) -> None:
     assert rate(schedule, 4, warmup=10, total=5) == PEAK / 2, "a run that ends while it warms up"
 
 
-def test_step_falls_every_step_size_after_the_warm_up_and_on_beyond_the_end() -> None:
+def test_step_decays_every_step_size_after_the_warm_up() -> None:
     for done in (5, 14, 15, 24, 25, 99, 100, 250):
         expected = PEAK * 0.1 ** ((done - 5) // 10)
         assert rate("step", done, warmup=5, step_size=10, step_gamma=0.1) == pytest.approx(expected, rel=1e-12)
@@ -77,7 +77,7 @@ def test_step_falls_every_step_size_after_the_warm_up_and_on_beyond_the_end() ->
 
 @pytest.mark.parametrize("schedule", ALL)
 def test_samples_give_the_same_curve_as_steps(schedule: str) -> None:
-    """The unit is the caller's: 64 samples a step, all numbers 64 times as large."""
+    """With 64 samples per step, all numbers are 64 times as large."""
     for step in range(110):
         by_samples = rate(schedule, 64 * step, warmup=64 * 7, total=64 * 100, stride=64, step_size=64 * 30)
         assert by_samples == rate(schedule, step, warmup=7)
@@ -87,6 +87,6 @@ def test_a_last_stride_beyond_the_warm_up_does_not_pass_the_peak() -> None:
     assert rate("constant", 8, warmup=10, stride=5) == PEAK
 
 
-def test_an_unknown_schedule_is_not_taken_for_another() -> None:
+def test_an_unknown_schedule_is_rejected() -> None:
     with pytest.raises(AssertionError):
         rate("exponential", 1)

@@ -127,7 +127,7 @@ def broken(module: Any, picture: Any) -> Any:
         (lambda: Without(misspelt), "unit misspelt uses 'vea', which the module lacks; set self.vea"),
         (lambda: Without(broken), "unit broken raised"),
         (lambda: Without(Encode(), Nothing()), "units Encode and Nothing both write 'latents'"),
-        (Squeezed, "denoise gave (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
+        (Squeezed, "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
         (Idle, "the loss depends on no weight that trains"),
         (Spare, "no gradient reached spare.weight of the denoiser"),
         (Lacking, "neither the data nor a unit gives 'text', which is read"),
