@@ -1,4 +1,4 @@
-"""The flow losses against explicit computations: float64, decimals of 50 digits, and plain loops."""
+"""The flow losses against explicit computations in float64, 50-digit decimals and plain loops."""
 
 from decimal import Decimal, localcontext
 from typing import Any
@@ -62,7 +62,7 @@ def test_masked_loss_is_the_mean_over_the_mask(pair: tuple[Tensor, Tensor]) -> N
     np.testing.assert_allclose(flow_loss(predicted, target, where), expected, rtol=1e-5)
 
 
-def test_a_mask_says_where_not_how_strongly(pair: tuple[Tensor, Tensor]) -> None:
+def test_a_mask_is_normalised(pair: tuple[Tensor, Tensor]) -> None:
     predicted, target = pair
     torch.testing.assert_close(flow_loss(predicted, target, torch.ones(B, H, W)), flow_loss(predicted, target))
     where = mask()
@@ -71,7 +71,7 @@ def test_a_mask_says_where_not_how_strongly(pair: tuple[Tensor, Tensor]) -> None
     torch.testing.assert_close(flow_loss(constant, target, where), torch.full((B,), 4.0))
 
 
-def test_nothing_is_learned_outside_the_mask(pair: tuple[Tensor, Tensor]) -> None:
+def test_gradients_are_zero_outside_the_mask(pair: tuple[Tensor, Tensor]) -> None:
     predicted, target = pair[0].requires_grad_(), pair[1]
     where = mask()
     flow_loss(predicted, target, where).sum().backward()
@@ -89,17 +89,17 @@ def test_partly_masked_latents_count_in_part(pair: tuple[Tensor, Tensor]) -> Non
     np.testing.assert_allclose(flow_loss(predicted, target, weight), expected, rtol=1e-5)
 
 
-def test_masked_loss_is_the_loop_that_says_it(pair: tuple[Tensor, Tensor]) -> None:
+def test_masked_loss_equals_a_plain_loop(pair: tuple[Tensor, Tensor]) -> None:
     predicted, target = pair
     weight = torch.rand(B, H, W, generator=torch.Generator().manual_seed(5))
-    for b, found in enumerate(flow_loss(predicted, target, weight).tolist()):
+    for b, loss in enumerate(flow_loss(predicted, target, weight).tolist()):
         total = share = 0.0
         for c in range(C):
             for y in range(H):
                 for x in range(W):
                     total += float(weight[b, y, x]) * (float(predicted[b, c, y, x]) - float(target[b, c, y, x])) ** 2
                     share += float(weight[b, y, x])
-        assert found == pytest.approx(total / share, rel=1e-5)
+        assert loss == pytest.approx(total / share, rel=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1 / 255, 7.0, 1e5])
@@ -115,18 +115,18 @@ def test_a_mask_times_a_constant_is_the_same_mask(pair: tuple[Tensor, Tensor], f
 
 
 @pytest.mark.parametrize("c", [1e-3, 0.1, 1.0, 30.0])
-def test_pseudo_huber_is_its_formula_to_the_last_digits(c: float) -> None:
-    """Also where the error is far smaller than c: sqrt(e^2 + c^2) - c as it stands is rounded away there."""
+def test_pseudo_huber_is_exact(c: float) -> None:
+    """Even for errors far smaller than c, where evaluating sqrt(e^2 + c^2) - c directly would round to 0."""
     errors = torch.logspace(-5, 4, 64)
-    found = flow_loss(errors.view(-1, 1, 1, 1), torch.zeros(64, 1, 1, 1), pseudo_huber_c=c)
+    losses = flow_loss(errors.view(-1, 1, 1, 1), torch.zeros(64, 1, 1, 1), pseudo_huber_c=c)
     with localcontext() as digits:
         digits.prec = 50
         exact = [(Decimal(e) ** 2 + Decimal(c) ** 2).sqrt() - Decimal(c) for e in errors.tolist()]
-    np.testing.assert_allclose(found, [float(value) for value in exact], rtol=1e-6)
+    np.testing.assert_allclose(losses, [float(value) for value in exact], rtol=1e-6)
 
 
 @pytest.mark.parametrize("c", [0.1, 1.0])
-def test_pseudo_huber_pulls_with_bounded_force(c: float) -> None:
+def test_the_gradient_of_pseudo_huber_is_bounded(c: float) -> None:
     """d/de = e / sqrt(e^2 + c^2): e / c for small errors, 1 for large ones, 0 at none."""
     errors = torch.cat([torch.zeros(1), torch.logspace(-5, 4, 63)]).requires_grad_()
     flow_loss(errors.view(-1, 1, 1, 1), torch.zeros(64, 1, 1, 1), pseudo_huber_c=c).sum().backward()
@@ -160,7 +160,7 @@ def test_pseudo_huber_respects_the_mask(pair: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_a_mean_of_equal_micro_batches_means_is_the_whole(pair: tuple[Tensor, Tensor], with_mask: bool) -> None:
+def test_the_mean_of_equal_micro_batches_is_exact(pair: tuple[Tensor, Tensor], with_mask: bool) -> None:
     predicted, target = pair
     where = mask() if with_mask else None
     whole = flow_loss(predicted, target, where).mean()
@@ -178,7 +178,7 @@ def test_losses_are_computed_in_float32(pair: tuple[Tensor, Tensor]) -> None:
     np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
 
 
-def test_text_reconstruction_pulls_on_the_text_and_not_on_its_target() -> None:
+def test_text_reconstruction_has_gradients_for_the_text_only() -> None:
     text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2).requires_grad_()
     loss = text_reconstruction_loss(text, target)
     expected = ((wide(text.detach()) - wide(target.detach())) ** 2).mean(axis=(1, 2))
@@ -189,17 +189,17 @@ def test_text_reconstruction_pulls_on_the_text_and_not_on_its_target() -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 1, 3]])
-def test_text_reconstruction_is_the_loop_that_says_it(lengths: list[int] | None) -> None:
+def test_text_reconstruction_equals_a_plain_loop(lengths: list[int] | None) -> None:
     text, target = normal(3, 4, 8, seed=1), normal(3, 4, 8, seed=2)
-    found = text_reconstruction_loss(text, target, None if lengths is None else torch.tensor(lengths))
+    losses = text_reconstruction_loss(text, target, None if lengths is None else torch.tensor(lengths))
     for b, count in enumerate(lengths or [4] * 3):
         squares = [
             (float(text[b, token, d]) - float(target[b, token, d])) ** 2 for token in range(count) for d in range(8)
         ]
-        assert float(found[b]) == pytest.approx(sum(squares) / len(squares), rel=1e-5)
+        assert float(losses[b]) == pytest.approx(sum(squares) / len(squares), rel=1e-5)
 
 
-def test_text_reconstruction_neither_sees_nor_moves_what_is_not_real() -> None:
+def test_text_reconstruction_ignores_padding() -> None:
     lengths = torch.tensor([4, 1, 3])
     text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2)
     padding = torch.arange(4) >= lengths[:, None]
@@ -212,8 +212,8 @@ def test_text_reconstruction_neither_sees_nor_moves_what_is_not_real() -> None:
     assert torch.equal(text_reconstruction_loss(*dirty, lengths), expected.detach())
 
 
-def test_a_path_drawn_in_float64_is_exact() -> None:
-    """Both ends of the path are a step of the velocity away; its loss is 0, that of m times it (m - 1)^2 E[v^2]."""
+def test_the_path_is_exact_in_float64() -> None:
+    """The velocity leads to both ends of the path; its loss is 0, and that of m times it is (m - 1)^2 E[v^2]."""
     clean, noise = normal(B, C, H, W, seed=1).double(), normal(B, C, H, W, seed=2).double()
     t = torch.linspace(0.05, 0.95, B, dtype=torch.float64)
     noisy = interpolate(clean, noise, t)

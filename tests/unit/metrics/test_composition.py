@@ -1,4 +1,4 @@
-"""Rates are over the prompts that ask; pictures of the scenes themselves are all right."""
+"""Rates cover the prompts with a demand; renderings of the scenes themselves are all correct."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def drawn(size: tuple[int, int] = (64, 64)) -> list[Image.Image]:
     return [render_scene(prompt.scene, *size, np.random.default_rng(i)) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_true_pictures_score_one_everywhere() -> None:
+def test_true_images_score_1_everywhere() -> None:
     result = judge_images(PROMPTS, drawn())
     assert result.num_prompts == 12
     assert all(result.rates[demand] == 1 for demand in DEMANDS)
@@ -29,7 +29,7 @@ def test_true_pictures_score_one_everywhere() -> None:
     assert len(result.as_table_row()) == len(TABLE_COLUMNS)
 
 
-def test_rates_are_over_those_that_ask_and_by_kind() -> None:
+def test_rates_cover_prompts_with_the_demand_and_by_kind() -> None:
     images = drawn()
     for index, prompt in enumerate(PROMPTS):
         if prompt.scene.kind == "pair":
@@ -45,7 +45,7 @@ def test_rates_are_over_those_that_ask_and_by_kind() -> None:
     assert result.by_kind["count"]["relation"] is None
 
 
-def test_what_nobody_asks_has_no_rate() -> None:
+def test_a_demand_without_prompts_has_no_rate() -> None:
     counts = [prompt for prompt in PROMPTS if prompt.scene.kind == "count"]
     images = [render_scene(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
     result = judge_images(counts, images)
@@ -56,11 +56,11 @@ def test_what_nobody_asks_has_no_rate() -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, IMAGE_SIZES])
-def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
-    asked: list[ImageRequest] = []
+def test_each_prompt_is_generated_once_with_its_own_seed_and_size(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
+    generated: list[ImageRequest] = []
 
     def fake(pipe: Any, requests: Sequence[ImageRequest], *rest: Any) -> list[Image.Image]:
-        asked.extend(requests)
+        generated.extend(requests)
         assert (pipe, rest) == ("pipe", (POLICY, 5, 3.0, 4, None))
         return [
             render_scene(prompt.scene, request.width, request.height, np.random.default_rng(request.seed))
@@ -71,7 +71,7 @@ def test_each_prompt_is_drawn_once_with_its_own_seed_and_size(monkeypatch: pytes
     extra = {} if sizes is None else {"sizes": sizes}
     result = score("pipe", PROMPTS, POLICY, steps=5, guidance=3.0, seed=100, batch_size=4, **extra)
     cycle = sizes or ((64, 64),)
-    assert asked == [ImageRequest(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
+    assert generated == [ImageRequest(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
     assert result.rates["all"] == 1
     sheet = result.as_grid(columns=4, title="held-out")
     assert sheet.width == 8 + 4 * (2 * max(width for width, _ in cycle) + 8)

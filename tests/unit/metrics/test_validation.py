@@ -1,4 +1,4 @@
-"""The validation loss: every batch at every quantile, read once, the same through any number of workers."""
+"""The validation loss: every batch at every quantile, read once, independent of the number of workers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from sd3_light.metrics.validation import QUANTILES, EvalPreparer, QuantileBatche
 
 
 class Numbered(Dataset[Any]):
-    """Batches that carry their number; counts how often one is made."""
+    """Batches that contain their number; records how often each is read."""
 
     def __init__(self) -> None:
-        self.made: list[int] = []
+        self.read: list[int] = []
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        self.made.append(item)
+        self.read.append(item)
         repeat = torch.tensor([0, 1]) if item == 2 else torch.tensor([0, 0])
         return {"number": torch.tensor([float(item), 50.0 if item == 2 else float(item)]), "repeat": repeat}
 
@@ -29,7 +29,7 @@ class Model:
 
 
 class InPlace(Model):
-    """Lays its numbers where it is told to."""
+    """Prepares into given memory."""
 
     def prepare_into(
         self, batch: Any, empty: Callable[..., torch.Tensor], timestep_quantile: float | None = None
@@ -43,11 +43,11 @@ def loss(prepared: Any) -> torch.Tensor:
     return torch.stack([((number + 10 * quantile) * weight).sum(), weight.sum()])
 
 
-@pytest.mark.parametrize(("workers", "laid"), [(0, False), (2, False), (2, True)])
-def test_every_quantile_is_the_mean_over_all_samples(workers: int, laid: bool) -> None:
-    """The last batch is filled up by a second occurrence, which is not counted."""
+@pytest.mark.parametrize(("workers", "in_place"), [(0, False), (2, False), (2, True)])
+def test_every_quantile_is_the_mean_over_all_samples(workers: int, in_place: bool) -> None:
+    """A repeated sample fills the last batch and is not counted."""
     batches, preparer = QuantileBatches(Numbered(), 3), EvalPreparer(InPlace())
-    keys: dict[str, Any] = {"prepare_into": preparer.prepare_into} if laid else {}
+    keys: dict[str, Any] = {"prepare_into": preparer.prepare_into} if in_place else {}
     loader = PipelineDataLoader(batches, None, 1, preparer, num_dataloader_workers=workers, **keys)
     losses = validate(loader, loss)
     assert set(losses) == {"flow", *(f"flow@{quantile}" for quantile in QUANTILES)}
@@ -59,15 +59,15 @@ def test_every_quantile_is_the_mean_over_all_samples(workers: int, laid: bool) -
 def test_a_batch_is_read_once_for_all_quantiles() -> None:
     numbered = Numbered()
     list(PipelineDataLoader(QuantileBatches(numbered, 3), None, 1, EvalPreparer(InPlace())))
-    assert numbered.made == [0, 1, 2]
+    assert numbered.read == [0, 1, 2]
 
 
-def test_an_evaluation_of_nothing_is_no_evaluation() -> None:
+def test_an_empty_evaluation_is_an_error() -> None:
     with pytest.raises(AssertionError):
         validate([], loss)
 
 
-def test_ranks_are_added_up_before_the_mean() -> None:
+def test_ranks_are_summed_before_the_mean() -> None:
     items = [(((torch.zeros(1)), torch.tensor([0.0])), (None, None, torch.ones(1)))] * len(QUANTILES)
     other_rank = torch.tensor([6.0, 2.0])
     losses = validate(items, loss, lambda sums: sums + other_rank)

@@ -1,4 +1,4 @@
-"""Adapters of every kind: where they go, what trains, how many weights they have, and seeded dropout."""
+"""Adapters of every type: their layers, trained weights, number of parameters, and seeded dropout."""
 
 from typing import Any
 
@@ -47,11 +47,11 @@ def output(transformer: SD3Transformer2DModel) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     shapes = ((1, 16, 8, 8), (1, 5, 256), (1, 224))
     noisy, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
-    found: Tensor = transformer(noisy, text, pooled, torch.tensor([300.0]), return_dict=False)[0]
-    return found
+    result: Tensor = transformer(noisy, text, pooled, torch.tensor([300.0]), return_dict=False)[0]
+    return result
 
 
-def learn(transformer: nn.Module, seed: int = 2) -> None:
+def perturb(transformer: nn.Module, seed: int = 2) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
@@ -64,31 +64,31 @@ def state(transformer: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", ["tiny2", "demo", "sd3_medium", "sd3.5_medium"])
-def test_the_table_of_linear_layers_is_the_models(size: str) -> None:
+def test_the_table_of_linear_layers_matches_the_model(size: str) -> None:
     with torch.device("meta"):
         model = SD3Transformer2DModel(**SIZES[size].transformer_config())
-    found = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert linear_layers(SIZES[size]) == found
+    actual = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert linear_layers(SIZES[size]) == actual
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_an_adapter_alone_trains_in_float32_and_changes_nothing_yet(kind: dict[str, Any]) -> None:
-    transformer, wanted = stock(), adapter(**kind)
+def test_only_a_new_adapter_trains_and_outputs_do_not_change(kind: dict[str, Any]) -> None:
+    transformer, config = stock(), adapter(**kind)
     before = output(transformer)
-    names = add_adapter(transformer, wanted, seed=5)
-    assert set(names) == set(match_targets(linear_layers(SIZES["tiny2"]), wanted.target_modules))
+    names = add_adapter(transformer, config, seed=5)
+    assert set(names) == set(match_targets(linear_layers(SIZES["tiny2"]), config.target_modules))
     trained = state(transformer)
     assert all(is_adapter_name(name) and weight.dtype == torch.float32 for name, weight in trained.items())
-    assert sum(weight.numel() for weight in trained.values()) == adapter_parameters(SIZES["tiny2"], wanted)
+    assert sum(weight.numel() for weight in trained.values()) == adapter_parameters(SIZES["tiny2"], config)
     assert torch.allclose(output(transformer), before, atol=1e-6)
     again = stock()
-    add_adapter(again, wanted, seed=5)
+    add_adapter(again, config, seed=5)
     assert all(torch.equal(weight, trained[name]) for name, weight in state(again).items())
-    learn(transformer)
+    perturb(transformer)
     assert not torch.allclose(output(transformer), before, atol=1e-3)
 
 
-def test_targets_may_be_patterns_and_an_idle_one_is_named() -> None:
+def test_targets_may_be_patterns_and_unmatched_ones_are_named() -> None:
     transformer = stock()
     names = add_adapter(transformer, adapter(target_modules=["transformer_blocks.1.attn.to_[qk]", "ff.net.*"]), 0)
     assert set(names) == {
@@ -104,7 +104,7 @@ def test_targets_may_be_patterns_and_an_idle_one_is_named() -> None:
         add_adapter(transformer, adapter(type="loha"), 0)
 
 
-def test_only_frozen_parameters_are_narrowed() -> None:
+def test_only_frozen_parameters_are_cast() -> None:
     transformer = stock()
     add_adapter(transformer, adapter(), 0)
     cast_frozen(transformer, torch.bfloat16)
@@ -114,24 +114,24 @@ def test_only_frozen_parameters_are_narrowed() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_lora_computes_in_its_own_type(dtype: str) -> None:
-    """Under autocast to bf16 a float32 adapter's factors are not narrowed."""
+def test_a_lora_computes_in_its_dtype(dtype: str) -> None:
+    """Autocast to bf16 does not cast a float32 adapter's factors."""
     transformer = stock()
     add_adapter(transformer, adapter(dtype=dtype), 0)
     seen = []
     layer: Any = transformer.transformer_blocks[0].attn.to_q
-    layer.lora_A["default"].register_forward_hook(lambda module, given, result: seen.append(result.dtype))
+    layer.lora_A["default"].register_forward_hook(lambda module, inputs, result: seen.append(result.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         output(transformer)
     assert seen == [getattr(torch, dtype)]
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
-def test_lycoris_weights_load_whatever_their_scale(kind: str) -> None:
+def test_lycoris_weights_load_with_another_scale(kind: str) -> None:
     one, other = stock(), stock()
     add_adapter(one, adapter(type=kind, alpha=6.0), 0)
     add_adapter(other, adapter(type=kind, alpha=2.0), 1)
-    learn(one)
+    perturb(one)
     modules = lycoris_modules(state(one), 4, 6.0)
     load_lycoris(other, modules)
     assert torch.allclose(output(one), output(other), atol=1e-5)
@@ -144,29 +144,29 @@ def test_lycoris_weights_load_whatever_their_scale(kind: str) -> None:
 def test_dropout_is_a_function_of_step_and_micro_batch(kind: str) -> None:
     transformer = stock()
     add_adapter(transformer, adapter(type=kind, dropout=0.5), 0)
-    learn(transformer)
+    perturb(transformer)
     device = torch.device("cpu")
 
     def draw(seed: int, rank: int, step: int, count: int) -> list[Tensor]:
-        dropout, found = AdapterDropout(transformer, seed, rank), []
+        dropout, outputs = AdapterDropout(transformer, seed, rank), []
         dropout.begin(step)
         for _ in range(count):
             dropout.forward(device)
-            found.append(output(transformer).detach())
-        return found
+            outputs.append(output(transformer).detach())
+        return outputs
 
     first, second = draw(3, 0, 7, 2)
-    assert not torch.equal(first, second), "each micro-batch its own"
+    assert not torch.equal(first, second), "micro-batches differ"
     assert all(torch.equal(one, two) for one, two in zip(draw(3, 0, 7, 2), (first, second), strict=True))
     assert not torch.equal(draw(3, 0, 8, 1)[0], first)
     assert not torch.equal(draw(3, 1, 7, 1)[0], first)
     with torch.no_grad():
         one, two = draw(3, 0, 7, 2)
-    assert torch.equal(one, two), "evaluation drops nothing"
+    assert torch.equal(one, two), "evaluation has no dropout"
 
 
-def test_a_pipeline_s_layers_drop_apart_whatever_their_turns() -> None:
-    """Layer 1 of micro-batch 0 drops the same whether micro-batch 1 has been at layer 0 before or not."""
+def test_dropout_of_pipeline_layers_does_not_depend_on_their_order() -> None:
+    """Layer 1 of micro-batch 0 drops the same before and after layer 0 of micro-batch 1."""
     transformer = stock()
     add_adapter(transformer, adapter(dropout=0.5), 0)
     device = torch.device("cpu")
@@ -174,11 +174,11 @@ def test_a_pipeline_s_layers_drop_apart_whatever_their_turns() -> None:
     def draws(*layers: int) -> list[float]:
         dropout = AdapterDropout(transformer, 3, 0)
         dropout.begin(7)
-        found = []
+        numbers = []
         for layer in layers:
             dropout.forward(device, layer)
-            found.append(torch.rand(1).item())
-        return found
+            numbers.append(torch.rand(1).item())
+        return numbers
 
     a0, a1, b0 = draws(0, 1, 0)
     assert draws(0, 0, 1) == [a0, b0, a1]

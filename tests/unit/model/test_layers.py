@@ -1,4 +1,4 @@
-"""The list of layers is the stock model, bit for bit in float32; new weights are a pure function of the seed."""
+"""The list of layers equals the stock model bit for bit in float32; new weights are a pure function of the seed."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 
 def stock(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
-    """A model whose every weight matters: gates and output are not left at zero."""
+    """A model in which every weight matters: gates and output are not zero."""
     transformer = new_transformer(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -49,22 +49,24 @@ def inputs(height: int = 8, width: int = 8, batch: int = 2, tokens: int = 9) -> 
     return [normal(batch, 16, height, width), times, normal(batch, tokens, 256), normal(batch, 224)]
 
 
-def stock_forward(transformer: SD3Transformer2DModel, given: list[Tensor]) -> Tensor:
-    noisy, times, prompt, pooled = given
+def stock_forward(transformer: SD3Transformer2DModel, features: list[Tensor]) -> Tensor:
+    noisy, times, prompt, pooled = features
     output: Tensor = transformer(
         hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
     )[0]
     return output
 
 
-def list_forward(transformer: SD3Transformer2DModel, given: list[Tensor], **how: Any) -> Tensor:
-    patches = run_layers(build_layers(transformer), given, **how)[0]
-    return unpatchify(patches, *given[0].shape[-2:])
+def list_forward(transformer: SD3Transformer2DModel, features: list[Tensor], **options: Any) -> Tensor:
+    patches = run_layers(build_layers(transformer), features, **options)[0]
+    return unpatchify(patches, *features[0].shape[-2:])
 
 
 def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, Tensor]:
     transformer.zero_grad(set_to_none=True)
-    weight = torch.linspace(-1, 1, output.numel()).view(output.shape)  # not symmetric: an order of patches would show
+    weight = torch.linspace(-1, 1, output.numel()).view(
+        output.shape
+    )  # not symmetric, so that the order of patches matters
     (output * weight).sum().backward()
     return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
 
@@ -74,66 +76,66 @@ def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, T
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("height", "width"), LATENTS)
-def test_the_list_is_the_stock_forward_bit_for_bit(name: str, height: int, width: int) -> None:
-    transformer, given = stock(CONFIGS[name]), inputs(height, width)
+def test_the_list_equals_the_stock_forward_bit_for_bit(name: str, height: int, width: int) -> None:
+    transformer, features = stock(CONFIGS[name]), inputs(height, width)
     with torch.no_grad():
-        expected = stock_forward(transformer, given)
-        found = list_forward(transformer, given)
-    assert found.shape == (2, 16, height, width)
-    assert float(expected.std()) > 0.01, "a model that predicts nothing proves nothing"
-    assert torch.equal(found, expected)
+        expected = stock_forward(transformer, features)
+        actual = list_forward(transformer, features)
+    assert actual.shape == (2, 16, height, width)
+    assert float(expected.std()) > 0.01, "the model must predict something"
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["tiny3", "no-qk-norm", "dual"])
-def test_its_gradients_are_the_stock_ones(name: str) -> None:
-    transformer, given = stock(CONFIGS[name]), inputs(6, 8)
-    expected = gradients(transformer, stock_forward(transformer, given))
-    found = gradients(transformer, list_forward(transformer, given))
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+def test_its_gradients_equal_the_stock_ones(name: str) -> None:
+    transformer, features = stock(CONFIGS[name]), inputs(6, 8)
+    expected = gradients(transformer, stock_forward(transformer, features))
+    actual = gradients(transformer, list_forward(transformer, features))
+    assert set(actual) == set(expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_a_samples_output_does_not_depend_on_its_batch() -> None:
-    transformer, given = stock(TINY2), inputs(batch=3)
+    transformer, features = stock(TINY2), inputs(batch=3)
     with torch.no_grad():
-        together = list_forward(transformer, given)
-        alone = list_forward(transformer, [tensor[1:2] for tensor in given])
+        together = list_forward(transformer, features)
+        alone = list_forward(transformer, [tensor[1:2] for tensor in features])
     torch.testing.assert_close(together[1:2], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpointing_changes_nothing() -> None:
-    transformer, given = stock(DUAL), inputs(6, 8)
-    plain_output = list_forward(transformer, given)
+    transformer, features = stock(DUAL), inputs(6, 8)
+    plain_output = list_forward(transformer, features)
     plain = gradients(transformer, plain_output)
     calls: list[str] = []
     handle = transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: calls.append("block"))
-    output = list_forward(transformer, given, checkpointing=True)
-    found = gradients(transformer, output)
+    output = list_forward(transformer, features, checkpointing=True)
+    actual = gradients(transformer, output)
     handle.remove()
-    assert len(calls) == 2, "activations were kept, not computed again"
+    assert len(calls) == 2, "activations were not recomputed"
     assert torch.equal(output, plain_output)
-    assert set(found) == set(plain)
-    assert all(torch.equal(found[key], plain[key]) for key in plain)
+    assert set(actual) == set(plain)
+    assert all(torch.equal(actual[key], plain[key]) for key in plain)
 
 
 def test_checkpointing_costs_nothing_without_gradients() -> None:
-    transformer, given = stock(TINY2), inputs()
+    transformer, features = stock(TINY2), inputs()
     with torch.no_grad():
-        assert torch.equal(list_forward(transformer, given, checkpointing=True), list_forward(transformer, given))
+        assert torch.equal(list_forward(transformer, features, checkpointing=True), list_forward(transformer, features))
 
 
 def test_layers_share_the_modules_of_the_transformer() -> None:
     transformer = stock(TINY3)
     layers = build_layers(transformer)
     assert len(layers) == 1 + 3 + 1
-    own = {id(parameter) for parameter in transformer.parameters()}
+    expected = {id(parameter) for parameter in transformer.parameters()}
     listed = [id(parameter) for layer in layers for parameter in layer.parameters()]
-    assert len(listed) == len(set(listed)), "two layers hold one parameter: a pipeline would train it twice"
-    assert set(listed) == own
+    assert len(listed) == len(set(listed)), "two layers share a parameter: a pipeline would train it twice"
+    assert set(listed) == expected
 
 
 @pytest.mark.parametrize(("height", "width"), LATENTS)
-def test_unpatchify_puts_patches_back(height: int, width: int) -> None:
+def test_unpatchify_inverts_patching(height: int, width: int) -> None:
     latent = torch.arange(2 * 16 * height * width, dtype=torch.float32).view(2, 16, height, width)
     patches = latent.view(2, 16, height // 2, 2, width // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, -1, 4 * 16)
     assert torch.equal(unpatchify(patches, height, width), latent)
@@ -142,54 +144,54 @@ def test_unpatchify_puts_patches_back(height: int, width: int) -> None:
 # --- text reconstruction -----------------------------------------------------------------------
 
 
-def text_by_layer(transformer: SD3Transformer2DModel, given: list[Tensor]) -> list[Tensor]:
-    """Text tokens of a stock forward: after the context embedder, then after every block that has a text output."""
-    found: list[Tensor] = []
+def text_by_layer(transformer: SD3Transformer2DModel, features: list[Tensor]) -> list[Tensor]:
+    """Text tokens of a stock forward: after the context embedder, then after every block with a text output."""
+    texts: list[Tensor] = []
 
     def embedded(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        found.append(output)
+        texts.append(output)
 
     def after_block(_module: nn.Module, _inputs: Any, output: tuple[Tensor | None, Tensor]) -> None:
         if output[0] is not None:
-            found.append(output[0])
+            texts.append(output[0])
 
     handles = [transformer.context_embedder.register_forward_hook(embedded)]
     handles += [block.register_forward_hook(after_block) for block in transformer.transformer_blocks]
     with torch.no_grad():
-        stock_forward(transformer, given)
+        stock_forward(transformer, features)
     for handle in handles:
         handle.remove()
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("target", [0, 1])
 def test_the_text_of_a_target_layer_is_kept(target: int) -> None:
-    transformer, given = stock(TINY3), inputs()
-    expected = text_by_layer(transformer, given)
+    transformer, features = stock(TINY3), inputs()
+    expected = text_by_layer(transformer, features)
     assert len(expected) == 3  # the last block has no text output
     assert not torch.equal(expected[0], expected[1])
-    patches, text, kept = run_layers(build_layers(transformer, target), given)
+    patches, text, kept = run_layers(build_layers(transformer, target), features)
     assert torch.equal(text.detach(), expected[-1])
     assert torch.equal(kept, expected[target])
     assert not kept.requires_grad
     assert text.requires_grad
-    assert torch.equal(unpatchify(patches.detach(), 8, 8), list_forward(transformer, given).detach())
+    assert torch.equal(unpatchify(patches.detach(), 8, 8), list_forward(transformer, features).detach())
 
 
-def test_nothing_is_kept_unless_it_is_asked_for() -> None:
+def test_without_a_target_layer_no_text_is_kept() -> None:
     assert len(run_layers(build_layers(stock(TINY2)), inputs())) == 2
 
 
 @pytest.mark.parametrize("target", [2, 3, 4, -1])
-def test_a_layer_without_a_later_text_is_refused(target: int) -> None:
+def test_a_layer_without_a_later_text_is_rejected(target: int) -> None:
     with pytest.raises(AssertionError):
         build_layers(stock(TINY3), target)
 
 
 def test_the_kept_text_passes_through_checkpointed_blocks() -> None:
-    transformer, given = stock(TINY3), inputs()
-    plain = run_layers(build_layers(transformer, 1), given)
-    checked = run_layers(build_layers(transformer, 1), given, checkpointing=True)
+    transformer, features = stock(TINY3), inputs()
+    plain = run_layers(build_layers(transformer, 1), features)
+    checked = run_layers(build_layers(transformer, 1), features, checkpointing=True)
     assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True))
 
 
@@ -202,30 +204,30 @@ def real_inputs() -> list[Tensor]:
     return [*inputs(6, 8, batch=3), LENGTHS]
 
 
-def one_sample(given: list[Tensor], at: int) -> list[Tensor]:
-    """A sample alone, its text cut where it ends."""
-    noisy, times, prompt, pooled, lengths = (tensor[at : at + 1] for tensor in given)
+def one_sample(features: list[Tensor], at: int) -> list[Tensor]:
+    """One sample alone, without padding."""
+    noisy, times, prompt, pooled, lengths = (tensor[at : at + 1] for tensor in features)
     return [noisy, times, prompt[:, : int(lengths)], pooled, lengths]
 
 
-def dirty(given: list[Tensor], scale: float) -> list[Tensor]:
-    """The same with something else where no text is."""
-    noisy, times, prompt, pooled, lengths = given
+def dirty(features: list[Tensor], scale: float) -> list[Tensor]:
+    """The same inputs with garbage in the padding."""
+    noisy, times, prompt, pooled, lengths = features
     padding = torch.arange(prompt.shape[1]) >= lengths[:, None]
     garbage = scale * torch.randn(prompt.shape, generator=torch.Generator().manual_seed(7))
     return [noisy, times, torch.where(padding[..., None], garbage, prompt), pooled, lengths]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_real_sample_is_the_same_alone_and_beside_any_other(name: str) -> None:
-    transformer, given = stock(CONFIGS[name]), real_inputs()
+def test_a_real_sample_does_not_depend_on_its_batch(name: str) -> None:
+    transformer, features = stock(CONFIGS[name]), real_inputs()
     target = 0 if CONFIGS[name]["num_layers"] > 1 else None
-    expected = [stock_forward(transformer, one_sample(given, at)[:4]).detach() for at in range(3)]
+    expected = [stock_forward(transformer, one_sample(features, at)[:4]).detach() for at in range(3)]
     layers = build_layers(transformer, target, real_text=True)
     with torch.no_grad():
-        together, other = run_layers(layers, given), run_layers(layers, dirty(given, 100.0))
-        alone = [run_layers(layers, one_sample(given, at)) for at in range(3)]
-    assert torch.equal(together[0], other[0]), "what is written behind the text shows"
+        together, other = run_layers(layers, features), run_layers(layers, dirty(features, 100.0))
+        alone = [run_layers(layers, one_sample(features, at)) for at in range(3)]
+    assert torch.equal(together[0], other[0]), "padding changes the output"
     for at, length in enumerate(LENGTHS.tolist()):
         for whole, single in zip(together, alone[at], strict=True):
             kept = whole[at : at + 1, : single.shape[1]] if single.dim() > 1 else whole[at : at + 1]
@@ -236,39 +238,39 @@ def test_a_real_sample_is_the_same_alone_and_beside_any_other(name: str) -> None
 
 @pytest.mark.parametrize("name", ["tiny3", "no-qk-norm", "dual"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_its_gradient_is_the_same_alone_and_beside_any_other(name: str, checkpointing: bool) -> None:
-    """The gradient of a batch is the sum of its samples' own, whatever is written behind their text."""
-    transformer, given = stock(CONFIGS[name]), real_inputs()
+def test_its_gradient_does_not_depend_on_its_batch(name: str, checkpointing: bool) -> None:
+    """The gradient of a batch is the sum of its samples' gradients, whatever the padding contains."""
+    transformer, features = stock(CONFIGS[name]), real_inputs()
     layers = build_layers(transformer, real_text=True)
     weight = torch.linspace(-1, 1, 3 * 16 * 6 * 8).view(3, 16, 6, 8)
 
-    def gradient(some: list[Tensor], by: Tensor) -> dict[str, Tensor]:
+    def gradient(features: list[Tensor], weight: Tensor) -> dict[str, Tensor]:
         transformer.zero_grad(set_to_none=True)
-        (unpatchify(run_layers(layers, some, checkpointing)[0], 6, 8) * by).sum().backward()
+        (unpatchify(run_layers(layers, features, checkpointing)[0], 6, 8) * weight).sum().backward()
         return {key: p.grad.clone() for key, p in transformer.named_parameters() if p.grad is not None}
 
-    together = gradient(dirty(given, 10.0), weight)
-    alone = [gradient(one_sample(given, at), weight[at : at + 1]) for at in range(3)]
-    assert set(together) == {key for key, _ in transformer.named_parameters()}, "engines need a gradient of each"
-    for key, found in together.items():
-        expected = sum(one[key] for one in alone)
+    together = gradient(dirty(features, 10.0), weight)
+    alone = [gradient(one_sample(features, at), weight[at : at + 1]) for at in range(3)]
+    assert set(together) == {key for key, _ in transformer.named_parameters()}, "engines need all gradients"
+    for key, gradients_together in together.items():
+        expected = sum(gradients_alone[key] for gradients_alone in alone)
         assert isinstance(expected, Tensor)
         scale = max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(found / scale, expected / scale, rtol=1e-5, atol=1e-5, msg=key)
+        torch.testing.assert_close(gradients_together / scale, expected / scale, rtol=1e-5, atol=1e-5, msg=key)
 
 
-def test_no_gradient_reaches_what_is_not_real() -> None:
-    given = real_inputs()
-    given[2].requires_grad_()
-    run_layers(build_layers(stock(TINY3), real_text=True), given)[0].sum().backward()
+def test_no_gradient_reaches_padding() -> None:
+    features = real_inputs()
+    features[2].requires_grad_()
+    run_layers(build_layers(stock(TINY3), real_text=True), features)[0].sum().backward()
     padding = torch.arange(9) >= LENGTHS[:, None]
-    assert given[2].grad is not None
-    assert not given[2].grad[padding].any()
-    assert given[2].grad[~padding].any(dim=-1).all()
+    assert features[2].grad is not None
+    assert not features[2].grad[padding].any()
+    assert features[2].grad[~padding].any(dim=-1).all()
 
 
-def test_lengths_travel_with_the_state_as_whole_numbers() -> None:
-    """A pipeline may cut anywhere, and sends no gradient back for them."""
+def test_lengths_pass_through_the_layers_as_integers() -> None:
+    """A pipeline may cut anywhere, and sends no gradient for them."""
     state: Any = tuple(real_inputs())
     *inner, output = build_layers(stock(TINY3), 1, real_text=True)
     for layer in inner:
@@ -281,19 +283,19 @@ def test_lengths_travel_with_the_state_as_whole_numbers() -> None:
     assert text.shape == kept.shape
 
 
-def test_all_real_is_the_padded_model() -> None:
-    transformer, given = stock(TINY3), inputs(batch=3)
-    expected = list_forward(transformer, given).detach()
-    patches = run_layers(build_layers(transformer, real_text=True), [*given, torch.tensor([9, 9, 9])])[0]
+def test_full_lengths_equal_the_padded_model() -> None:
+    transformer, features = stock(TINY3), inputs(batch=3)
+    expected = list_forward(transformer, features).detach()
+    patches = run_layers(build_layers(transformer, real_text=True), [*features, torch.tensor([9, 9, 9])])[0]
     torch.testing.assert_close(unpatchify(patches.detach(), 8, 8), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_processor_that_ignores_masks_is_refused() -> None:
-    transformer, given = stock(TINY3), real_inputs()
+def test_a_processor_that_ignores_masks_is_rejected() -> None:
+    transformer, features = stock(TINY3), real_inputs()
     layers = build_layers(transformer, real_text=True)
     transformer.set_attn_processor(JointAttnProcessor2_0())
     with pytest.raises(AssertionError, match="padded text"):
-        run_layers(layers, given)
+        run_layers(layers, features)
 
 
 # --- new weights -------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def test_new_weights_are_a_pure_function_of_the_seed() -> None:
     assert not torch.equal(one[name], other[name])
 
 
-def test_making_them_disturbs_no_global_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialisation_leaves_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     torch.default_generator.manual_seed(5)
@@ -321,8 +323,8 @@ def test_making_them_disturbs_no_global_generator(monkeypatch: pytest.MonkeyPatc
     assert not seeded, "the GPUs' generators were seeded"
 
 
-def test_a_weight_does_not_depend_on_the_weights_beside_it() -> None:
-    """So they can be drawn in any order, by anybody who needs only some of them."""
+def test_a_weight_does_not_depend_on_other_weights() -> None:
+    """So they can be drawn in any order, and in part."""
     few, many = (new_transformer({**TINY2, "num_layers": layers}, 3).state_dict() for layers in (2, 4))
     shared = [name for name in few if not name.startswith("transformer_blocks.1.")]
     assert len(shared) > 20
@@ -330,7 +332,7 @@ def test_a_weight_does_not_depend_on_the_weights_beside_it() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_everything_is_there_and_norms_start_at_one(name: str) -> None:
+def test_all_weights_exist_and_norms_start_at_1(name: str) -> None:
     transformer, theirs = new_transformer(CONFIGS[name], 0), SD3Transformer2DModel(**CONFIGS[name])
     ours = transformer.state_dict()
     assert {key: values.shape for key, values in ours.items()} == {k: v.shape for k, v in theirs.state_dict().items()}
@@ -344,22 +346,22 @@ def test_everything_is_there_and_norms_start_at_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny3", "dual"])
 def test_no_two_drawn_weights_are_equal(name: str) -> None:
-    """One seed for several layers gave layers of equal shape equal weights."""
+    """One seed for several layers would give layers of the same shape the same weights."""
     transformer = new_transformer(CONFIGS[name], 0)
     drawn = {key: p.detach() for key, p in transformer.named_parameters() if p.dim() >= 2 and p.any()}
     assert len(drawn) > 20
     first: dict[tuple[float, ...], str] = {}
     for key, weight in drawn.items():
-        start = tuple((weight.flatten()[:8] / weight.std()).mul(1e4).round().tolist())  # whatever its scale
+        start = tuple((weight.flatten()[:8] / weight.std()).mul(1e4).round().tolist())  # independent of scale
         assert start not in first, f"{key} begins like {first[start]}"
         first[start] = key
 
 
 def test_blocks_start_as_the_identity_and_the_output_at_zero() -> None:
-    transformer, given = new_transformer(DUAL, 0), inputs()
+    transformer, features = new_transformer(DUAL, 0), inputs()
     with torch.no_grad():
         embed, *blocks, output = build_layers(transformer)
-        start = state = embed(tuple(given))
+        start = state = embed(tuple(features))
         for block in blocks:
             state = block(state)
         assert torch.equal(state[0], start[0])
@@ -369,36 +371,36 @@ def test_blocks_start_as_the_identity_and_the_output_at_zero() -> None:
 
 @pytest.mark.parametrize("name", ["tiny2", "tiny3", "no-qk-norm", "dual"])
 def test_every_parameter_gets_a_gradient(name: str) -> None:
-    """At the very start gates are zero and hide their blocks, so the weights are moved a little first."""
+    """At the start gates are zero and hide their blocks, so the weights are perturbed first."""
     transformer = stock(CONFIGS[name])
-    found = gradients(transformer, list_forward(transformer, inputs()))
-    assert set(found) == {key for key, _ in transformer.named_parameters()}, "engines need a gradient of each"
-    assert {key for key, gradient in found.items() if not gradient.any()} == idle(transformer)
+    grads = gradients(transformer, list_forward(transformer, inputs()))
+    assert set(grads) == {key for key, _ in transformer.named_parameters()}, "engines need all gradients"
+    assert {key for key, gradient in grads.items() if not gradient.any()} == unused_weights(transformer)
 
 
-def idle(transformer: SD3Transformer2DModel) -> set[str]:
-    """The last block's text queries: stock SD3 has these weights and discards what they compute."""
+def unused_weights(transformer: SD3Transformer2DModel) -> set[str]:
+    """The last block's text queries: stock SD3 computes and discards them."""
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}.attn."
     names = {key for key, _ in transformer.named_parameters()}
     return {last + end for end in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")} & names
 
 
-def test_a_new_model_learns_its_way_out_of_the_zeros() -> None:
-    """From the real start: after a few steps no parameter that can learn stands where it stood."""
-    transformer, given = new_transformer(TINY2, 0), inputs()
+def test_a_new_model_trains_all_weights() -> None:
+    """From the real initial weights: a few steps change every parameter that can be trained."""
+    transformer, features = new_transformer(TINY2, 0), inputs()
     before = {name: p.detach().clone() for name, p in transformer.named_parameters()}
     optimizer = torch.optim.Adam(transformer.parameters(), lr=0.01)
-    goal = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    target = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
     for _ in range(6):
-        loss = ((list_forward(transformer, given) - goal) ** 2).mean()
+        loss = ((list_forward(transformer, features) - target) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    stuck = {name for name, p in transformer.named_parameters() if torch.equal(p.detach(), before[name])}
-    assert stuck == idle(transformer)
+    unchanged = {name for name, p in transformer.named_parameters() if torch.equal(p.detach(), before[name])}
+    assert unchanged == unused_weights(transformer)
 
 
-def test_weights_are_float32_and_of_a_sane_size() -> None:
+def test_weights_are_float32_and_reasonably_scaled() -> None:
     transformer = new_transformer(TINY3, 0)
     assert {p.dtype for p in transformer.parameters()} == {torch.float32}
     assert all(float(p.detach().abs().max()) <= 1.0 for p in transformer.parameters())
@@ -410,7 +412,7 @@ def test_weights_are_float32_and_of_a_sane_size() -> None:
         assert abs(float(weight.mean())) < 4 * float(weight.std()) / weight.numel() ** 0.5, "around zero"
 
 
-def test_compiling_leaves_names_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_changes_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place: a wrapped module would rename every parameter (`_orig_mod.`) and break checkpoints and exports."""
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))

@@ -1,4 +1,4 @@
-"""Adapters on the denoiser: where they go, that only they train; merging and removing give the stock model back."""
+"""LoRA layers on the denoiser: their targets, training, loading and applied updates."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def one_thread() -> None:
 
 
 def stock() -> SD3Transformer2DModel:
-    """A model whose every weight matters: gates and output are not left at zero."""
+    """A model in which every weight matters: gates and output are not zero."""
     transformer = new_transformer(TINY, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -60,10 +60,10 @@ def merged(transformer: SD3Transformer2DModel) -> SD3Transformer2DModel:
     return model
 
 
-def trained(**how: Any) -> SD3Transformer2DModel:
-    """The model with a LoRA that has learned something."""
+def trained(**options: Any) -> SD3Transformer2DModel:
+    """The model with a trained LoRA."""
     transformer = stock()
-    add_lora(transformer, 4, target_modules=TARGETS, **how)
+    add_lora(transformer, 4, target_modules=TARGETS, **options)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for tensor in lora_state(transformer).values():
@@ -110,15 +110,15 @@ def test_a_target_without_a_layer_is_an_error(target: str, message: str) -> None
     assert not lora_state(transformer), "and nothing was added"
 
 
-@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
-def test_a_new_lora_changes_nothing_and_alone_is_trained(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_only_a_new_lora_trains_and_outputs_do_not_change(options: dict[str, Any]) -> None:
     transformer = stock()
     before = forward(transformer)
-    names = add_lora(transformer, 4, target_modules=TARGETS, **how)
+    names = add_lora(transformer, 4, target_modules=TARGETS, **options)
     assert torch.allclose(forward(transformer), before, atol=1e-5)
-    learns = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
-    assert learns == set(lora_state(transformer))
-    assert len(learns) == len(names) * (3 if how.get("use_dora") else 2)
+    trainable = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+    assert trainable == set(lora_state(transformer))
+    assert len(trainable) == len(names) * (3 if options.get("use_dora") else 2)
 
 
 def test_adapters_of_a_bfloat16_model_are_float32() -> None:
@@ -132,18 +132,18 @@ def test_new_weights_are_a_pure_function_of_the_seed() -> None:
     for seed in (5, 5, 6):
         torch.rand(3)
         transformer = stock()
-        drawn = torch.random.get_rng_state()
+        state = torch.random.get_rng_state()
         add_lora(transformer, 4, 4.0, TARGETS, seed=seed)
-        assert torch.equal(torch.random.get_rng_state(), drawn), "the global stream is left alone"
+        assert torch.equal(torch.random.get_rng_state(), state), "the global generator changed"
         states.append(lora_state(transformer))
     name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert not torch.equal(states[0][name], states[2][name])
 
 
-@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
-def test_applied_updates_give_the_same_model_without_adapters(how: dict[str, Any]) -> None:
-    transformer = trained(**how)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_applied_updates_give_the_same_model_without_adapters(options: dict[str, Any]) -> None:
+    transformer = trained(**options)
     expected = forward(transformer)
     assert (expected - forward(stock())).abs().max() > 1e-3
     assert (forward(merged(transformer)) - expected).abs().max() < 1e-5
@@ -178,18 +178,18 @@ def test_the_list_of_layers_runs_the_adapters() -> None:
     assert torch.equal(unpatchify(patches, 8, 8), expected)
 
 
-@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
-def test_weights_move_between_adapters_of_different_scale(how: dict[str, Any]) -> None:
-    source = trained(**how)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_weights_move_between_adapters_of_different_scale(options: dict[str, Any]) -> None:
+    source = trained(**options)
     target = stock()
-    add_lora(target, 4, target_modules=TARGETS, **{**how, "alpha": 1.0})
+    add_lora(target, 4, target_modules=TARGETS, **{**options, "alpha": 1.0})
     load_lora(target, lora_modules(source))
     assert (forward(target) - forward(source)).abs().max() < 1e-5
 
 
 MODULES = dict(lora_modules(trained(alpha=6.0)))
 FIRST = "transformer_blocks.0.attn.to_q"
-UNFIT = {
+MISMATCHES = {
     "missing": ({name: module for name, module in MODULES.items() if name != FIRST}, f"{FIRST} is not in the file"),
     "foreign": ({**MODULES, "proj_out": MODULES[FIRST]}, "proj_out has no adapter in the model"),
     "rank": (
@@ -203,8 +203,8 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize(("modules", "message"), UNFIT.values(), ids=UNFIT)
-def test_weights_that_do_not_fit_are_named(modules: dict[str, LoraModule], message: str) -> None:
+@pytest.mark.parametrize(("modules", "message"), MISMATCHES.values(), ids=MISMATCHES)
+def test_mismatched_weights_are_named(modules: dict[str, LoraModule], message: str) -> None:
     transformer = trained(alpha=6.0)
     before = {name: tensor.clone() for name, tensor in lora_state(transformer).items()}
     with pytest.raises(UserError, match=message):

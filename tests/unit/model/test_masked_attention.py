@@ -1,4 +1,4 @@
-"""Attention under a mask: the stock one without a mask, and with it what the stock one computes without padding."""
+"""Masked attention equals the stock one without a mask, and with a mask the stock one without padding."""
 
 from typing import Any
 
@@ -29,13 +29,13 @@ def one_thread() -> None:
 
 @pytest.fixture(params=CONFIGS)
 def transformer(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
-    """A model whose every weight matters."""
-    made = new_transformer(CONFIGS[request.param], 0)
+    """A model in which every weight matters."""
+    model = new_transformer(CONFIGS[request.param], 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return model
 
 
 def inputs(batch: int = 3, tokens: int = 9) -> dict[str, Tensor]:
@@ -52,8 +52,8 @@ def mask(tokens: int = 9) -> Tensor:
     return real_text_mask(torch.tensor(LENGTHS), tokens, 4 * 3)
 
 
-def forward(transformer: SD3Transformer2DModel, given: dict[str, Tensor], **kwargs: Any) -> Tensor:
-    output: Tensor = transformer(**given, return_dict=False, **kwargs)[0]
+def forward(transformer: SD3Transformer2DModel, features: dict[str, Tensor], **kwargs: Any) -> Tensor:
+    output: Tensor = transformer(**features, return_dict=False, **kwargs)[0]
     return output
 
 
@@ -64,53 +64,58 @@ def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, T
 
 
 def test_the_mask_shows_all_of_the_image_and_the_first_text_tokens() -> None:
-    found = real_text_mask(torch.tensor([3, 1, 2]), 3, 2)
-    assert found.dtype == torch.bool
-    assert found.shape == (3, 1, 1, 5)
-    assert found[:, 0, 0].int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+    actual = real_text_mask(torch.tensor([3, 1, 2]), 3, 2)
+    assert actual.dtype == torch.bool
+    assert actual.shape == (3, 1, 1, 5)
+    assert actual[:, 0, 0].int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
 
 
 def test_without_a_mask_it_is_the_stock_processor_bit_for_bit(transformer: SD3Transformer2DModel) -> None:
-    given = inputs()
-    expected = forward(transformer, given)
+    features = inputs()
+    expected = forward(transformer, features)
     expected_gradients = gradients(transformer, expected)
     mask_attention(transformer)
-    found = forward(transformer, given)
-    found_gradients = gradients(transformer, found)
-    assert torch.equal(found, expected)
-    assert set(found_gradients) == set(expected_gradients)
-    assert all(torch.equal(found_gradients[name], expected_gradients[name]) for name in expected_gradients)
+    actual = forward(transformer, features)
+    actual_gradients = gradients(transformer, actual)
+    assert torch.equal(actual, expected)
+    assert set(actual_gradients) == set(expected_gradients)
+    assert all(torch.equal(actual_gradients[name], expected_gradients[name]) for name in expected_gradients)
 
 
-def test_under_the_mask_padding_is_not_there(transformer: SD3Transformer2DModel) -> None:
-    """What the unchanged stock model says of each sample alone, its text cut where it ends."""
-    given = inputs()
-    alone = [{name: values[at : at + 1] for name, values in given.items()} for at in range(3)]
-    for one, length in zip(alone, LENGTHS, strict=True):
-        one["encoder_hidden_states"] = one["encoder_hidden_states"][:, :length]
+def test_masked_padding_has_no_effect(transformer: SD3Transformer2DModel) -> None:
+    """Compared with the stock model on each sample alone, without padding."""
+    features = inputs()
+    alone = [{name: values[at : at + 1] for name, values in features.items()} for at in range(3)]
+    for sample, length in zip(alone, LENGTHS, strict=True):
+        sample["encoder_hidden_states"] = sample["encoder_hidden_states"][:, :length]
     with torch.no_grad():
-        expected = torch.cat([forward(transformer, one) for one in alone])
-        padded = forward(transformer, given)
+        expected = torch.cat([forward(transformer, sample) for sample in alone])
+        padded = forward(transformer, features)
         with use_masked_attention(transformer):
-            found = forward(transformer, given, joint_attention_kwargs={"attention_mask": mask()})
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert float((padded - expected).abs().max()) > 1e-2, "padding that does not show proves nothing"
+            actual = forward(transformer, features, joint_attention_kwargs={"attention_mask": mask()})
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert float((padded - expected).abs().max()) > 1e-2, "unmasked padding must change the output"
 
 
-def test_what_padding_holds_changes_nothing(transformer: SD3Transformer2DModel) -> None:
-    given = inputs()
+def test_values_in_padding_change_nothing(transformer: SD3Transformer2DModel) -> None:
+    features = inputs()
     padding = torch.arange(9) >= torch.tensor(LENGTHS)[:, None]
-    dirty = {**given, "encoder_hidden_states": given["encoder_hidden_states"].masked_fill(padding[..., None], 1e4)}
+    dirty = {
+        **features,
+        "encoder_hidden_states": features["encoder_hidden_states"].masked_fill(padding[..., None], 1e4),
+    }
     with torch.no_grad(), use_masked_attention(transformer):
-        one, two = (forward(transformer, x, joint_attention_kwargs={"attention_mask": mask()}) for x in (given, dirty))
+        one, two = (
+            forward(transformer, x, joint_attention_kwargs={"attention_mask": mask()}) for x in (features, dirty)
+        )
     assert torch.equal(one, two)
 
 
-def test_the_stock_processors_come_back(transformer: SD3Transformer2DModel) -> None:
+def test_the_stock_processors_are_restored(transformer: SD3Transformer2DModel) -> None:
     before = transformer.attn_processors
 
     def fail() -> None:
-        assert {type(found) for found in transformer.attn_processors.values()} == {MaskedJointAttention}
+        assert {type(processor) for processor in transformer.attn_processors.values()} == {MaskedJointAttention}
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), use_masked_attention(transformer):
@@ -118,11 +123,11 @@ def test_the_stock_processors_come_back(transformer: SD3Transformer2DModel) -> N
     after = transformer.attn_processors
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
-    assert {type(found) for found in after.values()} == {JointAttnProcessor2_0}
+    assert {type(processor) for processor in after.values()} == {JointAttnProcessor2_0}
 
 
-def test_a_block_compiles_whole_for_any_length_of_text() -> None:
-    """Traced without a break in the graph, under checkpointing, forwards and backwards."""
+def test_a_block_compiles_without_graph_breaks_for_any_text_length() -> None:
+    """Under checkpointing, forward and backward."""
     transformer = new_transformer(CONFIGS["dual"], 0)
     with torch.no_grad():
         transformer.proj_out.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -136,7 +141,7 @@ def test_a_block_compiles_whole_for_any_length_of_text() -> None:
     expected = [outcome(tokens) for tokens in (9, 11)]
     transformer.transformer_blocks[0].compile(backend="eager", fullgraph=True)
     for tokens, (output, grads) in zip((9, 11), expected, strict=True):
-        found, found_grads = outcome(tokens)
-        torch.testing.assert_close(found, output, rtol=1e-5, atol=1e-6)
+        actual, actual_grads = outcome(tokens)
+        torch.testing.assert_close(actual, output, rtol=1e-5, atol=1e-6)
         for name in grads:
-            torch.testing.assert_close(found_grads[name], grads[name], rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(actual_grads[name], grads[name], rtol=1e-4, atol=1e-5, msg=name)

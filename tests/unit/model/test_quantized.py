@@ -1,5 +1,6 @@
-"""Frozen weights in 8 and 4 bits under an adapter: what shrinks, what is computed and trains, and no library."""
+"""Frozen weights in 8 and 4 bits below an adapter: their bytes, outputs, training, and a missing library."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +30,29 @@ def library() -> None:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Of the parameters and of the scales of those in 4 bits."""
+    """The bytes of the parameters, and of the scales of 4-bit ones."""
     states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
     scales = [scale for state in states for scale in (state.absmax, state.state2.absmax)]
-    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *scales))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *scales))
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("bits", BITS)
-def test_the_base_shrinks_to_the_bytes_that_check_foretells(bits: int) -> None:
+def test_the_base_shrinks_to_the_estimated_bytes(bits: int) -> None:
     model = stock()
     assert quantize_base(model, bits) == 25
-    case = TrainingSetup(
-        SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0), base_bits=bits
-    )
-    assert held_bytes(model) == pytest.approx(case.frozen_bytes, rel=1e-3)
-    assert (
-        case.frozen_bytes
-        < 0.6
-        * TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0)).frozen_bytes
-    )
+    full = TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0))
+    setup = replace(full, base_bits=bits)
+    assert held_bytes(model) == pytest.approx(setup.frozen_bytes, rel=1e-3)
+    assert setup.frozen_bytes < 0.6 * full.frozen_bytes
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("bits", BITS)
-def test_an_adapter_trains_on_few_bits(bits: int, use_dora: bool) -> None:
-    """The output is near the unquantized one and does not change by putting a new adapter on, by evaluating, or by
-    moving the model once it has computed; only the adapter gets gradients, in float32."""
+def test_an_adapter_trains_on_quantized_weights(bits: int, use_dora: bool) -> None:
+    """The output is close to the unquantized one. A new adapter, evaluation mode, or moving the model does not change it;
+    only the adapter gets gradients, in float32."""
     plain, model = output(stock()).detach(), stock()
     quantize_base(model, bits)
     before = output(model).detach()
@@ -76,8 +72,8 @@ def test_an_adapter_trains_on_few_bits(bits: int, use_dora: bool) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("bits", BITS)
-def test_gradients_pass_through_few_bits(bits: int) -> None:
-    """By the chain rule on the weight that the layer stands for."""
+def test_gradients_pass_through_quantized_layers(bits: int) -> None:
+    """Compared with the chain rule on the dequantized weight."""
     layer = nn.Linear(64, 96)
     holder = nn.ModuleList([layer])
     weight = _weight_of(holder, bits)
@@ -89,16 +85,16 @@ def test_gradients_pass_through_few_bits(bits: int) -> None:
 
 
 def _weight_of(holder: Any, bits: int) -> Tensor:
-    """Quantize; the weight as the layer computes with it."""
+    """Quantize the layer, and return its effective weight."""
     bias = holder[0].bias.detach()
     quantize_base(holder, bits)
     with torch.no_grad():
-        found: Tensor = (holder[0](torch.eye(64)) - bias).T
-    return found
+        weight: Tensor = (holder[0](torch.eye(64)) - bias).T
+    return weight
 
 
 @pytest.mark.usefixtures("library")
-def test_under_autocast_it_gives_what_a_stock_layer_gives() -> None:
+def test_autocast_applies_as_to_a_stock_layer() -> None:
     holder = nn.ModuleList([nn.Linear(64, 64)])
     quantize_base(holder, 4)
     x = torch.randn(3, 64)
@@ -119,15 +115,15 @@ def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected() -> None
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("bits", BITS)
-def test_a_task_trains_on_few_bits_and_saves_the_adapter_alone(tmp_path: Path, bits: int) -> None:
-    def run(out: str, **wishes: Any) -> Any:
+def test_a_task_trains_on_quantized_weights_and_saves_only_the_adapter(tmp_path: Path, bits: int) -> None:
+    def run(out: str, **options: Any) -> Any:
         model = Toy()
         model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 64), nn.Linear(64, 16))
         with torch.no_grad():
             [p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p)) for p in model.transformer.parameters()]
         model.train_adapter(rank=2, target_modules=["1", "2"], base_bits=bits)
-        wishes = {"num_workers": 0, "save_steps": 4, "batch_size": 2, "engine": "torch", **wishes}
-        launch_training_task(None, Pictures(), model, ModelLogger(tmp_path / out), 1e-2, **wishes)
+        options = {"num_workers": 0, "save_steps": 4, "batch_size": 2, "engine": "torch", **options}
+        launch_training_task(None, Pictures(), model, ModelLogger(tmp_path / out), 1e-2, **options)
         return load_file(tmp_path / out / "step-4.safetensors")
 
     whole = run("whole", checkpoint_steps=2)
@@ -138,7 +134,7 @@ def test_a_task_trains_on_few_bits_and_saves_the_adapter_alone(tmp_path: Path, b
     assert all(torch.equal(whole[name], again[name]) for name in whole), "resumed exactly"
 
 
-def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"base_bits = 4 needs bitsandbytes.* run `pip install 'sd3-light\[bnb\]'`"):
         quantize_base(stock(), 4)

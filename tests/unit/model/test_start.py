@@ -1,4 +1,4 @@
-"""Where weights start, for every way to say it."""
+"""Where weights start, for every kind of config."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
     assert start.size == SIZES["tiny2"]
 
 
-def test_a_folder_by_init_is_known_by_its_marker(tmp_path: Path) -> None:
+def test_a_folder_by_init_is_recognised_by_its_marker(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer", num_layers=3)
     (tmp_path / MARKER).write_text("{}")
     start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain"))
@@ -47,46 +47,46 @@ def test_a_folder_by_init_is_known_by_its_marker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", ["", "transformer"])
 def test_init_names_a_denoiser_or_the_folder_around_it(tmp_path: Path, inner: str) -> None:
-    place = denoiser(tmp_path / "other" / inner)
+    folder = denoiser(tmp_path / "other" / inner)
     start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", init=str(tmp_path / "other")))
-    assert start.folder == place
+    assert start.folder == folder
 
 
-def test_a_pipeline_folder_without_denoiser_is_a_users_fault(tmp_path: Path) -> None:
+def test_a_pipeline_folder_without_denoiser_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"transformer/config\.json cannot be read"):
         where_weights_start(table(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
         ({"_class_name": "FluxTransformer2DModel"}, "describes a Flux"),
         ({"in_channels": 4}, "in_channels 4"),
         ({"patch_size": 4}, "patch_size 4"),
     ],
 )
-def test_another_models_folder_is_a_users_fault(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+def test_another_models_folder_is_a_user_error(tmp_path: Path, other: dict[str, Any], message: str) -> None:
     denoiser(tmp_path / "transformer", **other)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         where_weights_start(table(tmp_path))
 
 
-def test_a_damaged_config_is_a_users_fault(tmp_path: Path) -> None:
-    place = denoiser(tmp_path / "transformer") / "config.json"
-    place.write_text("{")
+def test_a_damaged_config_is_a_user_error(tmp_path: Path) -> None:
+    config = denoiser(tmp_path / "transformer") / "config.json"
+    config.write_text("{")
     with pytest.raises(UserError, match="is not valid JSON"):
         where_weights_start(table(tmp_path))
-    place.write_text('{"num_layers": 3}')
+    config.write_text('{"num_layers": 3}')
     with pytest.raises(UserError, match="lacks 'num_attention_heads'"):
         where_weights_start(table(tmp_path))
 
 
-def test_random_without_size_or_train_type_is_a_users_fault(tmp_path: Path) -> None:
+def test_random_without_size_or_train_type_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.size"):
         where_weights_start(table(tmp_path, init="random"))
 
 
-def test_sizes_differ_only_where_weights_do() -> None:
+def test_sizes_differ_only_in_fields_that_change_weights() -> None:
     size = SIZES["demo"]
     assert differences(size, size_with(size, sample_size=99)) == ()
     assert differences(size, size_with(size, num_heads=9)) == ("num_heads",)
