@@ -51,7 +51,7 @@ def test_the_base_shrinks_to_the_estimated_bytes(bits: int) -> None:
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("bits", BITS)
 def test_an_adapter_trains_on_quantized_weights(bits: int, use_dora: bool) -> None:
-    """The output is close to the unquantized one. A new adapter, evaluation mode, or moving the model does not change it;
+    """The output is close to the unquantized one. A new adapter, evaluation mode or moving does not change it;
     only the adapter gets gradients, in float32."""
     plain, model = output(stock()).detach(), stock()
     quantize_base(model, bits)
