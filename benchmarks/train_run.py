@@ -238,12 +238,12 @@ def train(folder: Path, engine: str, saves: bool) -> None:
     from sd3_light.checkpoint.background import CheckpointKeeper
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
-    from sd3_light.stages.train.hooks import RunHooks
+    from sd3_light.training.driver import Driver
 
-    RunHooks.export = lambda self, progress: None  # type: ignore[method-assign]  # there are no frozen parts to export
+    Driver.export = lambda self, progress: None  # type: ignore[method-assign]  # there are no frozen parts to export
 
     if not saves:
-        RunHooks.checkpoint = lambda self, progress: None  # type: ignore[method-assign]
+        Driver.checkpoint = lambda self, progress: None  # type: ignore[method-assign]
         CheckpointKeeper.prepare = lambda self, pieces: None  # type: ignore[method-assign]
 
     loaded = load_config(folder / "train.toml")

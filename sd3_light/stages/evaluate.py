@@ -17,6 +17,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
+from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.training.evaluation import Evaluator
@@ -36,7 +37,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     denoiser = SD3Transformer2DModel.from_pretrained(model / "transformer", dtype=torch.float32, local_files_only=True)
     device = launch.device()
     start_process_group(launch, device, config.dist_timeout_sec)
-    fast = why_stock_blocks(config, denoiser, device.type, launch.world) is None
+    fast = why_stock_blocks(config, where_weights_start(config.model).size, denoiser, device.type, launch.world) is None
     engine = TorchEngine(SD3TrainingModule(denoiser, config, fast), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with peer_loss_as_user_error():

@@ -18,11 +18,11 @@ from sd3_light.export.diffusers_folder import ExportError, write_folder
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
+from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
-from sd3_light.training.saver import export_spec, model_config, whole_state
+from sd3_light.training.saver import adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
-from sd3_light.training.trainable import adapter_spec
 
 RAW = "raw"
 SNAPSHOTS = "ema"
@@ -90,7 +90,7 @@ def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, con
     if train.adapter is not None:
         _write_adapter(train, chosen, run_folder, out)
         return
-    transformer: SD3Transformer2DModel = starting_transformer(train.model, train.seed)
+    transformer: SD3Transformer2DModel = starting_transformer(where_weights_start(train.model), train.seed)
     spec = export_spec(train, model_config(transformer), chosen.words, chosen.progress, run_folder)
     state = whole_state(transformer, chosen.trained, train.freeze)
     with write_errors(out):
@@ -105,7 +105,7 @@ def _write(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path, con
 
 def _write_adapter(train: TrainConfig, chosen: _Chosen, run_folder: Path, out: Path) -> None:
     """A folder with the adapter's file, card and proof, or the file alone."""
-    spec = adapter_spec(train, chosen.words, chosen.progress, run_folder)
+    spec = adapter_spec(train, where_weights_start(train.model), chosen.words, chosen.progress, run_folder)
     with write_errors(out):
         if not is_single_file(out):
             write_adapter(out, chosen.trained, spec)

@@ -18,7 +18,7 @@ def run(loaded: LoadedConfig, out: Path) -> Path:
     refuse_existing(out)
     train = loaded.train
     start = where_weights_start(train.model)
-    transformer = starting_transformer(train.model, train.seed)
+    transformer = starting_transformer(start, train.seed)
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
     marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
     spec = replace(spec, files={**spec.files, MARKER: marker})

@@ -1,4 +1,4 @@
-"""`ModelLogger`: when a task saves, and under which names."""
+"""`ModelLogger`: when a task saves, and under which file names."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ from sd3_light.training.errors import as_user_error
 
 class ModelLogger:
     """Saves what trains to ``output_path``: ``step-N.safetensors`` every ``save_steps`` optimizer steps, or
-    ``epoch-E.safetensors`` after each epoch. Only the adapter's weights are saved where only an adapter trains.
+    ``epoch-E.safetensors`` after each epoch. If only an adapter trains, only its weights are saved.
 
-    ``state_dict_converter`` may rename the weights of a full training before they are written, after
-    ``remove_prefix_in_ckpt`` was taken off their names. Where a task keeps a running average, that is what is saved.
+    ``remove_prefix_in_ckpt`` is removed from the names of a full training's weights; then ``state_dict_converter`` may
+    rename them. A task with an EMA saves the averaged weights.
     """
 
     def __init__(
@@ -31,11 +31,13 @@ class ModelLogger:
     ) -> None:
         if not isinstance(output_path, str | Path):
             raise UserError(f"ModelLogger: output_path is {output_path!r}; give a folder")
-        given: Any = save_dtype
-        if not isinstance(given, torch.dtype) or not save_dtype.is_floating_point:
+        dtype: Any = save_dtype
+        if not isinstance(dtype, torch.dtype) or not save_dtype.is_floating_point:
             raise UserError(f"ModelLogger: save_dtype is {save_dtype!r}; give torch.float32, bfloat16 or float16")
         if state_dict_converter is not None and not callable(state_dict_converter):
-            raise UserError("ModelLogger: state_dict_converter is no function; give one from a state dict to another")
+            raise UserError(
+                "ModelLogger: state_dict_converter is not a function; give one from state dict to state dict"
+            )
         self.output_path = Path(output_path)
         self.remove_prefix_in_ckpt = remove_prefix_in_ckpt or ""
         self.state_dict_converter = state_dict_converter
@@ -44,17 +46,17 @@ class ModelLogger:
         self._saved_at = -1
 
     def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
-        """After an optimizer step."""
+        """Save after an optimizer step if ``save_steps`` is due."""
         self.num_steps += 1
         if save_steps is not None and self.num_steps % save_steps == 0:
             self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
 
     def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
-        """After an epoch."""
+        """Save after an epoch."""
         self.save_model(accelerator, model, f"epoch-{epoch_id}.safetensors")
 
     def on_training_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
-        """After the last step: what the intervals left out."""
+        """Save after the last step what the intervals left out."""
         if save_steps is not None and self._saved_at != self.num_steps:
             self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
 
@@ -62,10 +64,10 @@ class ModelLogger:
         """Write ``file_name``; all processes call it, the main one writes."""
         self._saved_at = self.num_steps
         path = self.output_path / file_name
-        state = _whole(model)
+        state = _gather_trainable(model)
         if is_main_process() if accelerator is None else accelerator.is_main_process:
             facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
-            with torch.autocast("cpu", enabled=False):  # hooks may run under it; files keep what was trained
+            with torch.autocast("cpu", enabled=False):  # hooks may run under autocast; files keep what was trained
                 if model.adapter is None:
                     plain = {name.removeprefix(self.remove_prefix_in_ckpt): tensor for name, tensor in state.items()}
                     state = self._converted(plain)
@@ -77,17 +79,19 @@ class ModelLogger:
         if self.state_dict_converter is None:
             return plain
         with as_user_error("state_dict_converter"):
-            found: dict[str, Any] = dict(self.state_dict_converter(plain))
-        wrong = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)]
-        if wrong or not found:
-            raise UserError(f"state_dict_converter gave no tensor for {wrong[:1] or 'any name'}; return a state dict")
-        return found
+            state: dict[str, Any] = dict(self.state_dict_converter(plain))
+        wrong = [name for name, tensor in state.items() if not isinstance(tensor, Tensor)]
+        if wrong or not state:
+            raise UserError(
+                f"state_dict_converter returned no tensor for {wrong[:1] or 'any name'}; return a state dict"
+            )
+        return state
 
 
-def _whole(model: Any) -> dict[str, Tensor]:
-    """What trains now, whole and in host memory."""
-    found = {}
+def _gather_trainable(model: Any) -> dict[str, Tensor]:
+    """Return what trains, whole and in host memory."""
+    state = {}
     for name, parameter in model.named_trainable():
-        held = parameter.detach()
-        found[name] = (held.full_tensor() if isinstance(held, DTensor) else held).cpu()
-    return found
+        local = parameter.detach()
+        state[name] = (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
+    return state

@@ -1,5 +1,5 @@
-"""Prior preservation (DreamBooth): pictures of the class that the model itself draws, once, and trains on beside the
-new ones, so that it does not forget what the class looks like."""
+"""Prior preservation (DreamBooth): the model draws images of the class once, before training, and trains on them beside
+the new ones, so that it keeps what it knows about the class."""
 
 import hashlib
 import json
@@ -18,15 +18,15 @@ from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.training.errors import as_user_error
 
 Make = Callable[[str, int], Image.Image]
-"""(prompt, seed) -> a picture, by the model before it is trained."""
+"""(prompt, seed) -> an image, drawn by the model before it is trained."""
 
 
 class ClassPictures(Dataset[Any]):
-    """``count`` pictures of ``prompt``, picture i with seed i, drawn by ``make`` where they are not in ``cache`` yet.
+    """``count`` images of ``prompt``, image i with seed i; ``make`` draws those that are not in ``cache`` yet.
 
-    Items are ``{image: picture, prompt: text}`` under the names that the units of the task read. The folder's name in
-    the cache is a hash of the prompt and of ``made_by``, JSON that names model and sampler: another prompt or another
-    model draws anew.
+    Items hold the image and the prompt under the names ``image`` and ``text``, which the units of the task read. The
+    folder's name in the cache is a hash of the prompt and of ``made_by``, JSON that names model and sampler: another
+    prompt or model gets its own images.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class ClassPictures(Dataset[Any]):
         text: str = "prompt",
     ) -> None:
         if count < 1:
-            raise UserError(f"{count} class pictures: give a number from 1 on")
-        with as_user_error("made_by of ClassPictures", "give JSON: texts, numbers and lists by name"):
+            raise UserError(f"{count} class images: give a number >= 1")
+        with as_user_error("made_by of ClassPictures", "give JSON: strings, numbers and lists by name"):
             recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
         self.folder = Path(cache) / hashlib.sha256(recipe.encode()).hexdigest()[:16]
         self.prompt, self.count, self.names = prompt, count, (image, text)
@@ -55,11 +55,11 @@ class ClassPictures(Dataset[Any]):
         return self.folder / f"{index:05d}.png"
 
     def _draw(self, make: Make, missing: list[int]) -> None:
-        with progress("class pictures", len(missing), "pictures") as bar:
+        with progress("class images", len(missing), "images") as bar:
             for done, index in enumerate(missing, start=1):
                 with (
                     atomic_file(self._path(index)) as temporary,
-                    as_user_error("make(prompt, seed)", "let it give a picture"),
+                    as_user_error("make(prompt, seed)", "return an image"),
                 ):
                     make(self.prompt, index).save(temporary, format="PNG")
                 bar.set_done(done, len(missing))
@@ -69,17 +69,17 @@ class ClassPictures(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, text = self.names
-        with Image.open(self._path(index)) as picture:
-            return {image: picture.convert("RGB"), text: self.prompt}
+        with Image.open(self._path(index)) as stored:
+            return {image: stored.convert("RGB"), text: self.prompt}
 
 
 class WithPrior(Dataset[Any]):
-    """A data set and class pictures behind it: the losses of the latter count ``weight`` times (`FlowMatchSFTLoss`)."""
+    """A dataset followed by class images, whose losses count ``weight`` times (`FlowMatchSFTLoss`)."""
 
     def __init__(self, dataset: Dataset[Any], prior: Dataset[Any], weight: float = 1.0) -> None:
-        given: Any = weight
-        if not isinstance(given, int | float) or not 0 <= weight < math.inf:
-            raise UserError(f"the weight of prior pictures is {weight!r}; give a number from 0 on")
+        number: Any = weight
+        if not isinstance(number, int | float) or not 0 <= weight < math.inf:
+            raise UserError(f"the weight of prior images is {weight!r}; give a number >= 0")
         self.dataset, self.prior, self.weight = dataset, prior, weight
         self._own = length_of(dataset)
 

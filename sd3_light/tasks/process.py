@@ -1,4 +1,4 @@
-"""`launch_data_process_task`: run once what training need not compute again, and keep it on disk for a second stage."""
+"""`launch_data_process_task`: compute once what does not change during training, and store it for a second stage."""
 
 import json
 from collections.abc import Callable, Hashable, Iterator
@@ -18,11 +18,11 @@ from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import recipe_of
-from sd3_light.tasks.train import leaving_on_fault, require_parts
+from sd3_light.tasks.train import aborting_on_error, require_module_and_logger
 from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 
-@leaving_on_fault()
+@aborting_on_error()
 @explain_runtime_errors()
 def launch_data_process_task(
     accelerator: Accelerator | None,
@@ -34,18 +34,18 @@ def launch_data_process_task(
     bucket_of: Callable[[int], Hashable] | None = None,
     shard_size: int = 256,
 ) -> Path:
-    """Run the units of ``model`` that need no gradient and draw nothing on every sample, and store what the others read
-    under ``model_logger.output_path``, where it is returned; train on `ProcessedDataset` of that folder.
+    """Run the units of ``model`` that need no gradient and draw nothing on every sample, and store what the other units
+    read under ``model_logger.output_path``; return that folder. Train on `ProcessedDataset` of it.
 
-    Each process takes every n-th sample and talks to nobody until the end. A sample whose data and units have not
-    changed is not computed again, so the task may be interrupted and started anew.
+    Each process takes every n-th sample and works alone until the end. A sample whose data and units have not changed
+    is not computed again, so the task may be interrupted and started again.
     `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
     """
     num_workers = getattr(args, "dataset_num_workers", None) or getattr(args, "num_workers", None) or num_workers
-    require_parts(model, model_logger)
+    require_module_and_logger(model, model_logger)
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
-            raise UserError(f"{name} is {value!r}; give a whole number from {least} on")
+            raise UserError(f"{name} is {value!r}; give an integer >= {least}")
     launch = Launch() if accelerator is None else launch_from_accelerator(accelerator)
     set_main_process(launch.is_main)
     folder, count = model_logger.output_path, length_of(dataset)
@@ -55,40 +55,40 @@ def launch_data_process_task(
     recipe = recipe_of(model)
     with as_user_error(f"output_path {folder}", "choose another"):
         writer = ProcessedWriter(folder, launch.rank, shard_size)
-    mine = list(range(launch.rank, count, launch.world))
+    indices = list(range(launch.rank, count, launch.world))
     reused = 0
-    with progress("process", len(mine), "samples") as bar:
-        for done, (index, item) in enumerate(zip(mine, _items(dataset, mine, num_workers), strict=True), start=1):
-            made_of = fingerprint({"recipe": recipe["digest"], "data": item})
-            if writer.known.get(index) == made_of:
+    with progress("process", len(indices), "samples") as bar:
+        for done, (index, item) in enumerate(zip(indices, _items(dataset, indices, num_workers), strict=True), start=1):
+            made_from = fingerprint({"recipe": recipe["digest"], "data": item})
+            if writer.known.get(index) == made_from:
                 reused += 1
             else:
-                with as_user_error(f"bucket_of({index})", "let it give a name or number for every index"):
+                with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
                     bucket = "all" if bucket_of is None else str(bucket_of(index))
-                writer.add(ProcessedSample(index, bucket, made_of, _storable(model.process(item), index)))
-            bar.set_done(done, len(mine))
+                writer.add(ProcessedSample(index, bucket, made_from, _storable(model.process(item), index)))
+            bar.set_done(done, len(indices))
     writer.close()
     if accelerator is not None:
         accelerator.wait_for_everyone()
     if launch.is_main:
         write_processed_manifest(folder, recipe, count)
-        info(f"processed data: {count} samples in {folder} ({reused} of this process were there)")
+        info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return folder
 
 
 def _items(dataset: Dataset[Any], indices: list[int], num_workers: int) -> Iterator[Any]:
-    """The items in order, read ahead by worker processes."""
-    read = _Items(dataset, indices)
-    for item in DataLoader(read, batch_size=None, num_workers=num_workers, collate_fn=_as_it_is):
+    """Yield the items in order, prefetched by worker processes."""
+    items = _Items(dataset, indices)
+    for item in DataLoader(items, batch_size=None, num_workers=num_workers, collate_fn=_unchanged):
         if isinstance(item, UserError):
             raise item
         yield item
 
 
 class _Items(Dataset[Any]):
-    """Items by their place; a fault travels as a value, as torch would wrap what a worker raises in its trace."""
+    """Items by position. An error is returned as a value: torch would wrap what a worker raises in its traceback."""
 
     def __init__(self, dataset: Dataset[Any], indices: list[int]) -> None:
         self.dataset, self.indices = dataset, indices
@@ -99,11 +99,11 @@ class _Items(Dataset[Any]):
     def __getitem__(self, at: int) -> Any:
         try:
             return item_of(self.dataset, self.indices[at])
-        except UserError as fault:
-            return fault
+        except UserError as error:
+            return error
 
 
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 
@@ -116,11 +116,11 @@ def _is_json(value: Any) -> bool:
 
 
 def _storable(values: dict[str, Any], index: int) -> dict[str, Any]:
-    """Tensors, and what JSON knows; anything else is a fault that names it."""
+    """Return the values if all are tensors or JSON; anything else is an error that names it."""
     for name, value in values.items():
         if not isinstance(value, Tensor) and not _is_json(value):
             raise UserError(
-                f"sample {index}: {name!r} is a {type(value).__name__}, which cannot be stored; let a unit that needs "
-                "no gradient make a tensor of it, or do not read it later"
+                f"sample {index}: {name!r} is a {type(value).__name__}, which cannot be stored; turn it into a "
+                "tensor in a unit that needs no gradient, or do not read it later"
             )
     return values

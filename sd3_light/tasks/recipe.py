@@ -1,4 +1,4 @@
-"""What made processed data: the units that were cached, their settings, and the weights that they used."""
+"""The recipe of processed data: the cached units, their settings, and the weights that they used."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ from sd3_light.tasks.module import DiffusionTrainingModule
 
 
 def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:
-    """What the cached units are, with a hash of the weights that they use."""
+    """Return the cached units of a module, with hashes of the weights that they use."""
     split = model.split()
     units = [
         {
@@ -23,8 +23,8 @@ def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:
         }
         for unit in split.cached
     ]
-    digest = fingerprint({"units": units, "kept": list(split.kept)})
-    return {"units": units, "kept": list(split.kept), "digest": digest}
+    recipe = {"units": units, "kept": list(split.stored)}
+    return {**recipe, "digest": fingerprint(recipe)}
 
 
 def _weights_hash(part: Any) -> str:
@@ -37,21 +37,21 @@ def _weights_hash(part: Any) -> str:
 
 
 def require_same_recipe(dataset: ProcessedDataset, model: DiffusionTrainingModule) -> None:
-    """A fault where a unit of the model would now compute something else than the data that it left.
+    """Raise if a unit of the model would now compute something other than the processed data.
 
-    Units and parts that a second stage does not load at all are not asked for. Units are told apart by what they write:
-    a module may have several of one class.
+    Units and parts that the second stage does not load are not checked. Units are identified by what they write, as a
+    module may have several of one class.
     """
     before = {(unit["unit"], name): unit for unit in dataset.recipe["units"] for name in unit["writes"]}
     for unit in model.split().cached:
-        kept = next((before[unit.label, name] for name in unit.writes if (unit.label, name) in before), None)
-        if kept is None:
+        recorded = next((before[unit.label, name] for name in unit.writes if (unit.label, name) in before), None)
+        if recorded is None:
             continue
-        changed = [key for key in ("reads", "writes") if list(getattr(unit, key)) != kept[key]]
-        changed += ["settings"] if dict(unit.settings()) != kept["settings"] else []
+        changed = [key for key in ("reads", "writes") if list(getattr(unit, key)) != recorded[key]]
+        changed += ["settings"] if dict(unit.settings()) != recorded["settings"] else []
         parts = {name: getattr(model, name, None) for name in unit.uses}
         loaded = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-        changed += [name for name, part in loaded.items() if _weights_hash(part) != kept["parts"].get(name)]
+        changed += [name for name, part in loaded.items() if _weights_hash(part) != recorded["parts"].get(name)]
         if changed:
             raise UserError(
                 f"{dataset.folder} was made by unit {unit.label} with another {changed[0]!r} than it has now; run "

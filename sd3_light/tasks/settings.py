@@ -1,145 +1,121 @@
-"""What a task may be told besides the arguments that the documented signature has."""
+"""`TaskSettings`: everything that `launch_training_task` takes besides its documented arguments."""
 
-import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from torch.utils.data import Dataset
+from pydantic import Strict, ValidationError, model_validator
 
 from sd3_light.config import EmaConfig, OptimizerConfig
+from sd3_light.config.base import (
+    Allowed,
+    Count,
+    CountOrZero,
+    Decay,
+    NotNegative,
+    Positive,
+    Table,
+    describe_type,
+    field_types,
+    invalid_value,
+    known_values,
+)
 from sd3_light.config.faults import UserError
 
-Engine = Literal["accelerate", "torch", "deepspeed"]
-SCHEDULES = ("constant", "linear", "cosine", "step")
+_FUNCTION = Allowed("a function")
+_BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
 
 
-def _whole(least: int, optional: bool = False) -> Callable[[Any], bool]:
-    def fits(value: Any) -> bool:
-        return (optional and value is None) or (type(value) is int and value >= least)
+class TaskSettings(Table):
+    """How a task trains. Intervals are in optimizer steps.
 
-    return fits
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _share(value: Any) -> bool:
-    return _number(value) and 0 <= value < 1
-
-
-def _one_of(*values: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in values, f"one of {', '.join(values)}"
-
-
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("num_epochs", "batch_size", "logging_steps", "ema_update_every", "keep_last_n_checkpoints"),
-        _whole(1),
-        "a whole number from 1 on",
-    ),
-    (
-        ("save_steps", "max_steps", "gradient_accumulation_steps", "checkpoint_steps", "eval_steps", "draw_steps"),
-        _whole(1, optional=True),
-        "a whole number from 1 on",
-    ),
-    (("lr_step_size",), _whole(1, optional=True), "a whole number from 1 on"),
-    (("num_workers", "warmup_steps", "seed", "max_nonfinite_steps"), _whole(0), "a whole number from 0 on"),
-    (("learning_rate",), lambda value: _number(value) and value > 0, "a number above 0"),
-    (("weight_decay", "gradient_clipping"), lambda value: _number(value) and value >= 0, "a number from 0 on"),
-    (("lr_step_gamma",), lambda value: value is None or (_number(value) and value > 0), "a number above 0"),
-    (("ema_decay",), lambda value: value is None or _share(value), "a number from 0 to below 1, such as 0.999"),
-    (
-        ("betas",),
-        lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(_share, value)),
-        "two numbers from 0 to below 1, such as (0.9, 0.999)",
-    ),
-    (("resume",), lambda value: isinstance(value, bool), "True or False"),
-    (("bucket_of", "draw"), lambda value: value is None or callable(value), "a function"),
-    (("lr_scheduler",), *_one_of(*SCHEDULES)),
-    (("optimizer",), *_one_of("adamw", "adamw8bit", "muon")),
-    (("engine",), *_one_of("accelerate", "torch", "deepspeed")),
-)
-"""Which values fit the settings of these names, and what to give in place of others."""
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """How a task trains. Counts of steps are optimizer steps.
-
-    ``bucket_of(index)`` names the samples that may share a batch, such as by size; without it all may.
-    ``gradient_accumulation_steps`` None takes the accelerator's. ``constant`` is constant from the end of the warm-up
-    on. ``checkpoint_steps`` None: at the end and when the process is told to stop. ``draw(module)`` gives a picture.
+    ``bucket_of(index)`` names the group of samples that may share a batch, such as those of one size; by default all
+    may. ``gradient_accumulation_steps`` defaults to the accelerator's. The schedule "constant" is constant after the
+    warm-up. Without ``checkpoint_steps`` a checkpoint is written at the end and when the process is asked to stop.
+    ``draw(module)`` returns an image.
     """
 
-    learning_rate: float = 1e-5
-    weight_decay: float = 1e-2
-    num_workers: int = 1
-    save_steps: int | None = None
-    num_epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 1
-    bucket_of: Callable[[int], Hashable] | None = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float = 1.0
+    learning_rate: Positive = 1e-5
+    weight_decay: NotNegative = 1e-2
+    num_workers: CountOrZero = 1
+    save_steps: Count | None = None
+    num_epochs: Count = 1
+    max_steps: Count | None = None
+    batch_size: Count = 1
+    bucket_of: Annotated[Callable[[int], Hashable], _FUNCTION] | None = None
+    gradient_accumulation_steps: Count | None = None
+    gradient_clipping: NotNegative = 1.0
     lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"
-    warmup_steps: int = 0
-    lr_step_size: int | None = None
-    lr_step_gamma: float | None = None
+    warmup_steps: CountOrZero = 0
+    lr_step_size: Count | None = None
+    lr_step_gamma: Positive | None = None
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    ema_decay: float | None = None
-    ema_update_every: int = 1
-    seed: int = 0
-    checkpoint_steps: int | None = None
-    keep_last_n_checkpoints: int = 1
-    resume: bool = False
-    eval_dataset: Dataset[Any] | None = None
-    eval_steps: int | None = None
-    draw: Callable[[Any], Any] | None = None
-    draw_steps: int | None = None
-    logging_steps: int = 1
-    max_nonfinite_steps: int = 10
-    engine: Engine = "accelerate"
+    betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
+    ema_decay: Decay | None = None
+    ema_update_every: Count = 1
+    seed: CountOrZero = 0
+    checkpoint_steps: Count | None = None
+    keep_last_n_checkpoints: Count = 1
+    resume: Annotated[bool, Strict(), Allowed("True or False")] = False
+    eval_dataset: Any = None
+    eval_steps: Count | None = None
+    draw: Annotated[Callable[[Any], Any], _FUNCTION] | None = None
+    draw_steps: Count | None = None
+    logging_steps: Count = 1
+    max_nonfinite_steps: CountOrZero = 10
+    engine: Literal["accelerate", "torch", "deepspeed"] = "accelerate"
 
     @staticmethod
-    def of(given: Mapping[str, Any], args: Any = None) -> "TaskSettings":
-        """The settings of a call; an attribute of ``args`` (an argparse namespace, say) that is not None overrides."""
-        known = {field.name for field in fields(TaskSettings)}
-        if unknown := sorted(given.keys() - known):
-            raise UserError(f"launch_training_task does not know {unknown[0]!r}; it knows {', '.join(sorted(known))}")
-        if isinstance(args, Mapping):
-            raise UserError("args is a dict, whose keys are no attributes; give argparse.Namespace(**args)")
-        said = {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
-        settings = replace(TaskSettings(), **{**given, **said})
-        settings._require()
-        return settings
+    def of(settings: Mapping[str, Any], args: Any = None) -> "TaskSettings":
+        """Return the settings of a call; attributes of ``args``, such as an argparse namespace, override if not None.
 
-    def _require(self) -> None:
-        for names, fits, words in _RULES:
-            for name in names:
-                if not fits(value := getattr(self, name)):
-                    raise UserError(f"{name} is {value!r}; give {words}")
-        for one, other in (("eval_dataset", "eval_steps"), ("draw", "draw_steps")):
-            given = [name for name in (one, other) if getattr(self, name) is not None]
+        A invalid_value setting is a `UserError` of one line that names it and the remedy.
+        """
+        names = TaskSettings.model_fields.keys()
+        if unknown := sorted(settings.keys() - names):
+            raise UserError(f"launch_training_task does not know {unknown[0]!r}; it knows {', '.join(sorted(names))}")
+        if isinstance(args, Mapping):
+            raise UserError("args is a dict, whose keys are not attributes; give argparse.Namespace(**args)")
+        overrides = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+        values = {**settings, **overrides}
+        try:
+            return TaskSettings.model_validate(values)
+        except ValidationError as error:
+            raise UserError(_first_problem(error, values)) from error
+
+    @model_validator(mode="after")
+    def _require_consistent(self) -> Self:
+        for pair in (("eval_dataset", "eval_steps"), ("draw", "draw_steps")):
+            given = [name for name in pair if getattr(self, name) is not None]
             if len(given) == 1:
-                raise UserError(f"{given[0]} needs {other if given == [one] else one} beside it; give both or none")
-        by_step = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
-        if self.lr_scheduler == "step" and len(by_step) < 2:
-            raise UserError("lr_scheduler 'step' needs lr_step_size and lr_step_gamma")
-        if self.lr_scheduler != "step" and by_step:
-            raise UserError(f"{by_step[0]} has no meaning without lr_scheduler='step'; leave it out")
+                (missing,) = set(pair) - set(given)
+                raise invalid_value(f"{given[0]} needs {missing} beside it; give both or none")
+        step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
+        if self.lr_scheduler == "step" and len(step_settings) < 2:
+            raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
+        if self.lr_scheduler != "step" and step_settings:
+            raise invalid_value(f"{step_settings[0]} has no meaning without lr_scheduler='step'; leave it out")
+        return self
 
     @property
     def optimizer_table(self) -> OptimizerConfig:
-        """As `[optimizer]` says it."""
-        keys = {"type": self.optimizer, "lr": float(self.learning_rate), "weight_decay": float(self.weight_decay)}
-        return OptimizerConfig.model_validate({**keys, "betas": tuple(map(float, self.betas))})
+        """The settings as the config's `[optimizer]`."""
+        table = {"type": self.optimizer, "lr": self.learning_rate, "weight_decay": self.weight_decay}
+        return OptimizerConfig.model_validate({**table, "betas": self.betas})
 
     @property
     def ema_table(self) -> EmaConfig:
-        """As `[ema]` says it."""
+        """The settings as the config's `[ema]`."""
         if self.ema_decay is None:
             return EmaConfig()
         return EmaConfig(enable=True, decay=self.ema_decay, update_every=self.ema_update_every)
+
+
+def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> str:
+    """Return the first problem as one line."""
+    problem = error.errors(include_url=False)[0]
+    if not problem["loc"]:
+        return problem["msg"]
+    name = str(problem["loc"][0])
+    annotation = field_types(TaskSettings)[name]
+    allowed = f"one of {describe_type(annotation)}" if known_values(annotation) else describe_type(annotation)
+    return f"{name} is {values[name]!r}; give {allowed}"

@@ -1,9 +1,9 @@
-"""Pipeline units: what happens to a sample before the loss, each step declared with what it reads and writes.
+"""Pipeline units: the steps before the loss. Each declares what it reads and writes.
 
-From the declarations follows what training need not compute again. A unit is *cached* when it uses no part that trains,
-draws nothing and reads only data or what cached units wrote: its result is the same in every epoch. It is *drawn* when
-it, or what it reads, is random and no part trains. It is of the *gradient* otherwise. Cached and drawn units see one
-sample at a time, so a sample's values do not depend on the batch it is in; units of the gradient see the whole batch.
+The declarations decide how often a unit runs. A *cached* unit uses no part that trains, draws nothing and reads only
+data or what cached units wrote: its result is the same in every epoch. A *drawn* unit is random, or reads what is, and
+uses no part that trains. All others are *gradient* units. Cached and drawn units get one sample at a time, so a
+sample's values do not depend on its batch; gradient units get the whole batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ Kind = Literal["cached", "drawn", "gradient"]
 
 
 class PipelineUnit:
-    """One step. A subclass says in ``reads`` and ``writes`` the names of values, in ``uses`` the module's parts that it
-    calls, and in ``draws`` whether it is random; names that a sample may lack end with ``?``.
+    """One step. A subclass declares the names of the values it ``reads`` and ``writes``, the module's parts that it
+    ``uses``, and whether it ``draws`` random numbers. Names of optional values end with ``?``.
 
     ``run`` gets the values it reads by name and returns those it writes. Values of one sample have no batch dimension;
-    a unit that uses a part which trains gets a batch, with one.
+    a unit that uses a part which trains gets a batch, which has one.
     """
 
     reads: tuple[str, ...] = ()
@@ -36,33 +36,33 @@ class PipelineUnit:
 
     @property
     def label(self) -> str:
-        """What faults and manifests call it."""
+        """The unit's name in errors and manifests."""
         return type(self).__name__
 
     def run(self, module: Any, **values: Any) -> Values:
-        """Compute; a unit that draws is given ``draw`` too."""
+        """Return the values that it writes; a unit that draws also gets ``draw``."""
         raise NotImplementedError
 
     def settings(self) -> Values:
-        """What besides the parts it uses decides what it computes, for the fingerprint of a cache. JSON."""
+        """Return what decides its result besides the parts it uses, as JSON, for the fingerprint of a cache."""
         return {key: value for key, value in sorted(vars(self).items()) if isinstance(value, str | int | float | bool)}
 
 
 @dataclass(frozen=True)
-class Split:
-    """The units of a module by kind, in their order, and the values that pass from cached ones to the others."""
+class UnitSplit:
+    """The units of a module by kind, in order, and the values that the others read from cached units."""
 
     cached: tuple[PipelineUnit, ...]
     drawn: tuple[PipelineUnit, ...]
     gradient: tuple[PipelineUnit, ...]
-    kept: tuple[str, ...]
+    stored: tuple[str, ...]
 
 
-def split_units(module: nn.Module, units: Sequence[PipelineUnit], finally_read: Iterable[str]) -> Split:
-    """Derive the kinds from the declarations and from what trains now. ``finally_read`` is what the loss reads."""
-    _require_sound(units)
+def split_units(module: nn.Module, units: Sequence[PipelineUnit], loss_reads: Iterable[str]) -> UnitSplit:
+    """Sort the units by kind, from their declarations and from what trains; ``loss_reads`` is what the loss reads."""
+    _require_valid(units)
     kinds: dict[str, Kind] = {}
-    found: dict[Kind, list[PipelineUnit]] = {"cached": [], "drawn": [], "gradient": []}
+    by_kind: dict[Kind, list[PipelineUnit]] = {"cached": [], "drawn": [], "gradient": []}
     for unit in units:
         read = {kinds.get(name.rstrip("?"), "cached") for name in unit.reads}
         kind: Kind = "cached"
@@ -70,12 +70,12 @@ def split_units(module: nn.Module, units: Sequence[PipelineUnit], finally_read: 
             kind = "gradient"
         elif "drawn" in read or unit.draws:
             kind = "drawn"
-        found[kind].append(unit)
+        by_kind[kind].append(unit)
         kinds |= {name.rstrip("?"): kind for name in unit.writes}
-    later = [name for unit in (*found["drawn"], *found["gradient"]) for name in unit.reads]
-    wanted = dict.fromkeys(name.rstrip("?") for name in (*later, *finally_read))
-    kept = tuple(name for name in wanted if kinds.get(name, "cached") == "cached")
-    return Split(tuple(found["cached"]), tuple(found["drawn"]), tuple(found["gradient"]), kept)
+    later = [name for unit in (*by_kind["drawn"], *by_kind["gradient"]) for name in unit.reads]
+    wanted = dict.fromkeys(name.rstrip("?") for name in (*later, *loss_reads))
+    stored = tuple(name for name in wanted if kinds.get(name, "cached") == "cached")
+    return UnitSplit(tuple(by_kind["cached"]), tuple(by_kind["drawn"]), tuple(by_kind["gradient"]), stored)
 
 
 def _trains(module: nn.Module, unit: PipelineUnit) -> bool:
@@ -83,22 +83,22 @@ def _trains(module: nn.Module, unit: PipelineUnit) -> bool:
     return any(p.requires_grad for part in parts if isinstance(part, nn.Module) for p in part.parameters())
 
 
-def _require_sound(units: Sequence[PipelineUnit]) -> None:
-    """Every value has one writer, which comes before its readers."""
+def _require_valid(units: Sequence[PipelineUnit]) -> None:
+    """Raise unless every value has one writer, which comes before its readers."""
     for number, unit in enumerate(units):
         _require_unit(number, unit)
     writers: dict[str, str] = {}
     all_written = {name for unit in units for name in unit.writes}
     for unit in units:
-        kind = unit.label
+        label = unit.label
         for name in unit.reads:
             plain = name.rstrip("?")
             if plain in all_written and plain not in writers:
-                raise UserError(f"unit {kind} reads {plain!r} before it is written; put it after its writer")
+                raise UserError(f"unit {label} reads {plain!r} before it is written; put it after its writer")
         for name in unit.writes:
             if name in writers:
-                raise UserError(f"units {writers[name]} and {kind} both write {name!r}; give one of them another name")
-            writers[name] = kind
+                raise UserError(f"units {writers[name]} and {label} both write {name!r}; rename one of the values")
+            writers[name] = label
 
 
 def _require_unit(number: int, unit: Any) -> None:
@@ -111,25 +111,24 @@ def _require_unit(number: int, unit: Any) -> None:
 
 
 def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None = None) -> dict[str, Any]:
-    """``values`` with what the unit writes; a value that is missing, or a promise not kept, is a fault."""
-    kind = unit.label
-    given = {}
+    """Return ``values`` with what the unit writes; a missing value, or a wrong declaration, is an error."""
+    label = unit.label
+    inputs = {}
     for name in unit.reads:
         plain = name.rstrip("?")
         if plain in values:
-            given[plain] = values[plain]
+            inputs[plain] = values[plain]
         elif not name.endswith("?"):
-            raise UserError(f"unit {kind} reads {plain!r}, which neither the data nor an earlier unit gives")
+            raise UserError(f"unit {label} reads {plain!r}; it is neither in the data nor written by an earlier unit")
     for part in unit.uses:
         if getattr(module, part, None) is None:
-            raise UserError(f"unit {kind} uses {part!r}, which the module lacks; set self.{part}")
+            raise UserError(f"unit {label} uses {part!r}, which the module does not have; set self.{part}")
     extra = {"draw": draw} if unit.draws else {}
-    with as_user_error(f"unit {kind}"):
-        written = unit.run(module, **given, **extra)
+    with as_user_error(f"unit {label}"):
+        written = unit.run(module, **inputs, **extra)
     if not isinstance(written, Mapping):
-        raise UserError(f"unit {kind} gave a {type(written).__name__}; return a dict of {list(unit.writes)}")
-    if wrong := sorted(written.keys() ^ {name for name in unit.writes if not name.endswith("?")}):
-        missing = [name for name in wrong if f"{name}?" not in unit.writes]
-        if missing:
-            raise UserError(f"unit {kind} declares that it writes {list(unit.writes)}, and wrote {sorted(written)}")
+        raise UserError(f"unit {label} returned a {type(written).__name__}; return a dict of {list(unit.writes)}")
+    required = {name for name in unit.writes if not name.endswith("?")}
+    if any(f"{name}?" not in unit.writes for name in written.keys() ^ required):
+        raise UserError(f"unit {label} declares that it writes {list(unit.writes)} but wrote {sorted(written)}")
     return {**values, **written}

@@ -1,4 +1,4 @@
-"""What a run is fed with: a cache, the order of its samples, and the loader that follows it."""
+"""The data of a run: a cache, the order of its samples, and the loader that follows it."""
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.budget.flops import image_tokens, step_flops
-from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, batch_size_for
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
@@ -19,37 +19,36 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
-from sd3_light.model.start import WeightsStart
 
 
 def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_memory: bool = False) -> CachedDataset:
-    """A data set's cache, by its manifest alone unless all of it is wanted in memory."""
+    """Open a dataset's cache: its manifest, or with ``in_memory`` all of it."""
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
-    # the first process of a machine answers for all: the others may come when its memory is taken already
+    # the first process of a machine checks the memory for all: the others may start when it is used already
     here = launch.local_world if launch.local_rank == 0 else 1
     return CachedDataset(store, in_memory, here, launched=launch.world > 1)
 
 
 def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
-    """The order that training follows."""
+    """Return the order of samples in training."""
     config = loaded.train
     return data.order(
         config.seed,
         {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)},
-        lambda resolution: global_batch(config, resolution, launch.world),
+        lambda resolution: _global_batch(config, resolution, launch.world),
         config.shuffle_window,
         config.small_buckets,
     )
 
 
-def global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
-    """Samples of one optimizer step at a resolution."""
+def _global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
+    """Return the samples per optimizer step at a resolution."""
     return batch_size_for(config.micro_batch_size_per_gpu, resolution) * config.gradient_accumulation_steps * world
 
 
 def order_facts(order: Order) -> dict[str, Any]:
-    """What must be equal for a position in the order to mean the same."""
+    """Return what must be equal for a position in the order to mean the same samples."""
     buckets = []
     for bucket in order.buckets:
         shards = blake2b(digest_size=8)
@@ -67,7 +66,7 @@ def make_loader(
     items: range | None = None,
     pin: Pin | None = None,
 ) -> PipelineDataLoader:
-    """A loader with the config's workers."""
+    """Return a loader with the config's workers."""
     return PipelineDataLoader(
         dataset,
         engine,
@@ -88,13 +87,13 @@ def training_steps(
     launch: Launch,
     engine: object,
     preparer: PreparesInPlace,
-    ahead: torch.device | None = None,
+    prefetch_to: torch.device | None = None,
     fed: bool = True,
 ) -> Callable[[int], StepStream]:
-    """From a position in the order on, the micro-batches of step after step, for ever.
+    """Return a function that yields the micro-batches of endless steps, from a position in the order on.
 
-    With a device to send them ``ahead`` to they come to it while it computes the ones before. A process that is not
-    ``fed`` reads and prepares nothing: see `placeholder_batch`.
+    They are copied to the device ``prefetch_to`` while it computes earlier ones. A process that is not ``fed`` reads
+    and prepares nothing: see `placeholder_batch`.
     """
     micro = config.gradient_accumulation_steps
     if not fed:
@@ -103,17 +102,17 @@ def training_steps(
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
-        if ahead is None:
+        if prefetch_to is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()
         return prefetch_steps(
-            iter(make_loader(config, dataset, engine, micro, preparer, items, pin_host_memory)), micro, ahead
+            iter(make_loader(config, dataset, engine, micro, preparer, items, pin_host_memory)), micro, prefetch_to
         )
 
     return steps
 
 
 def placeholder_batch(samples: int) -> MicroBatch:
-    """A micro-batch of which only its size is known, for stages of a pipeline that look at no other thing of it."""
+    """Return a micro-batch of which only the size is known, for pipeline stages that read nothing else of it."""
     return (torch.empty(samples, device="meta"),), (None,)
 
 
@@ -122,9 +121,11 @@ def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Step
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
-def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Callable[[Sequence[MicroBatch]], int]:
-    """The model's FLOPs of a step, over all processes, by the tokens that its micro-batches really have; 0 where this
-    process has not read them."""
+def flops_counter(size: ModelSize, world: int, adapter: bool = False) -> Callable[[Sequence[MicroBatch]], int]:
+    """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
+
+    It returns 0 for placeholder batches.
+    """
 
     def flops(batches: Sequence[MicroBatch]) -> int:
         total = 0
@@ -134,7 +135,7 @@ def flops_counter(start: WeightsStart, world: int, adapter: bool = False) -> Cal
             height, width = (8 * side for side in features[0].shape[-2:])
             prompt = features[2]
             lengths = features[4].tolist() if len(features) > 4 else [prompt.shape[1]] * len(prompt)
-            total += step_flops(start.size, image_tokens(width, height), lengths, adapter)
+            total += step_flops(size, image_tokens(width, height), lengths, adapter)
         return total * world
 
     return flops

@@ -1,4 +1,4 @@
-"""Faults of people's own code, which tasks call: one line that says whose they are."""
+"""Errors as one line for the user: those of the user's own code, and those of the machine."""
 
 import struct
 import zlib
@@ -11,7 +11,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.loader import worker_exit_error
 from sd3_light.engines.processes import lost_peer
 
-_USUAL = (
+COMMON_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -24,40 +24,47 @@ _USUAL = (
     struct.error,
     zlib.error,
 )
+"""What code that is wrong, or is given wrong data, usually raises."""
+
+TASK_MEMORY = (
+    "lower batch_size (and raise gradient_accumulation_steps) or the size of the samples, or train an adapter "
+    "(base_bits=4 needs least)"
+)
 
 
 @contextmanager
-def as_user_error(what: str, remedy: str = "mend it") -> Iterator[None]:
-    """What usually goes wrong inside the block is a fault of the user: ``what`` raised it. Its trace is the cause.
+def as_user_error(source: str, remedy: str = "fix it") -> Iterator[None]:
+    """Turn common errors inside the block into a `UserError` that names their ``source``, the user's own code.
 
     Out of memory, a dead worker and a lost process get the messages of `explain_runtime_errors`.
     """
     try:
         yield
-    except _USUAL as error:
-        if fault := _nobodys(error, f"{what}: "):
-            raise fault from error
-        said = str(error).strip().partition("\n")[0]
-        raise UserError(f"{what} raised {type(error).__name__}{': ' if said else ''}{said}; {remedy}") from error
+    except COMMON_ERRORS as error:
+        if explained := _explained(error, TASK_MEMORY, f"{source}: "):
+            raise explained from error
+        message = ": ".join(filter(None, [type(error).__name__, str(error).strip().partition("\n")[0]]))
+        raise UserError(f"{source} raised {message}; {remedy}") from error
 
 
 @contextmanager
-def explain_runtime_errors() -> Iterator[None]:
-    """Inside the block too little GPU memory, a dead worker and a lost process are one line each."""
+def explain_runtime_errors(out_of_memory: str = TASK_MEMORY) -> Iterator[None]:
+    """Turn a full GPU, a dead worker and a lost process inside the block into a `UserError` of one line each.
+
+    ``out_of_memory`` says how to use less GPU memory.
+    """
     try:
         yield
     except RuntimeError as error:
-        if fault := _nobodys(error):
-            raise fault from error
+        if explained := _explained(error, out_of_memory):
+            raise explained from error
         raise
 
 
-def _nobodys(error: BaseException, where: str = "") -> UserError | None:
-    """The fault where it is not that of the code that happened to run; None for other errors."""
+def _explained(error: Exception, out_of_memory: str, source: str = "") -> UserError | None:
+    """Return the message for an error that any code may meet; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
-        said = ". ".join(str(error).strip().partition("\n")[0].split(". ")[:2]).rstrip(". ")
-        return UserError(
-            f"{where}{said or 'out of GPU memory'}; lower batch_size (and raise gradient_accumulation_steps) or the "
-            "size of the samples, or train an adapter (base_bits=4 needs least)"
-        )
+        sentences = str(error).strip().partition("\n")[0].split(". ")[:2]
+        message = ". ".join(sentences).rstrip(". ") or "the GPU is out of memory"
+        return UserError(f"{source}{message}; {out_of_memory}")
     return worker_exit_error(error) or lost_peer(error) if isinstance(error, RuntimeError) else None

@@ -14,9 +14,9 @@ from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
 @dataclass
 class Evaluator:
-    """Evaluates whatever weights are in the engine's model; the same weights give the same numbers each time.
+    """Evaluates the weights in the engine's model; the same weights always give the same losses.
 
-    With pipelines of several ``stages`` a batch is as many micro-batches as the config says, which the engine splits.
+    With a pipeline of several ``stages`` a batch has as many micro-batches as the config says; the engine splits it.
     """
 
     loaded: LoadedConfig
@@ -24,18 +24,18 @@ class Evaluator:
     engine: Engine
     preparer: PreparesInPlace
     stages: int = 1
-    _open: dict[str, CachedDataset] = field(default_factory=dict)
+    _datasets: dict[str, CachedDataset] = field(default_factory=dict)
 
     def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """(name, losses) of each evaluation set."""
+        """Yield (name, losses) of each evaluation set."""
         for name in self.loaded.eval_datasets:
             yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
 
     def _loader(self, name: str) -> Iterable[MicroBatch]:
-        """Each sample once, whatever its directory's repeats; a process that is not fed reads none."""
-        if name not in self._open:
-            self._open[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
-        data, config = self._open[name], self.loaded.train
+        """Load each sample once, whatever its directory's repeats; a process that gets no data reads none."""
+        if name not in self._datasets:
+            self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
+        data, config = self._datasets[name], self.loaded.train
         once = {shard.directory: 1.0 for shard in data.manifest.shards}
         order = data.order(0, once, self._batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)

@@ -1,4 +1,4 @@
-"""The one loop: take a batch, step, average, log, and do what is due."""
+"""The one loop: take a batch, step, average, log, and run the hooks that are due."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,28 +17,34 @@ from sd3_light.training.meter import Meter
 from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 STARVATION_WINDOW = 50
-"""Steps that are looked at to say whether data come too late."""
+"""The number of latest steps that decide whether the GPU is starved of data."""
+
+Due = Callable[[Progress, Progress], bool]
+"""(progress before a step, progress after it) -> whether something is due."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """Something to do now and then: ``act(progress)`` whenever ``due(before, after)`` a step."""
+    """Something to do between steps: ``act(progress)`` whenever ``due(before, after)``."""
 
     name: str
-    due: Callable[[Progress, Progress], bool]
+    due: Due
     act: Callable[[Progress], None]
 
 
-def _nobody() -> RunRequests:
+def _no_requests() -> RunRequests:
     return RunRequests(None, None, SharedFlags(None, NUM_FLAGS))
 
 
 @dataclass
 class Run:
-    """All that a training run is made of. ``steps(first)`` yields the micro-batches of step after step of the data,
-    ``samples_in(position)`` their number over all processes, and ``flops_in`` the arithmetic of a step's.
-    ``begin_step`` is told how many steps are done before each. ``faster_data`` is the remedy to name where the device
-    often waits for data; where it is empty nobody looks."""
+    """Everything that the loop needs.
+
+    ``steps(first)`` yields the micro-batches of one step after another, from position ``first`` of the data on.
+    ``samples_in(position)`` is their number over all processes, ``flops_in`` the FLOPs of a step. ``begin_step`` gets
+    the number of steps done before each step. ``faster_data`` is the advice to print when the GPU often waits for data;
+    nothing is measured where it is empty.
+    """
 
     engine: Engine
     steps: Callable[[int], StepStream]
@@ -50,7 +56,7 @@ class Run:
     hooks: Sequence[Hook] = ()
     log: Callable[..., None] = lambda *args, **fields: None
     meter: Meter = field(default_factory=Meter)
-    requests: RunRequests = field(default_factory=_nobody)
+    requests: RunRequests = field(default_factory=_no_requests)
     flops_in: Callable[[Sequence[MicroBatch]], int] = lambda batches: 0
     begin_step: Callable[[int], None] = lambda step: None
     steps_per_epoch: int = 1
@@ -58,39 +64,47 @@ class Run:
     logging_steps: int = 1
     steps_per_print: int = 1
     faster_data: str = ""
+    is_stepping: bool = False  # weights, moments and averages may be of different steps
     _skipped_in_a_row: int = 0
-    _late: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
+    _starved: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether more steps in a row than allowed were not finite."""
+        return self._skipped_in_a_row > self.max_nonfinite_steps
 
 
 def train(run: Run) -> Progress:
-    """Train from ``run.progress`` to ``run.total_steps``, or until somebody asks to stop; returns where it ended."""
-    coming: Sequence[MicroBatch] | None = None
+    """Train from ``run.progress`` to ``run.total_steps``, or until asked to stop; return the final progress."""
+    prefetched: Sequence[MicroBatch] | None = None
     with (
         closing(run.steps(run.progress.position)) as batches,
         progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
     ):
         while run.progress.step < run.total_steps and not run.requests.quit:
             before = run.progress
-            micro_batches, coming = coming or _next_step(run, batches), None
+            micro_batches, prefetched = prefetched or _next_step(run, batches), None
             lr = run.learning_rate(before.step)
 
             run.begin_step(before.step)
+            run.is_stepping = True
             result = run.engine.train_step(micro_batches, lr)
             if run.averages is not None:
                 run.averages.update(run.engine.weights, before.step + 1)
+            run.is_stepping = False
 
             samples = run.samples_in(before.position)
             run.progress = before.after(samples)
             run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
-            run.requests.ask()
+            run.requests.poll()
             due = [hook for hook in run.hooks if hook.due(before, run.progress)]
             is_last = run.progress.step == run.total_steps
             record = run.progress.step % run.logging_steps == 0 or is_last
             try:
-                if record and not due and not is_last:  # a record waits: the next batch travels meanwhile
-                    coming = _next_step(run, batches)
+                if record and not due and not is_last:  # a record waits for the GPU: load the next batch meanwhile
+                    prefetched = _next_step(run, batches)
             finally:
-                _settle(run, wait=record or bool(due))
+                _count_skipped(run, wait=record or bool(due))
                 if record:
                     _log_step(run, lr, bar)
             with run.meter.excluded():
@@ -100,36 +114,36 @@ def train(run: Run) -> Progress:
 
 
 def _next_step(run: Run, batches: StepStream) -> Sequence[MicroBatch]:
-    """What the next step learns from."""
+    """Return the micro-batches of the next step."""
     with run.meter.waiting():
-        found = next(batches)
+        micro_batches = next(batches)
     _warn_if_data_starved(run)
-    return found
+    return micro_batches
 
 
 def _warn_if_data_starved(run: Run) -> None:
-    """Say once where data come too late more often than not; when workers start they always do."""
+    """Warn once if the GPU waited for data in most of the latest steps; it always does while workers start."""
     if run.faster_data:
-        run._late.append(run.meter.is_idle)
-        if len(run._late) == STARVATION_WINDOW and sum(run._late) > STARVATION_WINDOW / 2:
-            times = f"in {sum(run._late)} of the last {STARVATION_WINDOW} steps"
-            info(f"the GPU was done before its next data came, {times}: {run.faster_data}")
+        run._starved.append(run.meter.is_idle)
+        count = sum(run._starved)
+        if len(run._starved) == STARVATION_WINDOW and count > STARVATION_WINDOW / 2:
+            info(f"the GPU waited for data in {count} of the last {STARVATION_WINDOW} steps: {run.faster_data}")
             run.faster_data = ""
 
 
-def _settle(run: Run, wait: bool) -> None:
-    """Count the steps that were not taken; too many in a row end the run."""
-    for step, numbers in run.meter.settle(wait):
+def _count_skipped(run: Run, wait: bool) -> None:
+    """Count the steps that were not taken; raise if there are too many in a row."""
+    for step, numbers in run.meter.collect(wait):
         if numbers.taken:
             run._skipped_in_a_row = 0
             continue
         run._skipped_in_a_row += 1
         run.progress = run.progress.with_skipped(1)
         _log_skip(run, step, numbers)
-        if run._skipped_in_a_row > run.max_nonfinite_steps:
+        if run.has_diverged:
             raise UserError(
                 f"loss or gradient was not finite in {run._skipped_in_a_row} steps in a row (at step {step}); lower "
-                "the learning rate or look at the data, then resume"
+                "the learning rate or check the data, then resume"
             )
 
 
@@ -138,7 +152,7 @@ def _log_skip(run: Run, step: int, numbers: StepNumbers) -> None:
 
 
 def _log_step(run: Run, lr: float, bar: Bar) -> None:
-    """One record of all that was measured since the last. Every process comes here, as some of it is asked of all."""
+    """Log everything measured since the last record. All processes call it: the weight norm is a collective."""
     progress = run.progress
     fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
     if run.averages is not None:
@@ -150,13 +164,18 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
 
 
+def never(before: Progress, after: Progress) -> bool:
+    """Due at no step."""
+    return False
+
+
 def every(
     steps: int | None = None,
     epochs: int | None = None,
     examples: int | None = None,
     steps_per_epoch: int = 1,
-) -> Callable[[Progress, Progress], bool]:
-    """Due when any of the given intervals is passed; an interval that is None never is."""
+) -> Due:
+    """Return a function that says whether a step passes a multiple of any of the given intervals."""
 
     def due(before: Progress, after: Progress) -> bool:
         return any(

@@ -1,4 +1,4 @@
-"""What the log says of the steps since its last record: means, speed, utilisation and memory."""
+"""Measurements over the steps since the last log record: mean losses, speed, utilisation and memory."""
 
 import math
 import time
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 @dataclass
 class Window:
-    """Sums over the steps since the last record. It is in the checkpoint, so that a resumed run logs the same."""
+    """Sums over the steps since the last record. Checkpoints hold it, so a resumed run logs the same means."""
 
     steps: int = 0
     sums: dict[str, float] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Window:
     counts: list[float] = field(default_factory=lambda: [0.0] * NUM_BANDS)
 
     def add(self, numbers: StepNumbers) -> None:
-        """Take in a step that was taken."""
+        """Add a step that was taken."""
         self.steps += 1
         for name, value in {**numbers.losses, "grad_norm": numbers.grad_norm}.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
@@ -35,20 +35,20 @@ class Window:
         self.counts = [a + b for a, b in zip(self.counts, numbers.band_counts, strict=True)]
 
     def means(self) -> dict[str, Any]:
-        """Losses and gradient norm as means over the steps, and the loss by bands of time that had samples."""
-        found: dict[str, Any] = {name: value / self.steps for name, value in self.sums.items()}
+        """Return mean losses and gradient norm, and the mean loss of every band of timesteps that had samples."""
+        means: dict[str, Any] = {name: value / self.steps for name, value in self.sums.items()}
         if not self.steps:
-            found = {"loss": math.nan, "grad_norm": math.nan}
+            means = {"loss": math.nan, "grad_norm": math.nan}
         bands = zip(BAND_NAMES, self.bands, self.counts, strict=True)
-        return {**found, "steps": self.steps, "band": {name: total / n for name, total, n in bands if n > 0}}
+        return {**means, "steps": self.steps, "band": {name: total / n for name, total, n in bands if n > 0}}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which keeps every digit."""
+        """Return the sums for JSON, which keeps every digit."""
         return asdict(self)
 
 
 class Meter:
-    """Counts steps and time. Results are read when they are there; only a record, or who asks to, waits for them."""
+    """Counts steps and time. Results are read as they arrive from the device, without waiting for it."""
 
     def __init__(
         self, world: int = 1, peak_flops: float | None = None, window: Mapping[str, Any] | None = None
@@ -56,28 +56,28 @@ class Meter:
         self.world, self.peak_flops = world, peak_flops
         self.window = Window(**(window or {}))
         self._pending: deque[tuple[int, StepResult]] = deque()
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._since, self._excluded, self._waited = time.perf_counter(), 0.0, 0.0
         self._samples = self._steps = self._flops = 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for data."""
+        """Measure the block as time spent waiting for data."""
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Around what is not training: its time does not count."""
+        """Exclude the block's time from the training speed."""
         start = time.perf_counter()
         yield
         self._excluded += time.perf_counter() - start
 
     def add(self, step: int, result: StepResult, samples: int, flops: int) -> None:
-        """A step was asked of the device: ``samples`` and ``flops`` of all processes."""
+        """Add a step that was sent to the device; ``samples`` and ``flops`` are those of all processes."""
         self._pending.append((step, result))
         self._steps += 1
         self._samples += samples
@@ -85,48 +85,48 @@ class Meter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the device has done all that was asked of it."""
+        """Whether the device has finished all steps."""
         return not self._pending or self._pending[-1][1].ready
 
-    def settle(self, wait: bool) -> list[tuple[int, StepNumbers]]:
-        """The steps whose numbers have arrived since the last call, in order; all of them where ``wait``."""
-        found = []
+    def collect(self, wait: bool) -> list[tuple[int, StepNumbers]]:
+        """Return the steps whose numbers arrived since the last call, in order; with ``wait`` wait for all of them."""
+        arrived = []
         while self._pending and (wait or self._pending[0][1].ready):
             step, result = self._pending.popleft()
             numbers = result.read()
             if numbers.taken:
                 self.window.add(numbers)
-            found.append((step, numbers))
-        return found
+            arrived.append((step, numbers))
+        return arrived
 
     def record(self) -> dict[str, Any]:
-        """All of it since the last record, which then begins anew; every result has been settled."""
-        assert not self._pending, "settle before a record"
+        """Return everything measured since the last record and start again; all results must be collected."""
+        assert not self._pending, "collect before a record"
         seconds = max(time.perf_counter() - self._since - self._excluded, 1e-9)
         fields = {**self.window.means(), **self._speed(seconds), **memory()}
         self.window = Window()
-        self._start_anew()
+        self._reset()
         return fields
 
     def _speed(self, seconds: float) -> dict[str, float]:
         rate = self._samples / seconds
         flops = self._flops / seconds / self.world
-        found = {
+        speed = {
             "samples_per_second": rate,
             "images_per_second_per_gpu": rate / self.world,
             "data_wait": min(1.0, self._waited / seconds),
             "seconds": seconds / max(1, self._steps),
             "tflops_per_gpu": flops / 1e12,
         }
-        return found if self.peak_flops is None else {**found, "mfu": flops / self.peak_flops}
+        return speed if self.peak_flops is None else {**speed, "mfu": flops / self.peak_flops}
 
 
 def memory() -> dict[str, float]:
-    """Peak GPU memory since the last call (where there is a GPU) and the host memory of this process and its workers,
-    in GiB."""
-    found = {"host_memory_gib": host_bytes() / _GIB}
+    """Return the peak GPU memory since the last call (if there is a GPU) and the host memory of this process and its
+    workers, in GiB."""
+    used = {"host_memory_gib": host_bytes() / _GIB}
     if torch.cuda.is_available():
-        found["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / _GIB
-        found["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
+        used["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / _GIB
+        used["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return used

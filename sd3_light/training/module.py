@@ -1,4 +1,4 @@
-"""A batch in, a loss out: the denoiser run through its layers, compared with the flow's velocity."""
+"""Batch in, loss out: runs the denoiser's layers and compares the result with the flow's velocity."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,28 +6,31 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import ModelSize, TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.choice import why_stock_by_config, why_stock_on_device
 from sd3_light.model.fast.forward import FastDenoiser, why_stock
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
-from sd3_light.model.start import where_weights_start
 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
-"""(target, mask) and, in evaluation, each sample's weight, which no loss here reads."""
+"""(target, mask) and, in evaluation, the weight of each sample, which no loss here reads."""
 
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
 def why_stock_blocks(
-    config: TrainConfig, transformer: SD3Transformer2DModel, device: str, world: int = 1, by_deepspeed: bool = False
+    config: TrainConfig,
+    size: ModelSize,
+    transformer: SD3Transformer2DModel,
+    device: str,
+    world: int = 1,
+    by_deepspeed: bool = False,
 ) -> str | None:
-    """Why a module on this machine computes with the stock blocks, in words; None where it takes the fast ones."""
-    size = where_weights_start(config.model).size
+    """Return why a module on this machine must use the stock blocks; None if it can use the fast ones."""
     return (
         why_stock_by_config(config, size, world, by_deepspeed)
         or why_stock_on_device(config, device)
@@ -36,11 +39,11 @@ def why_stock_blocks(
 
 
 class SD3TrainingModule(nn.Module):
-    """``module(features, label)`` gives the loss of a micro-batch, its parts (each a mean over its samples), and the
-    flow loss of ``each`` sample; ``module.denoise(features)`` gives the predicted velocity.
+    """``module(features, label)`` returns the loss of a micro-batch, its parts (means over the samples), and the flow
+    loss of ``each`` sample; ``module.denoise(features)`` returns the predicted velocity.
 
-    ``features`` are what `InputPreparer.prepare_inputs` makes, with lengths exactly where the config's text is real;
-    lengths had best stay on the host. With ``fast`` the blocks run by hand-written kernels (`model/fast`).
+    ``features`` come from `InputPreparer.prepare_inputs`, with lengths exactly if the config's text is real; keep the
+    lengths on the host. With ``fast`` the blocks use hand-written kernels (`model/fast`).
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
@@ -61,20 +64,20 @@ class SD3TrainingModule(nn.Module):
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
-        """The parameters that train."""
+        """Yield the parameters that train."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The losses of a micro-batch besides ``each``, in their order."""
+        """The names of a micro-batch's losses besides ``each``, in order."""
         return ("loss", "flow", "text_recon") if self.gamma > 0 else ("loss", "flow")
 
     def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
-        """The loss with its gradient; its parts and ``each`` without."""
+        """Return the loss with its gradient, and its parts and ``each`` without."""
         return self.losses(self.run(features), label)
 
     def losses(self, outputs: LayerState, label: Label) -> Losses:
-        """What `forward` returns, from the last layer's outputs."""
+        """Return what `forward` does, from the last layer's outputs."""
         target, mask = label[:2]
         assert target is not None
         patches, text, *rest = outputs
@@ -88,26 +91,26 @@ class SD3TrainingModule(nn.Module):
         return losses
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
-        """The velocity [B, C, H, W] in float32, computed as in training; the caller says whether gradients are kept."""
+        """Return the velocity [B, C, H, W] in float32, computed as in training; the caller enables or disables grad."""
         return self.velocity(self.run(features), features[0].shape[-2:])
 
     def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
-        """What `denoise` returns, from the last layer's outputs; ``size`` is the latent's height and width."""
+        """Return what `denoise` does, from the last layer's outputs; ``size`` is the latent's height and width."""
         height, width = size
         return unpatchify(outputs[0], height, width).float()
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers as modules that can be run one after another in several processes, each as `forward` runs it."""
+        """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
     def run(self, features: tuple[Tensor, ...]) -> LayerState:
-        """All layers; gives the last one's outputs, of which `losses` and `velocity` are made."""
+        """Run all layers and return the last one's outputs, for `losses` and `velocity`."""
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
         return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
 
     def inputs(self, features: tuple[Tensor, ...]) -> LayerState:
-        """What the first layer takes."""
+        """Return the input of the first layer."""
         self._require(features)
         device = features[0].device
         return (
@@ -119,20 +122,20 @@ class SD3TrainingModule(nn.Module):
         assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
 
     def _run_fast(self, features: tuple[Tensor, ...]) -> LayerState:
-        """What the last layer would give; a text that nobody reads is empty."""
+        """Return the last layer's outputs; the text stream is empty where no loss reads it."""
         self._require(features)
         noisy, times, prompt, pooled, *lengths = features
         fast = self._fast_denoiser(noisy.device)
-        given = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled)
+        inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled)
         counts = lengths[0].tolist() if lengths else None
-        patches, *texts = fast.with_text(given, counts, self.target_layer)
+        patches, *texts = fast.with_text(inputs, counts, self.target_layer)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
         return (patches, text, *(part.to(noisy.device, non_blocking=True) for part in lengths), target)
 
     def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
-        """Made when it is first needed: its copies of weights lie where they do."""
+        """Return the fast denoiser, built at first use: its copies of weights are on the weights' device."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
             how = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
@@ -140,7 +143,7 @@ class SD3TrainingModule(nn.Module):
         return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: LayerState) -> LayerState:
-        """Some layers after another, computing in the config's type."""
+        """Run these layers in the config's compute dtype."""
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
@@ -148,15 +151,15 @@ class SD3TrainingModule(nn.Module):
 
 
 class PipelineLayer(nn.Module):
-    """One layer of a module, as a pipeline's stages hold it; the first one takes features."""
+    """One layer of a module, for a pipeline's stages; the first one takes features."""
 
     def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
         self.layer, self.number = layer, number
-        self._module = (module,)  # in a tuple: not a part of this one
+        self._module = (module,)  # in a tuple: not a submodule of this one
 
     def forward(self, state: LayerState) -> LayerState:
-        """The layer alone."""
+        """Run the layer alone."""
         (module,) = self._module
         if module.dropout is not None:
             module.dropout.forward(state[0].device, self.number)

@@ -1,7 +1,7 @@
-"""Sample grids while training: the config's prompts and seeds, drawn by all ranks with the weights of the moment.
+"""Sample grids during training: the config's prompts and seeds, drawn by all ranks with the current weights.
 
-Every rank draws its share and calls the denoiser as often as every other, as sharded weights need. No text encoder is
-loaded: the prompts' features come from the cache.
+Every rank draws its share and calls the denoiser as often as the others, as sharded weights need. No text encoder is
+loaded: the features of the prompts come from the cache.
 """
 
 import math
@@ -33,24 +33,23 @@ from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, un
 Denoise = Callable[[tuple[Tensor, ...]], Tensor]
 """(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
 
-_MOST_AT_ONCE = 16
-_GRID_SIDE = 128  # small pictures are enlarged to about this
+_MAX_BATCH = 16
+_GRID_SIDE = 128  # small images are enlarged to about this
 
 
 @dataclass
 class Sampler:
-    """Draws the grids of a run. Built once, on every rank; the VAE is loaded with the first grid and stays.
+    """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays loaded.
 
-    A picture depends on its own request alone, but for rounding: up to one step of 255 with another number of ranks.
+    ``requests`` are the images of the whole grid in order: all seeds of the first prompt, then of the next. An image
+    depends on its own request alone, except for rounding: up to 1/255 with another number of ranks.
     """
 
     config: TrainConfig
-    requests: tuple[
-        ImageRequest, ...
-    ]  # of the whole grid, in its order: the seeds of the first prompt, then of the next
+    requests: tuple[ImageRequest, ...]
     texts: Mapping[str, EncodedText]
     negative: EncodedText
-    pictures_at_once: int
+    batch_size: int
     launch: Launch
     device: torch.device
     stages: int = 1
@@ -65,109 +64,111 @@ class Sampler:
         device: torch.device,
         stages: int = 1,
     ) -> "Sampler":
-        """The sampler of a run on ``data``, the cache at ``cache_dir``.
+        """Return the sampler of a run on ``data``, the cache at ``cache_dir``.
 
-        Prompts that the cache does not have (it is at a URL, or may only be read) are encoded here and now, each
-        encoder loaded, used and freed before the next. The processes of a pipeline of ``stages`` draw the same.
+        Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
+        time. The processes of a pipeline of ``stages`` draw the same images.
         """
-        wishes, bucket = config.sampling, smallest(data.buckets)
-        assert wishes.prompts, "nothing to draw"
+        settings, bucket = config.sampling, smallest_bucket(data.buckets)
+        assert settings.prompts, "nothing to draw"
         width, height = map(int, bucket.bucket.split("x"))
         requests = tuple(
-            ImageRequest(prompt, seed, width, height) for prompt in wishes.prompts for seed in wishes.seeds
+            ImageRequest(prompt, seed, width, height) for prompt in settings.prompts for seed in settings.seeds
         )
         share = launch.data_launch(stages)
-        mine = dict.fromkeys(requests[index].prompt for index in deal(len(requests), share.rank, share.world))
-        texts = _texts(config.model, list(mine), cache_dir, data.manifest.recipe, device)
+        prompts = dict.fromkeys(requests[index].prompt for index in assigned(len(requests), share.rank, share.world))
+        texts = _texts(config.model, list(prompts), cache_dir, data.manifest.recipe, device)
         empty = join_features(data.empty_text())
         negative = empty if config.model.uncond_text == "empty" else unconditional_text(empty, config.model.text_tokens)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
-        # a call of the denoiser takes no more samples than a micro-batch: training's memory suffices
-        at_once = max(1, min(_MOST_AT_ONCE, micro_batch // (2 if wishes.guidance > 1 else 1)))
-        return Sampler(config, requests, texts, negative, at_once, launch, device, stages)
+        # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
+        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if settings.guidance > 1 else 1)))
+        return Sampler(config, requests, texts, negative, batch_size, launch, device, stages)
 
     def sample(
         self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
-    ) -> tuple[Path, Image.Image] | None:
-        """Draw a grid with all ranks and write it to ``path``: (path, grid) on rank 0, None elsewhere.
+    ) -> Image.Image | None:
+        """Draw a grid with all ranks and write it to ``path``; return it on rank 0 and None elsewhere.
 
         ``facts`` (the step, ...) go into the PNG's metadata with prompts, seeds and settings. ``group`` joins all ranks
-        and moves CPU tensors (gloo). A grid that cannot be written is said and given up: it is None on rank 0 too.
+        and transfers CPU tensors (gloo). A grid that cannot be written is reported, and None on rank 0 too.
         """
-        images = self._bring_together(self.draw(denoise), group)
+        images = self._gather(self.draw(denoise), group)
         if images is None:
             return None
         grid = self._grid(images, facts)
-        wishes = self.config.sampling
-        about = {name: getattr(wishes, name) for name in ("prompts", "seeds", "steps", "guidance")}
+        settings = self.config.sampling
+        about = {name: getattr(settings, name) for name in ("prompts", "seeds", "steps", "guidance")}
         about |= {"size": self._size, "uncond_text": self.config.model.uncond_text}
         try:
             save_png(grid, path, {**facts, **about})
-        except OSError as error:  # a full disk, say, is no reason to stop training
+        except OSError as error:  # a full disk does not stop training
             info(f"the grid {path} was not written: {error.strerror or error}")
             return None
-        return path, grid
+        return grid
 
     @property
     def _size(self) -> tuple[int, int]:
         return self.requests[0].width, self.requests[0].height
 
     def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
-        """This rank's pictures, each with the number of its request; every rank calls ``denoise`` equally often."""
+        """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often."""
         pipe, share = self._pipeline(), self._share(self.launch.rank)
         drawn: list[tuple[int, Image.Image]] = []
-        for start in range(0, len(share), self.pictures_at_once):
-            indices = share[start : start + self.pictures_at_once]
+        for start in range(0, len(share), self.batch_size):
+            indices = share[start : start + self.batch_size]
             drawn += zip(indices, self._draw_batch(pipe, denoise, indices), strict=True)
         return drawn
 
     def _share(self, rank: int) -> list[int]:
         data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
-        return deal(len(self.requests), data_launch.rank, data_launch.world)
+        return assigned(len(self.requests), data_launch.rank, data_launch.world)
 
     def _draw_batch(
         self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
     ) -> list[Image.Image]:
-        wishes = self.config.sampling
+        settings = self.config.sampling
         batch = [self.requests[index] for index in indices]
         texts = [self.texts[request.prompt] for request in batch]
-        if wishes.guidance > 1:
+        if settings.guidance > 1:
             texts = [self.negative] * len(batch) + texts
         text = batch_texts(texts, self.device, torch.float32)
         pipe.transformer.denoise = denoise
         pipe.transformer.lengths = (text.lengths,) if self.config.model.text_tokens == "real" else ()
-        return run_pipeline(pipe, batch, text, wishes.steps, wishes.guidance)
+        return run_pipeline(pipe, batch, text, settings.steps, settings.guidance)
 
     def _pipeline(self) -> StableDiffusion3Pipeline:
-        """The stock pipeline without text encoders, and with a stand-in for its denoiser."""
+        """Return the stock pipeline without text encoders, calling the denoiser that trains."""
         model = self.config.model
         if self._vae is None:
             self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
-            self._vae.enable_slicing()  # one picture at a time: its activations are the largest of all
+            self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
         return StableDiffusion3Pipeline(
-            transformer=_StandIn(self._vae.config.latent_channels),
+            transformer=_DenoiserAdapter(self._vae.config.latent_channels),
             scheduler=flow_scheduler(model.shift, model.flux_shift),  # as the export will have it
             vae=self._vae,
             **dict.fromkeys(_WITHOUT),
         )
 
-    def _bring_together(
+    def _gather(
         self, drawn: Sequence[tuple[int, Image.Image]], group: dist.ProcessGroup | None
     ) -> list[Image.Image] | None:
-        """All pictures of the grid on rank 0, None elsewhere."""
-        found = dict(drawn)
+        """Return all images of the grid on rank 0, None elsewhere."""
+        images = dict(drawn)
         if self.launch.world > 1:
             pixels = torch.from_numpy(np.stack([np.asarray(image) for _, image in drawn]))
             parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
             dist.gather(pixels, parts, dst=0, group=group)
             for rank, part in enumerate(parts or ()):
                 share = self._share(rank)
-                found |= {index: Image.fromarray(one) for index, one in zip(share, part.numpy(), strict=True)}
-        return [found[index] for index in range(len(self.requests))] if self.launch.is_main else None
+                images |= {index: Image.fromarray(array) for index, array in zip(share, part.numpy(), strict=True)}
+        return [images[index] for index in range(len(self.requests))] if self.launch.is_main else None
 
     def _grid(self, images: Sequence[Image.Image], facts: Mapping[str, Any]) -> Image.Image:
         seeds = len(self.config.sampling.seeds)
-        captions = [f"{one.prompt} (seed {one.seed})" if seeds > 1 else one.prompt for one in self.requests]
+        captions = [
+            f"{request.prompt} (seed {request.seed})" if seeds > 1 else request.prompt for request in self.requests
+        ]
         return make_grid(
             images,
             captions,
@@ -177,8 +178,8 @@ class Sampler:
         )
 
 
-class _StandIn:
-    """What the stock pipeline asks of its denoiser, answered by the one that trains."""
+class _DenoiserAdapter:
+    """The denoiser that trains, as the stock pipeline calls it."""
 
     denoise: Denoise
     lengths: tuple[Tensor, ...] = ()
@@ -195,20 +196,20 @@ class _StandIn:
         **_: object,
     ) -> tuple[Tensor]:
         features = (hidden_states, timestep, encoder_hidden_states, pooled_projections, *self.lengths)
-        # in float32 whatever training computes in: the scheduler's result takes the type of this
+        # always in float32: the scheduler's result takes this type
         return (self.denoise(features).float(),)
 
 
 _WITHOUT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 
-def deal(count: int, rank: int, world: int) -> list[int]:
-    """The requests of a rank among ``count``: equally many for all, some twice where they do not come out even."""
+def assigned(count: int, rank: int, world: int) -> list[int]:
+    """Return the numbers of a rank's requests among ``count``: equally many for all, so some may be drawn twice."""
     return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
 
 
-def smallest(buckets: Sequence[BucketShards]) -> BucketShards:
-    """The bucket whose size pictures are drawn at: of the smallest resolution, the one nearest to it in shape."""
+def smallest_bucket(buckets: Sequence[BucketShards]) -> BucketShards:
+    """Return the bucket whose size images are drawn at: of the smallest resolution, the one nearest to its shape."""
 
     def key(bucket: BucketShards) -> tuple[int, tuple[int, int], float, str]:
         (width, height), (w, h) = bucket.resolution, map(int, bucket.bucket.split("x"))
@@ -224,10 +225,10 @@ def _texts(
     recipe: Mapping[str, Any],
     device: torch.device,
 ) -> dict[str, EncodedText]:
-    """The prompts' texts from the cache, or else from the encoders."""
-    found = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
-    missing = [prompt for prompt, features in found.items() if features is None]
+    """Return the prompts' texts, from the cache if they are there and from the encoders otherwise."""
+    cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
+    missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:
         info(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
-        found |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
-    return {prompt: join_features(features) for prompt, features in found.items() if features is not None}
+        cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
+    return {prompt: join_features(features) for prompt, features in cached.items() if features is not None}

@@ -1,4 +1,4 @@
-"""Saving during a run: exports for use, in a series with a retention rule."""
+"""Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,28 @@ from torch.distributed.tensor import DTensor
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
+from sd3_light.export.adapter_folder import AdapterSpec, write_adapter
 from sd3_light.export.diffusers_folder import ExportError, ExportSpec, write_folder
+from sd3_light.model.start import WeightsStart
 from sd3_light.training.card_facts import card_facts
 
 RAW = "raw"
 
 
-def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **more: Any) -> ExportSpec:
-    """What an export of this [model] table must be; ``more`` are other fields of `ExportSpec`."""
-    given = {
+# --- what an export must be --------------------------------------------------------------------
+
+
+def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **fields: Any) -> ExportSpec:
+    """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
+    spec = {
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
         "shift": model.shift or 1.0,
         "flux_shift": model.flux_shift,
-        "text": text_policy(model),
+        "text": _text_policy(model),
     }
-    return ExportSpec(**{**given, **more})
-
-
-def text_policy(model: ModelConfig) -> dict[str, Any]:
-    """How texts were encoded in training, for `sd3_light.json`."""
-    return {
-        "text_tokens": model.text_tokens,
-        "uncond_text": model.uncond_text,
-        "t5_max_length": model.t5_max_length,
-    }
+    return ExportSpec(**{**spec, **fields})
 
 
 def export_spec(
@@ -50,79 +46,114 @@ def export_spec(
     progress: Progress,
     run: Path | None = None,
 ) -> ExportSpec:
-    """What an export of a run must be; its card tells what the folder ``run`` knows."""
-    about = {} if run is None else card_facts(config, run, weights, progress)
-    return model_spec(
-        config.model,
-        transformer_config,
-        save_dtype=getattr(torch, config.save_dtype),
-        facts={"weights": weights, **progress.as_dict()},
-        about=about,
-        files={"config.toml": config_toml(config)},
+    """Return the spec of a run's export; its card takes losses and scores from the folder ``run``."""
+    return model_spec(config.model, transformer_config, **_run_fields(config, weights, progress, run))
+
+
+def adapter_spec(
+    config: TrainConfig, start: WeightsStart, weights: str, progress: Progress, run: Path | None = None
+) -> AdapterSpec:
+    """Return the spec of an adapter's export; its card takes losses and scores from the folder ``run``."""
+    assert config.adapter is not None
+    assert start.source is not None, "an adapter on random weights"
+    return AdapterSpec(
+        adapter=config.adapter,
+        base=start.source,
+        transformer_config=start.size.transformer_config(),
+        text=_text_policy(config.model),
+        **_run_fields(config, weights, progress, run),
     )
 
 
-def config_toml(config: TrainConfig) -> str:
-    """The config, secrets removed, as the run's folder has it."""
+def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path | None) -> dict[str, Any]:
+    return {
+        "save_dtype": getattr(torch, config.save_dtype),
+        "facts": {"weights": weights, **progress.as_dict()},
+        "about": {} if run is None else card_facts(config.dataset, run, weights, progress),
+        "files": {"config.toml": _config_toml(config)},
+    }
+
+
+def _text_policy(model: ModelConfig) -> dict[str, Any]:
+    """Return how texts were encoded in training, for `sd3_light.json`."""
+    return {
+        "text_tokens": model.text_tokens,
+        "uncond_text": model.uncond_text,
+        "t5_max_length": model.t5_max_length,
+    }
+
+
+def _config_toml(config: TrainConfig) -> str:
+    """Return the config as TOML, secrets removed, as the run's folder has it."""
     dataset = DatasetConfig(config.dataset, config.cache_dir or config.dataset, ())
     return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
 
 
 def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
-    """The constructor's arguments that make this denoiser; private entries left out."""
+    """Return the constructor's arguments of this denoiser, private entries left out."""
     return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
+
+
+# --- weights -----------------------------------------------------------------------------------
 
 
 def whole_state(
     transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Every parameter and buffer of the denoiser; those that ``freeze`` does not name are all in ``trained``.
+    """Return every parameter and buffer of the denoiser; ``trained`` must hold all that ``freeze`` does not name.
 
-    A trained weight that is not there is an error, never the weight that training started from.
+    A missing trained weight is an error: the weight that training started from never takes its place.
     """
-    wanted = [name for name, _ in transformer.named_parameters() if not any(fnmatchcase(name, one) for one in freeze)]
-    faults = [f"missing {name}" for name in wanted if name not in trained]
-    faults += [f"unexpected {name}" for name in trained if name not in set(wanted)]
-    if faults:
-        raise ExportError(f"not the weights of this config: {'; '.join(faults[:5])} ({len(faults)} in all)")
+    names = [name for name, _ in transformer.named_parameters() if not any(fnmatchcase(name, one) for one in freeze)]
+    problems = [f"missing {name}" for name in names if name not in trained]
+    problems += [f"unexpected {name}" for name in trained if name not in set(names)]
+    if problems:
+        raise ExportError(f"not the weights of this config: {'; '.join(problems[:5])} ({len(problems)} in all)")
     return {**transformer.state_dict(), **trained}
 
 
-def live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | None:
-    """What trains of a denoiser now, whole and under its stock names; None on ranks that do not write.
+def _live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | None:
+    """Return the trainable weights of a denoiser, whole and under their stock names; None on ranks other than 0.
 
-    Where FSDP2 has cut the weights all ranks call it together, and one weight at a time is gathered.
+    With FSDP2 all ranks call it together, and one weight at a time is gathered.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    found = {}
+    weights = {}
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
-            held = parameter.detach()
-            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            local = parameter.detach()
+            whole = local.full_tensor() if isinstance(local, DTensor) else local
             if writes:
-                found[name] = whole.cpu()
-    return found if writes else None
+                weights[name] = whole.cpu()
+    return weights if writes else None
+
+
+# --- savers ------------------------------------------------------------------------------------
 
 
 class ExportSeries:
-    """How a run names its exports and which it keeps. A subclass has ``config``, ``folder`` and ``save_named``."""
+    """Names a run's exports and deletes old ones. A subclass has ``config``, ``folder``, ``live`` and ``save_named``.
+
+    ``live()`` returns the trained weights of the moment, whole, or None on ranks that do not write.
+    """
 
     config: TrainConfig
     folder: Path
+    live: Callable[[], Mapping[str, Tensor] | None]
 
     def save_named(
         self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
     ) -> Path:
-        """Write ``<folder>/NAME`` from trained weights, or from those of the moment."""
+        """Write ``<folder>/NAME`` from trained weights, or from the live ones."""
         raise NotImplementedError
 
     def save_model(
         self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
     ) -> Path:
-        """``save_model(name)``: what trains as it is now (of a denoiser that trains as a whole, `save_full_model`).
+        """``save_model(name)``: save what trains as it is now (`save_full_model` where the whole denoiser trains).
 
-        ``save_model(trained, weights, progress)``: the export of this step, a part of the series; older ones go when
-        there are more than ``keep_last_n_exports``.
+        ``save_model(trained, weights, progress)``: write the export of this step, one of the series; the oldest are
+        deleted when there are more than ``keep_last_n_exports``.
         """
         if isinstance(name, str):
             return self.save_named(name, None, weights, progress)
@@ -135,13 +166,21 @@ class ExportSeries:
         return path
 
 
+def make_saver(
+    config: TrainConfig, start: WeightsStart, transformer: SD3Transformer2DModel, folder: Path
+) -> "Saver | AdapterSaver":
+    """Return the saver of a run; make it after what trains is chosen and before the engine."""
+    if config.adapter is None:
+        return Saver.of(config, transformer, folder)
+    return AdapterSaver(config, start, folder, lambda: _live_weights(transformer))
+
+
 @dataclass
 class Saver(ExportSeries):
     """Writes ``<run>/exports/NAME``; only the main process writes.
 
-    ``untrained`` are the frozen weights and the buffers. They are copied before an engine lays the denoiser out, so
-    that a thread can export without touching a module that is training. ``live`` gives the trained weights of the
-    moment, whole, to the calls that are not given any.
+    ``untrained`` are the frozen weights and the buffers. They are copied before an engine shards the denoiser, so that
+    a thread can export without touching a module that is training.
     """
 
     config: TrainConfig
@@ -152,11 +191,11 @@ class Saver(ExportSeries):
 
     @staticmethod
     def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
-        """The saver of a run, made before its engine; what trains is chosen already."""
+        """Return the saver of a run that trains the denoiser's own weights."""
         trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
         rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
-        return Saver(config, model_config(transformer), copies, folder, lambda: live_weights(transformer))
+        return Saver(config, model_config(transformer), copies, folder, lambda: _live_weights(transformer))
 
     def save_full_model(
         self,
@@ -165,9 +204,9 @@ class Saver(ExportSeries):
         weights: str = RAW,
         progress: Progress | None = None,
     ) -> Path:
-        """A complete, proven diffusers folder ``name`` with these trained weights.
+        """Write a complete, verified diffusers folder ``name`` with these trained weights.
 
-        ``save_full_model(name)``: with those of the moment; all ranks call it, the main one writes.
+        ``save_full_model(name)`` takes the live weights; all ranks call it, the main one writes.
         """
         trained = self.live() if trained is None else trained
         if trained is None:
@@ -182,3 +221,23 @@ class Saver(ExportSeries):
     ) -> Path:
         """See `save_full_model`."""
         return self.save_full_model(name, trained, weights, progress)
+
+
+@dataclass
+class AdapterSaver(ExportSeries):
+    """Writes ``<run>/exports/NAME`` of a run that trains an adapter: the adapter's file without the model under it."""
+
+    config: TrainConfig
+    start: WeightsStart
+    folder: Path
+    live: Callable[[], Mapping[str, Tensor] | None]
+
+    def save_named(
+        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
+    ) -> Path:
+        """Write a verified folder ``name`` with the adapter's file, from the live weights by default."""
+        trained = self.live() if trained is None else trained
+        if trained is None:
+            return self.folder / name
+        spec = adapter_spec(self.config, self.start, weights, progress or Progress(), self.folder.parent)
+        return write_adapter(self.folder / name, trained, spec)

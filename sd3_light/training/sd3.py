@@ -1,4 +1,4 @@
-"""What training asks of SD3: inputs from cached features, the denoiser and where it starts, saving."""
+"""SD3 in training: model inputs from cached features, the denoiser as training starts, saving."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import times_from_quantiles
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.model.start import where_weights_start
+from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec
 
@@ -31,7 +31,7 @@ _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
 
 @dataclass(frozen=True)
 class InputPreparer:
-    """Cached features -> (features, label), every draw each sample's own (law 1). Light, so that workers can carry it.
+    """Turns cached features into (features, label); every draw belongs to its sample (law 1). Small, as workers get it.
 
     ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros.
     """
@@ -42,19 +42,19 @@ class InputPreparer:
     empty_text: TextFeatures | None
 
     def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
-        """((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)); with real text tokens the
-        features end with ``lengths``, how many of a sample's first rows of prompt_embeds are its own.
+        """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
 
-        With ``timestep_quantile`` the batch is one of validation: that quantile of t for all, noise that depends on the
-        sample alone, the posterior's mean and no dropout.
+        With real text tokens the features end with ``lengths``: how many first rows of prompt_embeds are a sample's
+        own. ``timestep_quantile`` makes a validation batch: that quantile of t for all samples, noise that depends on
+        the sample alone, the posterior's mean and no dropout.
         """
         return self._prepared(batch, timestep_quantile, None)
 
-    def prepare_into(self, batch: Batch, empty: Allocate, timestep_quantile: float | None = None) -> Prepared:
-        """As `prepare_inputs`; the prompt, most of the bytes, lies in what ``empty`` gives."""
-        return self._prepared(batch, timestep_quantile, empty)
+    def prepare_into(self, batch: Batch, allocate: Allocate, timestep_quantile: float | None = None) -> Prepared:
+        """Do as `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
+        return self._prepared(batch, timestep_quantile, allocate)
 
-    def _prepared(self, batch: Batch, timestep_quantile: float | None, empty: Allocate | None) -> Prepared:
+    def _prepared(self, batch: Batch, timestep_quantile: float | None, allocate: Allocate | None) -> Prepared:
         evaluation = timestep_quantile is not None
         moments = batch["moments"]
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -64,16 +64,16 @@ class InputPreparer:
         t = self._times(batch, clean.shape, timestep_quantile)
         mask = batch.get("mask")
         return (
-            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation, empty)),
+            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation, allocate)),
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
 
-    def _text(self, batch: Batch, evaluation: bool, empty: Allocate | None = None) -> tuple[Tensor, ...]:
+    def _text(self, batch: Batch, evaluation: bool, allocate: Allocate | None = None) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
             texts = drop_text(texts, self._drops(batch), self.empty_text, real)
-        prompt, pooled, lengths = join_text(texts, empty)
+        prompt, pooled, lengths = join_text(texts, allocate)
         return (prompt, pooled, lengths) if real else (prompt, pooled)
 
     def _normals(self, batch: Batch, purpose: str, shape: tuple[int, ...]) -> Tensor:
@@ -91,10 +91,10 @@ class InputPreparer:
         ]
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
         model = self.model
-        drawn = times_from_quantiles(
+        t = times_from_quantiles(
             quantiles, tokens, model.timestep_sample_method, model.sigmoid_scale, model.shift, model.flux_shift
         )
-        return torch.tensor(drawn, dtype=torch.float32)
+        return torch.tensor(t, dtype=torch.float32)
 
     def _drops(self, batch: Batch) -> list[tuple[bool, ...]]:
         probability = self.model.uncond_text_dropout_prob
@@ -106,7 +106,7 @@ def _open_interval(u: float) -> float:
 
 
 def _occurrences(batch: Batch, fixed: bool = False) -> list[tuple[int, int, int]]:
-    """(epoch, repeat, sample id) of each sample; epoch and repeat are 0 where every evaluation must see the same."""
+    """Return (epoch, repeat, sample id) of each sample; with ``fixed`` epoch and repeat are 0, as evaluations need."""
     ids = batch["sample_id"].tolist()
     if fixed:
         return [(0, 0, sample_id) for sample_id in ids]
@@ -114,13 +114,18 @@ def _occurrences(batch: Batch, fixed: bool = False) -> list[tuple[int, int, int]
 
 
 class LightSD3Pipeline:
-    """SD3 as the training stage sees it: a denoiser in float32, the preparation of its inputs, and how it is saved."""
+    """SD3 for the training stage: a denoiser in float32, the preparation of its inputs, and saving.
+
+    ``start`` is where its weights start; it is read from ``model`` by default.
+    """
 
     name = "sd3"
 
-    def __init__(self, model: ModelConfig, seed: int, empty_text: TextFeatures | None) -> None:
+    def __init__(
+        self, model: ModelConfig, seed: int, empty_text: TextFeatures | None, start: WeightsStart | None = None
+    ) -> None:
         self.model = model
-        self.transformer = starting_transformer(model, seed)
+        self.transformer = starting_transformer(start or where_weights_start(model), seed)
         uncond = empty_text if model.uncond_text == "empty" else None
         self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond)
 
@@ -129,19 +134,21 @@ class LightSD3Pipeline:
         return self.preparer.prepare_inputs(batch, timestep_quantile)
 
     def save_model(self, folder: Path, state_dict: Mapping[str, Tensor]) -> Path:
-        """Write a complete, proven diffusers folder with these weights and buffers of the denoiser, all of them, in
-        `model.dtype`. (A run saves in its `save_dtype`: see `Saver`.)"""
+        """Write a complete, verified diffusers folder with all weights and buffers of the denoiser, in `model.dtype`.
+
+        A run saves in its `save_dtype`: see `Saver`.
+        """
         spec = model_spec(self.model, model_config(self.transformer))
         return write_folder(Path(folder), state_dict, spec)
 
 
 def split_batch(prepared: Prepared, pieces: int) -> list[Prepared]:
-    """A prepared batch as ``pieces`` equal micro-batches; real text ends where the longest of a micro-batch does."""
+    """Split a prepared batch into ``pieces`` equal micro-batches; real text is cut to each one's longest sample."""
     features, (target, mask) = prepared
     assert len(target) % pieces == 0, (len(target), pieces)
-    cut = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
+    parts = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
     masks = [None] * pieces if mask is None else mask.chunk(pieces)
-    return list(zip(cut, zip(target.chunk(pieces), masks, strict=True), strict=True))
+    return list(zip(parts, zip(target.chunk(pieces), masks, strict=True), strict=True))
 
 
 def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,18 +158,19 @@ def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return noisy, times, prompt[:, : int(lengths.max())], pooled, lengths
 
 
-def starting_transformer(model: ModelConfig, seed: int) -> SD3Transformer2DModel:
-    """The denoiser where training starts, in float32 (law 4)."""
-    start = where_weights_start(model)
+def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:
+    """Return the denoiser as training starts, in float32 (law 4)."""
     if start.file is not None:
         return _from_single_file(start.file)
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
-    given = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
-    transformer, told = SD3Transformer2DModel.from_pretrained(start.folder, **given)
-    gaps = [*told["missing_keys"], *told["unexpected_keys"]]
-    if gaps:  # diffusers only warns, and starts from random weights where some are missing
-        raise UserError(f"{start.folder} is not what its config.json promises: {gaps[0]}; fetch or write it anew")
+    options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+    transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
+    mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]
+    if mismatches:  # diffusers only warns, and starts from random weights where some are missing
+        raise UserError(
+            f"the weights in {start.folder} do not match its config.json: {mismatches[0]}; download or export it again"
+        )
     return transformer
 
 

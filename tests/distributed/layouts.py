@@ -157,13 +157,13 @@ def patch() -> None:
         return found
 
     resume.ResumePoint.load = checked  # type: ignore[method-assign]
-    finish = train.RunHooks.finish
+    finish = train.Driver.finish
 
-    def noting(duties: Any, progress: Any) -> None:
-        note_held(duties.folder.path, duties.engine, duties.averages)
-        finish(duties, progress)
+    def noting(driver: Any, start: Any) -> None:
+        note_held(driver.folder, driver.run.engine, driver.averages)
+        finish(driver, start)
 
-    train.RunHooks.finish = noting  # type: ignore[method-assign]
+    train.Driver.finish = noting  # type: ignore[method-assign]
 
 
 def note_held(run: Path, engine: Any, averages: Any) -> None:

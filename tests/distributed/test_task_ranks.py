@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
-from tests.unit.tasks.toy import Pictures, Toy
+from tests.unit.tasks.toy import Images, Toy
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,15 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     """Under accelerate, data processed first; and under DeepSpeed, with accumulation."""
     if stage == "deepspeed":
         pytest.importorskip("deepspeed")
-    wishes: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
+    settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
     launch_training_task(
         Accelerator(cpu=True),
-        Pictures(),
+        Images(),
         Toy(),
         ModelLogger(tmp_path / "one"),
         1e-2,
         num_workers=0,
-        **wishes,
+        **settings,
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "tests" / "unit" / "tasks" / "toy.py"), str(tmp_path / "two"), stage]

@@ -183,7 +183,7 @@ def test_a_run_that_is_over_has_nothing_left_to_do(whole: Project, project: Proj
 
 def test_a_run_is_not_begun_over_another(whole: Project) -> None:
     before = (whole.run / "log.jsonl").read_bytes()
-    with pytest.raises(UserError, match=rf"{whole.run} holds a run \(step-00000015\); go on with --resume"):
+    with pytest.raises(UserError, match=rf"{whole.run} holds a run \(step-00000015\); continue it with --resume"):
         whole.train()
     assert (whole.run / "log.jsonl").read_bytes() == before
 

@@ -156,7 +156,7 @@ def test_a_signal_ends_the_run_with_a_saved_step(run: Project, lives: list[Life]
     assert facts["progress"]["step"] == last
     assert len(tensors) > 200
     assert life.lines("stopped: ") == [
-        f"stopped: {name} at step {last} of 1000000; the checkpoint is saved: resume to go on"
+        f"stopped: {name} at step {last} of 1000000; the checkpoint is saved: resume to continue"
     ]
     assert "Traceback" not in life.words
 
@@ -188,8 +188,12 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(project: Project) -> N
         life = here(project, **ENDLESS, num_dataloader_workers=2)
     assert life.code == 2
     (line,) = life.lines("error: ")
-    assert re.fullmatch(r"error: DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", line)
-    assert f"error: {life.of('stop')[0]['reason']}" == line
+    reason = life.of("stop")[0]["reason"]
+    assert re.fullmatch(r"DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", reason)
+    saved = life.of("checkpoint")[-1]["step"]
+    assert saved == life.of("step")[-1]["step"], "the last complete step is saved"
+    hint = "--resume (train.py: --resume_from_checkpoint) continues from there"
+    assert line == f"error: {reason} (step {saved} is saved: {hint})"
 
 
 # --- files and the clock -----------------------------------------------------------------------
@@ -239,8 +243,8 @@ def test_a_second_process_is_refused_in_one_line(run: Project, lives: list[Life]
 def test_a_half_written_checkpoint_is_named_and_ignored(run: Project, lives: list[Life]) -> None:
     life = lives[1]
     broken, unfinished = life.seen["broken"], life.seen["unfinished"]
-    assert life.lines("ignoring ") == [f"ignoring {broken}: it is not whole (a save was cut short)"]
-    assert life.lines("cleaned up ") == [f"cleaned up {unfinished}: a save that was cut short"]
+    assert life.lines("ignoring ") == [f"ignoring {broken}: it is incomplete (the save was interrupted)"]
+    assert life.lines("cleaned up ") == [f"cleaned up {unfinished}: an interrupted save"]
     assert (run.run / "checkpoints" / f"abandoned-{broken.name}" / "rank-00000.safetensors").is_file()
     for later in lives[2:]:
         assert later.lines("ignoring ") == later.lines("cleaned up ") == []

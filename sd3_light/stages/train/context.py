@@ -1,4 +1,4 @@
-"""Who trains, on what and with which settings: all that is known before there is a model."""
+"""Everything a run knows before it has a model: its processes, data, settings and start."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, ResumePoint, choose_checkpoint, open_resume_point, settings_in_force
@@ -19,10 +20,14 @@ from sd3_light.training.data import make_order, open_cache
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the parts of a run share. ``config`` are the settings in force, some of them those of ``saved``."""
+    """What the parts of a run share. Some settings of ``config`` may be those of the checkpoint that it resumes from.
+
+    ``start`` is where the weights start; the disk is read for it once.
+    """
 
     loaded: LoadedConfig
     config: TrainConfig
+    start: WeightsStart
     launch: Launch
     device: torch.device
     by_deepspeed: bool
@@ -30,16 +35,16 @@ class RunContext:
     groups: ProcessGroups
     data: CachedDataset
     order: Order
-    saved: ResumePoint | None
+    resumed: ResumePoint | None
 
     @property
     def stages(self) -> int:
-        """Processes that hold one model together."""
+        """The number of processes that hold one model together."""
         return self.config.pipeline_stages
 
     @property
     def share(self) -> Launch:
-        """Who this process is among those that are given different data."""
+        """The rank and world of this process among those that get different data."""
         return self.launch.data_launch(self.stages)
 
     @property
@@ -48,47 +53,52 @@ class RunContext:
         name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
         return name(self.config, self.launch)
 
-    def announce(self, start: str, progress: Progress, total: int) -> None:
-        """Open the log; say and write down what is about to happen."""
+    def announce(self, trains: str, progress: Progress, total: int) -> None:
+        """Open the log; print and log what is about to be trained."""
         order, world = self.order, self.launch.world
         padding = sum(bucket.padding for bucket in order.buckets)
         info(
-            f"train: {start}; steps {progress.step} to {total}, {order.steps_per_epoch} an epoch in "
-            f"{len(order.buckets)} buckets (padding repeats {padding} samples an epoch), {world} process(es)"
+            f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
+            f"{len(order.buckets)} buckets (padding repeats {padding} samples per epoch), {world} process(es)"
         )
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
-        facts |= {"trains": start, "engine": self.engine_name}
-        if self.saved is None:
+        facts |= {"trains": trains, "engine": self.engine_name}
+        if self.resumed is None:
             self.folder.log("start", **progress.as_dict(), **facts)
         else:
-            self.folder.log("resume", **progress.as_dict(), **facts, checkpoint=self.saved.path.name)
-        self._tell_dropped()
+            self.folder.log("resume", **progress.as_dict(), **facts, checkpoint=self.resumed.path.name)
+        self._report_dropped()
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         """Name the buckets that are left out because they are smaller than a batch."""
         if self.order.dropped:
             dropped = [self.data.buckets[number] for number in self.order.dropped]
             buckets = {bucket.bucket: bucket.size for bucket in dropped}
-            named = ", ".join(f"{name} ({size} samples)" for name, size in buckets.items())
-            info(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {named}")
+            names = ", ".join(f"{name} ({size} samples)" for name, size in buckets.items())
+            info(f"small_buckets = 'drop' leaves out {sum(buckets.values())} samples in smaller buckets: {names}")
             self.folder.log("dropped", buckets=buckets)
 
 
 def open_context(
-    loaded: LoadedConfig, launch: Launch, folder: RunFolder, resume: Resume | None, by_deepspeed: bool
+    loaded: LoadedConfig,
+    start: WeightsStart,
+    launch: Launch,
+    folder: RunFolder,
+    resume: Resume | None,
+    by_deepspeed: bool,
 ) -> RunContext:
-    """Open the cache, meet the other processes, and settle where the run starts."""
+    """Open the cache, join the process group, and decide which checkpoint the run resumes from."""
     train, device = loaded.train, launch.device()
     fed = launch.reads_data(train.pipeline_stages)
     data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
-    saved = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
-    config = settings_in_force(train, saved, resume)
+    resumed = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+    config = settings_in_force(train, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
-    if saved is None and fed:
+    if resumed is None and fed:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
-    return RunContext(loaded, config, launch, device, by_deepspeed, folder, groups, data, order, saved)
+    return RunContext(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed)

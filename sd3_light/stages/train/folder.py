@@ -3,7 +3,6 @@
 import os
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,12 +17,13 @@ from sd3_light.runlog.trackers import open_trackers
 
 
 class RunFolder:
-    """``<output_dir>``, taken for one run at a time; nothing in it changes before the run announces itself."""
+    """``<output_dir>``, locked for one run at a time. Nothing in it changes before `begin`."""
 
     def __init__(self, loaded: LoadedConfig, is_main: bool) -> None:
         self.loaded, self.path, self.is_main = loaded, loaded.train.output_dir, is_main
         self._log: RunLog | None = None
         self._lock: int | None = None
+        self._has_stopped = False
 
     def __enter__(self) -> Self:
         if self.is_main:
@@ -31,17 +31,17 @@ class RunFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._log is not None:
-            if fault is not None:
-                self._log.event("stop", reason=str(fault) or type(fault).__name__)
+            if error is not None and not self._has_stopped:
+                self._log.event("stop", reason=str(error) or type(error).__name__)
             self._log.close()
         if self._lock is not None:
             os.close(self._lock)
 
     def begin(self, config: TrainConfig) -> None:
-        """Write down the settings in force, which may be a checkpoint's, and open the log."""
+        """Write the settings in force, some of which may be a checkpoint's, and open the log."""
         if self.is_main:
             resolved = resolved_toml(replace(self.loaded, train=config))
             write_atomically(self.path / "config.toml", resolved.encode())
@@ -56,12 +56,12 @@ class RunFolder:
         return RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
 
     def log(self, event: str, **fields: Any) -> None:
-        """One line of log.jsonl."""
+        """Append a line to log.jsonl."""
         if self._log is not None:
+            self._has_stopped |= event == "stop"
             self._log.event(event, **fields)
 
-    def picture(self, path: Path, image: Image.Image, progress: Progress, weights: str) -> None:
-        """A grid of samples was drawn."""
+    def log_image(self, image: Image.Image, progress: Progress, weights: str) -> None:
+        """Send a grid of samples to TensorBoard and the trackers."""
         if self._log is not None:
             self._log.image(f"samples/{weights}", image, **progress.counts())
-        self.log("sample", **progress.counts(), weights=weights, file=str(path.relative_to(self.path)))

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, with which settings, and what of it is taken."""
+"""Resuming from a checkpoint: which one, with which settings, and what is loaded from it."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from sd3_light.checkpoint.store import (
     Checkpoint,
     abandoned_checkpoints,
     clean_leftovers,
-    incomplete_checkpoints,
     mark_abandoned_after,
     newest_checkpoint,
     open_checkpoint,
@@ -26,13 +25,14 @@ from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.data import order_facts
+from sd3_light.training.saves import newest_complete_checkpoint
 
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What `--resume_from_checkpoint` and the `--reset_*` flags ask for; ``checkpoint`` None means the newest."""
+    """The options `--resume_from_checkpoint` and `--reset_*`; without ``checkpoint`` the newest is taken."""
 
     checkpoint: Path | None = None
     reset_dataloader: bool = False
@@ -42,67 +42,62 @@ class Resume:
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a resumed run stands."""
+    """The progress of a resumed run, and the log's window that it continues."""
 
     progress: Progress = field(default_factory=Progress)
     window: Mapping[str, Any] | None = None
 
 
 def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
-    """Refuse a run folder that holds a run, before hours are spent on its cache."""
+    """Raise if the run folder holds a run already, before hours are spent on the cache."""
     if resume is None:
         find_checkpoint(loaded.train.output_dir, resume)
 
 
 def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
-    """The checkpoint to go on from; None for a run that begins."""
-    folder = output_dir / "checkpoints"
-    newest = newest_checkpoint(folder)
+    """Return the checkpoint to resume from; None for a new run."""
+    newest = newest_checkpoint(output_dir / "checkpoints")
     if resume is None:
         if newest is not None:
             raise UserError(
-                f"{output_dir} holds a run ({newest.name}); go on with --resume (train.py: --resume_from_checkpoint) "
-                "or choose another output_dir"
+                f"{output_dir} holds a run ({newest.name}); continue it with --resume (train.py: "
+                "--resume_from_checkpoint) or choose another output_dir"
             )
         return None
     if resume.checkpoint is not None:
         if newest is not None and not _is_own(resume.checkpoint, output_dir):
             raise UserError(
-                f"{output_dir} holds a run of its own ({newest.name}) and {resume.checkpoint} is of another; choose "
-                "another output_dir, or name one of its checkpoints"
+                f"{output_dir} holds another run ({newest.name}) than {resume.checkpoint}; choose another "
+                "output_dir, or name one of its checkpoints"
             )
         return resume.checkpoint
-    for path in incomplete_checkpoints(folder):
-        info(f"ignoring {path}: it is not whole (a save was cut short)")
-    if newest is None:
-        info(f"no checkpoint under {output_dir} yet: starting from the beginning")
-    return newest
+    return newest_complete_checkpoint(output_dir)
 
 
 def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
-    """`find_checkpoint` for the one process that holds the folder, after removing what a killed run left of a save."""
+    """Do as `find_checkpoint` on the process that holds the folder, after cleaning up interrupted saves."""
     for kind in ("checkpoints", "ema", "exports", "samples"):
         for name in clean_leftovers(output_dir / kind):
-            info(f"cleaned up {output_dir / kind / name}: a save that was cut short")
-    found = find_checkpoint(output_dir, resume)
-    own = found if found is not None and _is_own(found, output_dir) else None
+            info(f"cleaned up {output_dir / kind / name}: an interrupted save")
+    checkpoint = find_checkpoint(output_dir, resume)
+    own = checkpoint if checkpoint is not None and _is_own(checkpoint, output_dir) else None
     step = 0 if own is None else step_of(own)
     for kind in ("checkpoints", "ema", "exports"):
         chosen = own if kind == "checkpoints" else None
         for name in mark_abandoned_after(step, output_dir / kind, chosen):
-            info(f"set aside {kind}/{name}: it is of steps that this run has not done; nothing goes on from it")
-    _tell_abandoned(output_dir)
-    return None if found is None else str(found)
+            info(f"set aside {kind}/{name}: it is of later steps than this run resumes from")
+    _report_abandoned(output_dir)
+    return None if checkpoint is None else str(checkpoint)
 
 
-def _tell_abandoned(output_dir: Path) -> None:
-    """One line about all that lies there for nothing, with its size and how to be rid of it."""
-    left = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned_checkpoints(output_dir / kind)]
-    if left:
-        size = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
+def _report_abandoned(output_dir: Path) -> None:
+    """Print how much the abandoned saves take and how to delete them."""
+    paths = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned_checkpoints(output_dir / kind)]
+    if paths:
+        size = sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
         info(
-            f"{len(left)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB. The checkpoints among "
-            "them are deleted as this run passes them: move what you want to keep. If you need none of them: "
+            f"{len(paths)} abandoned checkpoints, snapshots and exports take {size / 1e9:.2f} GB. The checkpoints of "
+            "these are deleted as this run passes them: move what you want to keep. If you need none of them: "
             f"rm -r {shlex.quote(str(output_dir))}/*/abandoned-step-*"
         )
 
@@ -112,49 +107,49 @@ def _is_own(checkpoint: Path, output_dir: Path) -> bool:
 
 
 def rate_settings(config: TrainConfig) -> dict[str, Any]:
-    """The optimizer's settings as a checkpoint keeps them."""
+    """Return the optimizer's settings as checkpoints store them."""
     table = config.optimizer.model_dump(mode="json")
     return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
 
 
 def open_resume_point(path: str | None) -> "ResumePoint | None":
-    """An opened checkpoint; its index is read, its tensors are not."""
+    """Open a checkpoint: read its index, not its tensors."""
     return None if path is None else ResumePoint(Path(path), open_checkpoint(Path(path)))
 
 
-def settings_in_force(config: TrainConfig, saved: "ResumePoint | None", resume: Resume | None) -> TrainConfig:
-    """The config with the checkpoint's optimizer settings, which hold on unless a flag takes the config's."""
-    if saved is None or resume is None or resume.reset_optimizer:
+def settings_in_force(config: TrainConfig, resumed: "ResumePoint | None", resume: Resume | None) -> TrainConfig:
+    """Return the config with the checkpoint's optimizer settings, unless a flag asks for the config's own."""
+    if resumed is None or resume is None or resume.reset_optimizer:
         return config
-    kept, given = saved.checkpoint.facts["settings"], rate_settings(config)
-    if kept["optimizer"]["type"] != given["optimizer"]["type"]:
+    old, new = resumed.checkpoint.facts["settings"], rate_settings(config)
+    if old["optimizer"]["type"] != new["optimizer"]["type"]:
         raise UserError(
-            f"{saved.path} was trained with optimizer.type = {kept['optimizer']['type']!r}, the config says "
-            f"{given['optimizer']['type']!r}; write that type, or drop its state with --reset_optimizer"
+            f"{resumed.path} was trained with optimizer.type = {old['optimizer']['type']!r}, the config says "
+            f"{new['optimizer']['type']!r}; write that type, or drop its state with --reset_optimizer"
         )
-    if resume.reset_optimizer_params or kept == given:
+    if resume.reset_optimizer_params or old == new:
         return config
-    differing = [f"{key} = {kept[key]!r}" for key in _RATE_KEYS if kept[key] != given[key]]
-    table = kept["optimizer"]
-    differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != given["optimizer"].get(key)]
-    info(f"going on with the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
-    optimizer = type(config.optimizer).model_validate({**given["optimizer"], **table})
-    return config.model_copy(update={"optimizer": optimizer, **{key: kept[key] for key in _RATE_KEYS}})
+    differing = [f"{key} = {old[key]!r}" for key in _RATE_KEYS if old[key] != new[key]]
+    table = old["optimizer"]
+    differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != new["optimizer"].get(key)]
+    info(f"using the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
+    optimizer = type(config.optimizer).model_validate({**new["optimizer"], **table})
+    return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     path: Path
     checkpoint: Checkpoint
 
     def is_own(self, output_dir: Path) -> bool:
-        """Whether it is of the run in this folder."""
+        """Whether it belongs to the run in this folder."""
         return _is_own(self.path, output_dir)
 
     def load(self, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
-        """Fill engine and averages; where the run stands."""
+        """Load it into engine and averages; return the progress."""
         self._require_model(engine)
         self._require_order(order, resume)
         pieces = engine.pieces()
@@ -164,7 +159,7 @@ class ResumePoint:
         shadows = (engine.like_weights(track_kind(name), averages.tracks[name].shadow) for name in known)
         self.checkpoint.load_into(chain(pieces, chain.from_iterable(shadows)))
         for name in new:
-            info(f"{self.path} has no average {name!r}: it starts from the weights now")
+            info(f"{self.path} has no average {name!r}: it starts from the current weights")
             for key, tensor in averages.tracks[name].shadow.items():
                 tensor.copy_(engine.weights[key])
         facts = self.checkpoint.facts
@@ -178,9 +173,9 @@ class ResumePoint:
         return known, [name for name in averages.tracks if name not in known]
 
     def _require_model(self, engine: Engine) -> None:
-        named = {name: self.checkpoint.shapes[f"{PARAM_KIND}/{name}"] for name in self.checkpoint.names(PARAM_KIND)}
+        saved = {name: self.checkpoint.shapes[f"{PARAM_KIND}/{name}"] for name in self.checkpoint.names(PARAM_KIND)}
         shapes = engine.shapes
-        differing = sorted(name for name in {*named, *shapes} if named.get(name) != shapes.get(name))[:3]
+        differing = sorted(name for name in {*saved, *shapes} if saved.get(name) != shapes.get(name))[:3]
         if differing:
             raise UserError(f"{self.path} is of another model (differs in {differing}); check [model] and freeze")
 
@@ -189,17 +184,17 @@ class ResumePoint:
         if before != now and not resume.reset_dataloader:
             raise UserError(
                 f"{self.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
-                "the data anew with --reset_dataloader"
+                "the data again with --reset_dataloader"
             )
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first thing in which two orders differ, in words."""
+    """Return the first difference between two orders, in words."""
     if before["seed"] != now["seed"]:
         return f"seed {before['seed']}, now {now['seed']}"
     if len(before["buckets"]) != len(now["buckets"]):
         return f"{len(before['buckets'])} buckets, now {len(now['buckets'])}"
-    names = ("global batch", "shuffle_window", "samples an epoch", "batches an epoch", "shards")
+    names = ("global batch", "shuffle_window", "samples per epoch", "batches per epoch", "shards")
     for number, pair in enumerate(zip(before["buckets"], now["buckets"], strict=True)):
         for name, old, new in zip(names, *pair, strict=True):
             if old != new:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.config import AdapterConfig, ModelSize, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import apply_timeout
@@ -14,19 +14,19 @@ from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_parameters
-from sd3_light.model.start import where_weights_start
+from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
-from sd3_light.training.saver import ExportSeries
+from sd3_light.training.saver import ExportSeries, make_saver
 from sd3_light.training.sd3 import LightSD3Pipeline
-from sd3_light.training.trainable import choose_what_trains, saver_of
+from sd3_light.training.trainable import choose_what_trains
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The parts that hold or use weights. ``saver`` exports them."""
+    """The parts of a run that hold or use weights. ``saver`` exports them."""
 
     pipeline: LightSD3Pipeline
     module: SD3TrainingModule
@@ -36,14 +36,14 @@ class TrainState:
 
 
 def make_train_state(context: RunContext) -> TrainState:
-    """The model as training starts, on its device and in the engine's hands; all processes call it together."""
-    config, launch, device = context.config, context.launch, context.device
-    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text())
+    """Build the model as training starts and wrap it in the engine; all processes call it together."""
+    config, launch, device, start = context.config, context.launch, context.device, context.start
+    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start)
     choose_what_trains(pipeline.transformer, config, device)
-    saver = saver_of(config, pipeline.transformer, context.folder.path / "exports")
+    saver = make_saver(config, start, pipeline.transformer, context.folder.path / "exports")
     if config.compile:
         compile_blocks(pipeline.transformer)
-    fast = choose_blocks(config, pipeline.transformer, launch, device, context.by_deepspeed)
+    fast = choose_blocks(config, start.size, pipeline.transformer, launch, device, context.by_deepspeed)
     module = SD3TrainingModule(pipeline.transformer, config, fast)
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
@@ -54,37 +54,44 @@ def make_train_state(context: RunContext) -> TrainState:
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
 
-def require_blocks(config: TrainConfig, launch: Launch, by_deepspeed: bool) -> None:
-    """Refuse blocks that the config demands in vain, as far as it tells; before anything is made."""
-    size, device = where_weights_start(config.model).size, launch.device()
+def require_blocks(config: TrainConfig, size: ModelSize, launch: Launch, by_deepspeed: bool) -> None:
+    """Reject blocks that the config requires and that are not available, as far as the config tells.
+
+    It runs before the process group starts.
+    """
+    device = launch.device()
     reason = why_stock_by_config(config, size, launch.world, by_deepspeed)
-    _refuse(config, reason or why_stock_on_device(config, device.type), size, device)
+    _require_available(config, reason or why_stock_on_device(config, device.type), size, device)
 
 
 def choose_blocks(
-    config: TrainConfig, transformer: SD3Transformer2DModel, launch: Launch, device: torch.device, by_deepspeed: bool
+    config: TrainConfig,
+    size: ModelSize,
+    transformer: SD3Transformer2DModel,
+    launch: Launch,
+    device: torch.device,
+    by_deepspeed: bool,
 ) -> bool:
-    """Whether the fast blocks run; says so where a GPU trains, and refuses what the config demands in vain."""
-    reason = why_stock_blocks(config, transformer, device.type, launch.world, by_deepspeed)
-    _refuse(config, reason, where_weights_start(config.model).size, device)
+    """Return whether the fast blocks run, and report it on a GPU; reject what the config requires in vain."""
+    reason = why_stock_blocks(config, size, transformer, device.type, launch.world, by_deepspeed)
+    _require_available(config, reason, size, device)
     if device.type == "cuda" and launch.is_main:
         kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
         info(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
     return reason is None
 
 
-def _refuse(config: TrainConfig, reason: str | None, size: ModelSize, device: torch.device) -> None:
+def _require_available(config: TrainConfig, reason: str | None, size: ModelSize, device: torch.device) -> None:
     if reason is not None and config.fast is True:
-        raise UserError(f'fast = true cannot be had: {reason}; write fast = "auto"')
+        raise UserError(f'fast = true is not available: {reason}; write fast = "auto"')
     if config.fp8:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if in_the_way := reason or why_no_fp8(size, capability):
-            raise UserError(f"fp8 = true cannot be had: {in_the_way}; write fp8 = false")
+        if fp8_reason := reason or why_no_fp8(size, capability):
+            raise UserError(f"fp8 = true is not available: {fp8_reason}; write fp8 = false")
 
 
-def what_starts(config: TrainConfig) -> str:
-    """Where weights start and what trains, in words."""
-    start, adapter = where_weights_start(config.model), config.adapter
+def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:
+    """Return where weights start and what trains, in words."""
     if adapter is None:
         return start.sentence
     kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]

@@ -18,7 +18,7 @@ from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_
 from sd3_light.model.quantized import quantize_base
 from sd3_light.tasks import ModelLogger, launch_training_task
 from tests.unit.model.test_adapter_layers import adapter, output, stock
-from tests.unit.tasks.toy import Pictures, Toy
+from tests.unit.tasks.toy import Images, Toy
 
 BITS = [8, 4]
 ERROR = {8: 0.03, 4: 0.25}
@@ -123,7 +123,7 @@ def test_a_task_trains_on_quantized_weights_and_saves_only_the_adapter(tmp_path:
             [p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p)) for p in model.transformer.parameters()]
         model.train_adapter(rank=2, target_modules=["1", "2"], base_bits=bits)
         options = {"num_workers": 0, "save_steps": 4, "batch_size": 2, "engine": "torch", **options}
-        launch_training_task(None, Pictures(), model, ModelLogger(tmp_path / out), 1e-2, **options)
+        launch_training_task(None, Images(), model, ModelLogger(tmp_path / out), 1e-2, **options)
         return load_file(tmp_path / out / "step-4.safetensors")
 
     whole = run("whole", checkpoint_steps=2)

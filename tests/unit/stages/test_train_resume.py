@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what becomes of those that it leaves behind."""
+"""Which checkpoint a run resumes from, and what happens to later ones."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from sd3_light.stages.train.resume import Resume, _difference, choose_checkpoint
 from tests.checkpoints import write_checkpoint
 
 
-def lay_out(folder: Path, *steps: int) -> Path:
+def write_run(folder: Path, *steps: int) -> Path:
     for step in steps:
         write_checkpoint(folder / "checkpoints", step, {"param/w": torch.full((2,), float(step))}, {"step": step})
         for kind in ("ema", "exports"):
@@ -28,26 +28,26 @@ def at(folder: Path, step: int, prefix: str = "") -> Path:
     return folder / "checkpoints" / f"{prefix}{checkpoint_name(step)}"
 
 
-def test_the_newest_is_taken_and_nothing_moves(tmp_path: Path) -> None:
-    run = lay_out(tmp_path, 1, 2)
+def test_the_newest_is_chosen_and_nothing_moves(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 1, 2)
     assert choose_checkpoint(run, Resume()) == str(at(run, 2))
     for kind in ("checkpoints", "ema", "exports"):
         assert names(run, kind) == ["step-00000001", "step-00000002"]
 
 
-def test_an_earlier_one_leaves_the_later_behind_in_every_folder(tmp_path: Path) -> None:
-    """Averages of an abandoned future must not be mixed with the new ones, nor its exports pass for the newest."""
-    run = lay_out(tmp_path, 1, 2, 3)
+def test_an_earlier_one_sets_aside_the_later_in_every_folder(tmp_path: Path) -> None:
+    """Abandoned averages must not be mixed with new ones, and abandoned exports must not look like the newest."""
+    run = write_run(tmp_path, 1, 2, 3)
     assert choose_checkpoint(run, Resume(at(run, 1))) == str(at(run, 1))
     for kind in ("checkpoints", "ema", "exports"):
         assert names(run, kind) == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000001"]
     assert choose_checkpoint(run, Resume()) == str(at(run, 1))
 
 
-def test_what_was_set_aside_is_told_and_not_deleted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = lay_out(tmp_path, 1, 2)
+def test_abandoned_saves_are_reported_and_not_deleted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, 1, 2)
     choose_checkpoint(run, Resume(at(run, 1)))
-    lay_out(tmp_path / "again", 2)
+    write_run(tmp_path / "again", 2)
     (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
     choose_checkpoint(run, Resume(at(run, 1)))
     assert names(run) == ["abandoned-step-00000002", "abandoned-step-00000002.again", "step-00000001"]
@@ -58,9 +58,9 @@ def test_what_was_set_aside_is_told_and_not_deleted(tmp_path: Path, capfd: pytes
     assert "4 abandoned" in capfd.readouterr().err, "at every start"
 
 
-def test_a_run_that_has_passed_them_is_rid_of_them(tmp_path: Path) -> None:
-    """They go as its own would: when as many of these as are kept are not older."""
-    run = lay_out(tmp_path, 1, 2, 3, 4)
+def test_a_run_that_has_passed_them_deletes_them(tmp_path: Path) -> None:
+    """They are pruned like its own: when there are enough newer ones."""
+    run = write_run(tmp_path, 1, 2, 3, 4)
     choose_checkpoint(run, Resume(at(run, 1)))
     folder = run / "checkpoints"
     write_checkpoint(folder, 3, {"param/w": torch.zeros(2)}, {})
@@ -72,14 +72,14 @@ def test_a_run_that_has_passed_them_is_rid_of_them(tmp_path: Path) -> None:
     assert names(run) == ["abandoned-step-00000004", checkpoint_name(3), checkpoint_name(5)]
     at(run, 4, "abandoned-").rename(folder / ".abandoned-step-00000004.gone")
     assert choose_checkpoint(run, Resume()) == str(at(run, 5))
-    assert names(run) == [checkpoint_name(3), checkpoint_name(5)], "a deletion that was cut short is finished"
+    assert names(run) == [checkpoint_name(3), checkpoint_name(5)], "an interrupted deletion is finished"
 
 
-def test_an_abandoned_one_can_be_taken_up_again(tmp_path: Path) -> None:
-    """Earlier ones stay where they are, and the other of its own step gives way."""
-    run = lay_out(tmp_path, 1, 2, 3)
+def test_an_abandoned_one_can_be_resumed(tmp_path: Path) -> None:
+    """Earlier ones stay, and the other one of the same step is set aside."""
+    run = write_run(tmp_path, 1, 2, 3)
     choose_checkpoint(run, Resume(at(run, 1)))
-    lay_out(tmp_path / "again", 2)
+    write_run(tmp_path / "again", 2)
     (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
     chosen = at(run, 2, "abandoned-")
     assert choose_checkpoint(run, Resume(chosen)) == str(chosen)
@@ -88,21 +88,21 @@ def test_an_abandoned_one_can_be_taken_up_again(tmp_path: Path) -> None:
     assert not at(run, 2).exists()
 
 
-def test_a_run_that_begins_leaves_behind_what_a_killed_one_wrote(tmp_path: Path) -> None:
-    """It had not come to its first checkpoint, but had exported."""
+def test_a_new_run_sets_aside_what_a_killed_one_wrote(tmp_path: Path) -> None:
+    """It had exported, but was killed before its first checkpoint."""
     (tmp_path / "exports" / checkpoint_name(4)).mkdir(parents=True)
     assert choose_checkpoint(tmp_path, Resume()) is None
     assert names(tmp_path, "exports") == ["abandoned-step-00000004"]
 
 
-def test_another_runs_checkpoint_does_not_go_into_a_folder_with_its_own(tmp_path: Path) -> None:
-    one, other = lay_out(tmp_path / "one", 5), lay_out(tmp_path / "other", 2)
-    with pytest.raises(UserError, match=r"one holds a run of its own \(step-00000005\) and .* is of another"):
+def test_a_run_folder_rejects_another_runs_checkpoint(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
+    with pytest.raises(UserError, match=r"one holds another run \(step-00000005\) than .*other"):
         choose_checkpoint(one, Resume(at(other, 2)))
     assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == str(at(other, 2))
 
 
-def test_the_first_difference_of_two_orders_is_told() -> None:
+def test_the_first_difference_of_two_orders_is_named() -> None:
     one = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"]]}
     assert _difference(one, {**one, "seed": 2}) == "seed 1, now 2"
     assert _difference(one, {"seed": 1, "buckets": []}) == "1 buckets, now 0"

@@ -18,7 +18,7 @@ from sd3_light.engines import accelerate as engine_file
 from sd3_light.flow.bands import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
-from tests.unit.tasks.toy import Pictures, Toy
+from tests.unit.tasks.toy import Images, Toy
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def run(out: Path, model: Toy | None = None, data: Any = None, **wishes: Any) -> list[dict[str, Any]]:
-    """Train the toy; the log's events."""
-    given: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 100, **wishes}
-    launch_training_task(Accelerator(cpu=True), data or Pictures(), model or Toy(), ModelLogger(out), **given)
+def run(out: Path, model: Toy | None = None, data: Any = None, **settings: Any) -> list[dict[str, Any]]:
+    """Train the toy; return the log's events."""
+    settings = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 100, **settings}
+    launch_training_task(Accelerator(cpu=True), data or Images(), model or Toy(), ModelLogger(out), **settings)
     return list(read_log(out / "log.jsonl"))
 
 
@@ -46,9 +46,9 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
     frozen = model.encoder.weight.clone()
     events = run(tmp_path, model, num_epochs=3, batch_size=2, max_steps=10)
     assert [event["samples"] for event in events if event["event"] == "step"] == [2 * n for n in range(1, 11)]
-    assert {rate for _, rate in steps(events, "lr")} == {1e-2}, "constant is constant, from the first step on"
+    assert {rate for _, rate in steps(events, "lr")} == {1e-2}, "constant from the first step on"
     assert all(norm > 0 for _, norm in steps(events, "grad_norm"))
-    assert torch.equal(model.encoder.weight, frozen), "what lies outside the denoiser does not train"
+    assert torch.equal(model.encoder.weight, frozen), "everything outside the denoiser is frozen"
     file = load_file(tmp_path / "step-10.safetensors")
     assert all(torch.equal(file[name], weight) for name, weight in model.transformer.state_dict().items())
 
@@ -56,18 +56,18 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
 def test_an_epoch_sees_every_sample_once_and_shuffles(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    class Watched(Pictures):
+    class Recorded(Images):
         def __getitem__(self, index: int) -> dict[str, Any]:
             seen.append(index)
             return super().__getitem__(index)
 
-    run(tmp_path, data=Watched(), num_epochs=2, batch_size=4)
+    run(tmp_path, data=Recorded(), num_epochs=2, batch_size=4)
     first, second = seen[:8], seen[8:]
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
 
 
-def test_saves_by_epoch_by_step_and_by_a_hook_of_ones_own(tmp_path: Path) -> None:
+def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
     run(tmp_path / "epochs", save_steps=None, num_epochs=2, batch_size=4)
     assert saved(tmp_path / "epochs") == {"epoch-0", "epoch-1"}
     run(tmp_path / "steps", save_steps=3, batch_size=2)
@@ -79,17 +79,17 @@ def test_saves_by_epoch_by_step_and_by_a_hook_of_ones_own(tmp_path: Path) -> Non
             called.append(self.num_steps)
             super().on_step_end(accelerator, model, save_steps)
 
-    wishes: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 2, "batch_size": 2}
-    launch_training_task(Accelerator(cpu=True), Pictures(), Toy(), Hook(tmp_path / "hook"), **wishes)
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 2, "batch_size": 2}
+    launch_training_task(Accelerator(cpu=True), Images(), Toy(), Hook(tmp_path / "hook"), **settings)
     assert called == [0, 1, 2, 3]
     assert saved(tmp_path / "hook") == {"step-2", "step-4"}
 
 
-def test_accumulation_is_the_larger_batch(tmp_path: Path) -> None:
-    wishes: dict[str, Any] = {"num_epochs": 2, "gradient_clipping": 0.5}
-    whole = steps(run(tmp_path / "whole", batch_size=4, **wishes), "loss", "grad_norm")
-    parts = steps(run(tmp_path / "parts", batch_size=2, gradient_accumulation_steps=2, **wishes), "loss", "grad_norm")
-    workers = steps(run(tmp_path / "w", batch_size=4, num_workers=1, **wishes), "loss", "grad_norm")
+def test_accumulation_equals_the_larger_batch(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_epochs": 2, "gradient_clipping": 0.5}
+    whole = steps(run(tmp_path / "whole", batch_size=4, **settings), "loss", "grad_norm")
+    parts = steps(run(tmp_path / "parts", batch_size=2, gradient_accumulation_steps=2, **settings), "loss", "grad_norm")
+    workers = steps(run(tmp_path / "w", batch_size=4, num_workers=1, **settings), "loss", "grad_norm")
     assert len(whole) == 4
     assert [number for step in parts for number in step] == pytest.approx([n for step in whole for n in step], rel=1e-5)
     assert workers == whole
@@ -100,29 +100,29 @@ def test_an_interrupted_task_resumes_exactly(tmp_path: Path, adapter: bool) -> N
     def model() -> Toy:
         return Toy(adapter, 0.3) if adapter else Toy()
 
-    wishes: dict[str, Any] = {"batch_size": 2, "num_epochs": 2, "ema_decay": 0.8, "lr_scheduler": "step"}
-    wishes |= {"lr_step_size": 2, "lr_step_gamma": 0.5, "warmup_steps": 2, "checkpoint_steps": 3}
-    whole = run(tmp_path / "whole", model(), **wishes)
-    run(tmp_path / "broken", model(), max_steps=3, **wishes)
-    events = run(tmp_path / "broken", model(), resume=True, **wishes)
+    settings: dict[str, Any] = {"batch_size": 2, "num_epochs": 2, "ema_decay": 0.8, "lr_scheduler": "step"}
+    settings |= {"lr_step_size": 2, "lr_step_gamma": 0.5, "warmup_steps": 2, "checkpoint_steps": 3}
+    whole = run(tmp_path / "whole", model(), **settings)
+    run(tmp_path / "broken", model(), max_steps=3, **settings)
+    events = run(tmp_path / "broken", model(), resume=True, **settings)
     assert [event["event"] for event in events if event["event"] in ("start", "resume")] == ["start", "resume"]
     assert steps(events, "loss", "lr", "grad_norm") == steps(whole, "loss", "lr", "grad_norm")
     ends = [open_checkpoint(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "broken")]
     assert len(ends[0].shapes) == (4 if adapter else 2) * 5
     assert all(torch.equal(ends[0].tensor(name), ends[1].tensor(name)) for name in ends[0].shapes)
     with pytest.raises(UserError, match="in other batches or with another seed"):
-        run(tmp_path / "broken", model(), resume=True, **{**wishes, "batch_size": 4})
+        run(tmp_path / "broken", model(), resume=True, **{**settings, "batch_size": 4})
 
 
-def test_mixed_sizes_share_no_batch(tmp_path: Path) -> None:
-    assert len(steps(run(tmp_path / "buckets", data=Pictures(8, mixed=True), batch_size=2))) == 4
-    data = Pictures(8, mixed=True)
-    with pytest.raises(UserError, match=r"'latents' of shapes .* tell launch_training_task by bucket_of"):
+def test_mixed_sizes_are_not_batched_together(tmp_path: Path) -> None:
+    assert len(steps(run(tmp_path / "buckets", data=Images(8, mixed=True), batch_size=2))) == 4
+    data = Images(8, mixed=True)
+    with pytest.raises(UserError, match=r"'latents' of shapes .* name the samples of one shape with bucket_of"):
         run(tmp_path / "none", data=data, batch_size=2, bucket_of=lambda index: 0)
 
 
-def test_evaluation_and_pictures_show_the_average(tmp_path: Path) -> None:
-    wishes: dict[str, Any] = {"batch_size": 2, "eval_dataset": Pictures(3), "eval_steps": 2, "ema_decay": 0.9}
+def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 2, "eval_dataset": Images(3), "eval_steps": 2, "ema_decay": 0.9}
     seen = []
 
     def draw(model: Any) -> Image.Image:
@@ -130,7 +130,7 @@ def test_evaluation_and_pictures_show_the_average(tmp_path: Path) -> None:
         return Image.new("RGB", (4, 4))
 
     model = Toy()
-    events = run(tmp_path, model, draw=draw, draw_steps=4, **wishes)
+    events = run(tmp_path, model, draw=draw, draw_steps=4, **settings)
     evals = [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in evals] == [2, 4]
     assert len([key for key in evals[0] if key.startswith("flow@")]) == 9
@@ -144,11 +144,11 @@ def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
     assert steps(run(tmp_path / "args", args=args), "lr") == [(step, 1e-3) for step in range(1, 5)]
     with pytest.raises(UserError, match="does not know 'batchsize'"):
         run(tmp_path / "unknown", batchsize=4)
-    with pytest.raises(UserError, match="batch_size is 0; give a whole number from 1 on"):
+    with pytest.raises(UserError, match="batch_size is 0; give an integer >= 1"):
         run(tmp_path / "zero", batch_size=0)
 
 
-def test_what_accelerate_does_not_give_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_accelerators_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
         mixed_precision, num_processes, process_index, local_process_index = "no", 1, 0, 0
         distributed_type = DistributedType.DEEPSPEED
@@ -165,7 +165,7 @@ def test_what_accelerate_does_not_give_is_a_fault(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match="gradient_accumulation_steps is 3 here and 2 in the Accelerator"):
         launch_training_task(
             Accelerator(cpu=True, gradient_accumulation_steps=2),
-            Pictures(),
+            Images(),
             Toy(),
             ModelLogger(tmp_path),
             gradient_accumulation_steps=3,
@@ -182,7 +182,7 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     one = steps(run(tmp_path / "one", batch_size=4), "loss", "grad_norm")
     launch_training_task(
         None,
-        Pictures(),
+        Images(),
         Toy(),
         ModelLogger(tmp_path / "two"),
         1e-2,
@@ -194,14 +194,14 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == one
 
 
-def test_the_log_tells_the_loss_by_bands_of_time(tmp_path: Path) -> None:
-    """Their mean by samples is the loss, with accumulation too."""
+def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
+    """Their mean over samples is the loss, also with accumulation."""
     events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
     (first,) = [event for event in events if event["event"] == "step"]
     assert set(first["band"]) <= set(BAND_NAMES)
     assert len(first["band"]) > 1
     whole = Toy()
-    samples = [{"data": Pictures()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    samples = [{"data": Images()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
     with torch.no_grad():
         whole(samples)
     assert whole.bands is not None
@@ -209,28 +209,27 @@ def test_the_log_tells_the_loss_by_bands_of_time(tmp_path: Path) -> None:
     assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
 
 
-def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The losses are those of float32 weights, which autocast would narrow for each product."""
+def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses equal those of float32 weights, which autocast narrows for each product."""
 
     x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it
 
-    class Own(ModelLogger):
+    class CustomLogger(ModelLogger):
         def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
             seen.append(model.transformer(x).isfinite().all())
 
     def train(out: str, **more: Any) -> tuple[Toy, list[Any]]:
         model = Toy(adapter=True)
-        wishes: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2, "save_steps": 9, "draw_steps": 4}
+        settings: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2, "save_steps": 9}
         launch_training_task(
             Accelerator(cpu=True, mixed_precision="bf16"),
-            Pictures(),
+            Images(),
             model,
-            Own(tmp_path / out),
+            CustomLogger(tmp_path / out),
             1e-2,
+            draw_steps=4,
             draw=lambda model: seen.append(model.transformer(x).isfinite().all()),
-            **wishes,
+            **settings,
             **more,
         )
         return model, steps(list(read_log(tmp_path / out / "log.jsonl")), "loss", "grad_norm")
@@ -239,15 +238,15 @@ def test_under_bf16_frozen_weights_are_bf16_and_the_adapter_s_are_not(
     model, losses = train("narrow")
     kinds = {(weight.requires_grad, weight.dtype) for weight in model.transformer.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    assert len(seen) == 5, "draw and the logger's hooks compute as steps do"
+    assert len(seen) == 5, "draw and the logger's hooks compute as in steps"
     assert {weight.dtype for weight in train("torch", engine="torch")[0].transformer.parameters()} == {torch.float32}
-    monkeypatch.setattr("sd3_light.tasks.train.cast_frozen_linears", lambda *given: None)
+    monkeypatch.setattr("sd3_light.tasks.train.cast_frozen_linears", lambda *args: None)
     assert train("wide")[1] == losses
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_task_starts_from_an_adapter_that_another_saved(tmp_path: Path) -> None:
-    """Of a class that is no SD3: what trained goes on, and a rank that does not fit is named."""
+def test_a_task_starts_from_the_adapter_of_another(tmp_path: Path) -> None:
+    """Of a class other than SD3: training continues from it, and a wrong rank is named."""
     first = Toy(adapter=True)
     run(tmp_path / "first", first, save_steps=4, batch_size=2)
     file, second = tmp_path / "first" / "step-4.safetensors", Toy()
@@ -258,7 +257,7 @@ def test_a_task_starts_from_an_adapter_that_another_saved(tmp_path: Path) -> Non
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.allclose(second.transformer(x), first.transformer(x), atol=1e-6)
-    assert str(tmp_path) not in str(run(tmp_path / "second", second, max_steps=1)), "no place gets into the log"
+    assert str(tmp_path) not in str(run(tmp_path / "second", second, max_steps=1)), "no path gets into the log"
     third = Toy()
     third.transformer = torch.nn.Sequential(torch.nn.Flatten(2), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     with pytest.raises(UserError, match=r"has rank 2 .* write the rank and target_modules that it has"):

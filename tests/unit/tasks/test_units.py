@@ -1,4 +1,4 @@
-"""What training need not compute again follows from what units declare."""
+"""Units: which ones are computed once follows from what they declare."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks.module import DiffusionTrainingModule, stacked
+from sd3_light.tasks.module import DiffusionTrainingModule, stack_samples
 from sd3_light.tasks.units import PipelineUnit, split_units
 
 
@@ -22,7 +22,7 @@ class Encode(PipelineUnit):
         return {"moments": module.vae(image) + extra}
 
 
-class DrawIt(PipelineUnit):
+class DrawLatents(PipelineUnit):
     reads, writes, draws = ("moments",), ("latents",), True
 
     def run(self, module: Any, moments: Tensor, draw: Any) -> dict[str, Tensor]:
@@ -47,13 +47,13 @@ class Module(DiffusionTrainingModule):
     reads = ("context",)
 
     def __init__(self, *units: PipelineUnit) -> None:
-        super().__init__(nn.Linear(4, 4), units or (Encode(), DrawIt(), Later(), Learned()))
+        super().__init__(nn.Linear(4, 4), units or (Encode(), DrawLatents(), Later(), Learned()))
         self.vae = nn.Linear(4, 4)
         self.freeze_the_rest()
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
-        found: Tensor = self.transformer(noisy) + inputs["context"][:, None]
-        return found
+        velocity: Tensor = self.transformer(noisy) + inputs["context"][:, None]
+        return velocity
 
 
 def names(units: Any) -> list[str]:
@@ -69,18 +69,18 @@ def sample(index: int = 0, epoch: int = 0) -> dict[str, Any]:
 def test_the_split_is_derived() -> None:
     split = Module().split()
     assert names(split.cached) == ["Encode"]
-    assert names(split.drawn) == ["DrawIt", "Later"]
+    assert names(split.drawn) == ["DrawLatents", "Later"]
     assert names(split.gradient) == ["Learned"]
-    assert set(split.kept) == {"moments", "text", "mask", "loss_weight"}, "and what the data may give the loss"
+    assert set(split.stored) == {"moments", "text", "mask", "loss_weight"}, "and the optional inputs of the loss"
 
 
 def test_a_part_that_trains_is_never_cached() -> None:
     module = Module()
     module.vae.requires_grad_(True)
     split = split_units(module, module.units, ("latents", "context"))
-    assert names(split.gradient) == ["Encode", "DrawIt", "Later", "Learned"]
+    assert names(split.gradient) == ["Encode", "DrawLatents", "Later", "Learned"]
     assert split.cached == ()
-    assert names(module.split().cached) == ["Encode"], "outside the denoiser nothing trains"
+    assert names(module.split().cached) == ["Encode"], "everything outside the denoiser is frozen"
 
 
 def test_two_stages_give_the_loss_of_one() -> None:
@@ -92,37 +92,37 @@ def test_two_stages_give_the_loss_of_one() -> None:
     assert isinstance(encode, Encode)
     before = encode.calls
     assert torch.equal(module.each(processed), whole)
-    assert encode.calls == before, "what is there is not computed again"
+    assert encode.calls == before, "processed values are not computed again"
 
 
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     module = Module()
     both, alone = module.each([sample(1), sample(2)]), torch.cat([module.each([sample(1)]), module.each([sample(2)])])
     assert torch.allclose(both, alone, atol=1e-6)
-    assert not torch.allclose(module.each([sample(1, epoch=1)]), alone[:1]), "another epoch draws anew"
+    assert not torch.allclose(module.each([sample(1, epoch=1)]), alone[:1]), "another epoch draws again"
     at_half = module.each([sample(1)], quantile=0.5)
-    assert torch.equal(at_half, module.each([sample(1, epoch=1)], quantile=0.5)), "validation draws the same for ever"
+    assert torch.equal(at_half, module.each([sample(1, epoch=1)], quantile=0.5)), "validation always draws the same"
     assert module(sample(1)["data"]).ndim == 0, "a bare item is a sample too"
 
 
-def test_faults_name_unit_and_value() -> None:
-    with pytest.raises(UserError, match="unit DrawIt reads 'moments' before it is written"):
-        Module(DrawIt(), Encode()).split()
+def test_errors_name_unit_and_value() -> None:
+    with pytest.raises(UserError, match="unit DrawLatents reads 'moments' before it is written"):
+        Module(DrawLatents(), Encode()).split()
     with pytest.raises(UserError, match="units Encode and Encode both write 'moments'"):
         Module(Encode(), Encode()).split()
     bare = {**sample(), "data": {"text": 1.0}}
-    with pytest.raises(UserError, match="unit Encode reads 'image', which neither the data nor an earlier unit gives"):
+    with pytest.raises(UserError, match="unit Encode reads 'image'; it is neither in the data nor written"):
         Module().each([bare])
-    with pytest.raises(UserError, match="sample 0: 'latents', which the loss compares with, is nothing"):
+    with pytest.raises(UserError, match="sample 0: 'latents', which the loss compares with, is missing"):
         Module(Learned()).each([sample()])
-    with pytest.raises(UserError, match=r"'x' of shapes \(2,\) and \(3,\); tell launch_training_task"):
-        stacked([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
+    with pytest.raises(UserError, match=r"'x' of shapes \(2,\) and \(3,\); name the samples of one shape"):
+        stack_samples([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
 
 
-def test_a_unit_keeps_its_promise() -> None:
-    class Liar(Encode):
+def test_a_unit_must_write_what_it_declares() -> None:
+    class WrongWrites(Encode):
         def run(self, module: Any, image: Tensor, extra: float = 0.0) -> dict[str, Tensor]:
             return {"other": image}
 
-    with pytest.raises(UserError, match=r"unit Liar declares that it writes \['moments'\], and wrote \['other'\]"):
-        Module(Liar(), DrawIt(), Later(), Learned()).each([sample()])
+    with pytest.raises(UserError, match=r"unit WrongWrites declares .* \['moments'\] but wrote \['other'\]"):
+        Module(WrongWrites(), DrawLatents(), Later(), Learned()).each([sample()])

@@ -1,4 +1,4 @@
-"""A toy of a task: a small convolution learns random latents. Run as a script it trains on several processes."""
+"""A toy task: a small convolution learns random latents. Run as a script it trains on several processes."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from sd3_light.tasks import (
 )
 
 
-class Pictures(Dataset[Any]):
+class Images(Dataset[Any]):
     """Latents of two sizes."""
 
     def __init__(self, count: int = 8, mixed: bool = False) -> None:
@@ -34,18 +34,18 @@ class Pictures(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         side = int(self.bucket_of(index))
         return {
-            "picture": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)),
+            "image": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)),
             "name": str(index),
         }
 
 
 class Encode(PipelineUnit):
-    reads, writes, uses = ("picture",), ("latents",), ("encoder",)
+    reads, writes, uses = ("image",), ("latents",), ("encoder",)
     runs = 0
 
-    def run(self, module: Any, picture: Tensor) -> dict[str, Tensor]:
+    def run(self, module: Any, image: Tensor) -> dict[str, Tensor]:
         Encode.runs += 1
-        return {"latents": module.encoder(picture[None])[0]}
+        return {"latents": module.encoder(image[None])[0]}
 
 
 class Toy(DiffusionTrainingModule):
@@ -62,22 +62,22 @@ class Toy(DiffusionTrainingModule):
             self.train_adapter(rank=2, dropout=dropout, target_modules=["1", "2"])
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
-        found: Tensor = self.transformer(noisy).reshape(noisy.shape)
-        return found
+        velocity: Tensor = self.transformer(noisy).reshape(noisy.shape)
+        return velocity
 
 
 def main(out: str, stage: str) -> None:
-    """On every process of a launcher: process, then train on what was processed; or train at once."""
+    """On every process of a launcher: process the data and train on the result, or train at once."""
     accelerator = None if stage == "deepspeed" else Accelerator()
     assert accelerator is None or accelerator.num_processes == 2
-    data: Any = Pictures()
+    data: Any = Images()
     if stage == "process":
         launch_data_process_task(accelerator, data, Toy(), ModelLogger(Path(out, "processed")), num_workers=0)
         data = ProcessedDataset(Path(out, "processed"))
-    wishes: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
+    settings: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
     if stage == "deepspeed":
-        wishes |= {"engine": "deepspeed", "batch_size": 1, "gradient_accumulation_steps": 2}
-    launch_training_task(accelerator, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, save_steps=4, **wishes)
+        settings |= {"engine": "deepspeed", "batch_size": 1, "gradient_accumulation_steps": 2}
+    launch_training_task(accelerator, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, save_steps=4, **settings)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whose a fault is: what people's own code raises is theirs; memory, workers and other processes are not."""
+"""Errors as one line: those of the user's code name it; memory, dead workers and lost processes do not."""
 
 import struct
 import zlib
@@ -15,32 +15,32 @@ MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capa
 @pytest.mark.parametrize(
     "error", [AssertionError("odd"), EOFError(), RuntimeError("shapes\nand more"), struct.error("odd"), zlib.error("x")]
 )
-def test_what_people_s_code_raises_is_theirs(error: Exception) -> None:
+def test_errors_of_user_code_name_it(error: Exception) -> None:
     with (
-        pytest.raises(UserError, match=rf"^draw raised {type(error).__name__}.*; mend it$") as told,
+        pytest.raises(UserError, match=rf"^draw raised {type(error).__name__}.*; fix it$") as raised,
         as_user_error("draw"),
     ):
         raise error
-    assert told.value.__cause__ is error
+    assert raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("error", "kind", "message"),
     [
         (torch.OutOfMemoryError(MEMORY), UserError, "Tried to allocate 2.00 GiB; lower batch_size (and raise"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), UserError, "free memory"),
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5] closed"), PeerLost, "lost another"),
     ],
 )
-def test_what_may_show_in_any_code_is_nobody_s(error: Exception, kind: type[UserError], words: str) -> None:
+def test_errors_of_the_machine_do_not_blame_user_code(error: Exception, kind: type[UserError], message: str) -> None:
     for block in (as_user_error("unit Encode"), explain_runtime_errors()):
-        with pytest.raises(kind) as told, block:
+        with pytest.raises(kind) as raised, block:
             raise error
-        assert words in str(told.value)
-        assert "mend it" not in str(told.value)
-        assert "\n" not in str(told.value)
+        assert message in str(raised.value)
+        assert "fix it" not in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
-def test_other_errors_are_not_put_into_words() -> None:
+def test_other_errors_are_not_changed() -> None:
     with pytest.raises(RuntimeError, match="a defect"), explain_runtime_errors():
         raise RuntimeError("a defect")

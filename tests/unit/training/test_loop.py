@@ -357,7 +357,7 @@ class AskedToQuit(RunRequests):
         super().__init__(None, None, SharedFlags(None, NUM_FLAGS))
         self.after = after
 
-    def ask(self) -> None:
+    def poll(self) -> None:
         self.after -= 1
         self.quit = self.save = self.after == 0
 

@@ -38,7 +38,7 @@ def test_speed_is_of_training_alone(clock: list[float]) -> None:
         one.add(step, result(), samples=12, flops=600)
         with one.excluded():
             clock[0] += 60
-    one.settle(wait=True)
+    one.collect(wait=True)
     fields = one.record()
     assert fields["samples_per_second"] == pytest.approx(24 / 6)
     assert fields["images_per_second_per_gpu"] == pytest.approx(2.0)
@@ -48,7 +48,7 @@ def test_speed_is_of_training_alone(clock: list[float]) -> None:
     assert fields["mfu"] == pytest.approx(1.0)
     clock[0] += 1
     one.add(3, result(), samples=12, flops=600)
-    one.settle(wait=True)
+    one.collect(wait=True)
     assert one.record()["samples_per_second"] == pytest.approx(12.0), "a record begins anew"
 
 
@@ -76,7 +76,7 @@ def test_a_step_that_was_not_taken_is_in_no_mean() -> None:
     one = Meter()
     one.add(1, result(5.0), 1, 1)
     one.add(2, result(float("nan"), taken=False), 1, 1)
-    assert [(step, found.taken) for step, found in one.settle(wait=True)] == [(1, True), (2, False)]
+    assert [(step, found.taken) for step, found in one.collect(wait=True)] == [(1, True), (2, False)]
     assert one.record()["loss"] == 5.0
 
 

@@ -24,7 +24,7 @@ from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import TextPolicy, encode, join_features
 from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.samples import Sampler, deal, smallest
+from sd3_light.training.samples import Sampler, assigned, smallest_bucket
 from tests.project import Project
 
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
@@ -47,7 +47,7 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
 def sampler(project: Project, *keys: str, launch: Launch | None = None, at_once: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
     made = Sampler.of_config(project.load(*keys).train, project.cache, data, launch or Launch(), torch.device("cpu"))
-    made.pictures_at_once = at_once or made.pictures_at_once
+    made.batch_size = at_once or made.batch_size
     return made
 
 
@@ -212,14 +212,14 @@ def test_ranks_draw_equally_much_and_together_the_same(
 
         found |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), at_once=2), denoise)
     alone = draw(sampler(project, *keys), module.denoise)
-    assert set(calls.values()) == {STEPS * -(-len(deal(6, 0, world)) // 2)}
+    assert set(calls.values()) == {STEPS * -(-len(assigned(6, 0, world)) // 2)}
     assert sorted(found) == sorted(alone)
     assert max(np.abs(found[index] - alone[index]).max() for index in alone) <= 1
 
 
 @pytest.mark.parametrize(("count", "world"), [(1, 1), (1, 8), (6, 4), (7, 3), (8, 8), (16, 5)])
 def test_all_requests_are_dealt_and_equally(count: int, world: int) -> None:
-    hands = [deal(count, rank, world) for rank in range(world)]
+    hands = [assigned(count, rank, world) for rank in range(world)]
     assert {len(hand) for hand in hands} == {-(-count // world)}
     assert {index for hand in hands for index in hand} == set(range(count))
 
@@ -272,12 +272,11 @@ def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
 def test_the_grid_is_a_png_that_says_how_it_was_made(caches: dict[str, Project], tmp_path: Path) -> None:
     made = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "step-00000042.png"
-    result = made.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
-    assert result is not None
+    grid = made.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
+    assert grid is not None
     with Image.open(path) as image:
-        assert np.array_equal(np.asarray(image), np.asarray(result[1]))
+        assert np.array_equal(np.asarray(image), np.asarray(grid))
         about = image.text  # type: ignore[attr-defined]
-    assert result[0] == path
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert (about["step"], about["weights"], about["uncond_text"]) == ("42", "ema", "empty")
     assert json.loads(about["prompts"]) == list(PROMPTS)
@@ -357,7 +356,7 @@ def bucket(name: str, resolution: tuple[int, int]) -> BucketShards:
     ],
 )
 def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[BucketShards], expected: str) -> None:
-    assert smallest(buckets).bucket == expected
+    assert smallest_bucket(buckets).bucket == expected
 
 
 def test_one_caption_is_joined_as_sd3_takes_it(caches: dict[str, Project]) -> None:

@@ -15,6 +15,7 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
+from sd3_light.model.start import where_weights_start
 from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, Prepared, split_batch, starting_transformer
 
 Model = Callable[..., ModelConfig]
@@ -377,7 +378,7 @@ def test_split_batch_refuses_unequal_pieces(model: Model, batch: MakeBatch) -> N
 
 
 def test_pretraining_starts_from_the_seed(model: Model) -> None:
-    found = starting_transformer(model(), 4)
+    found = starting_transformer(where_weights_start(model()), 4)
     expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
@@ -385,7 +386,7 @@ def test_pretraining_starts_from_the_seed(model: Model) -> None:
 def test_a_folders_weights_are_taken_in_float32(model: Model, folder: Any) -> None:
     saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
     saved.save_pretrained(folder / "transformer")
-    found = starting_transformer(model(train_type=None, size=None), 0)
+    found = starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
     assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert all(torch.equal(a, b.float()) for a, b in zip(found.parameters(), saved.parameters(), strict=True))
 
@@ -396,8 +397,8 @@ def test_a_folder_with_a_gap_is_no_start(model: Model, folder: Any) -> None:
     weights = load_file(file)
     del weights["proj_out.weight"]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"is not what its config\.json promises: proj_out\.weight"):
-        starting_transformer(model(train_type=None, size=None), 0)
+    with pytest.raises(UserError, match=r"do not match its config\.json: proj_out\.weight"):
+        starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
 
 
 @pytest.mark.parametrize(("policy", "carries"), [("empty", True), ("zero", False)])

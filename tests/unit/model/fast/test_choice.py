@@ -50,15 +50,15 @@ def test_a_cpu_uses_the_stock_blocks_unless_fast_is_true() -> None:
 
 def test_unavailable_fast_blocks_are_an_error() -> None:
     transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
-    assert choose_blocks(train_config(fast=True), transformer, Launch(), cpu, by_deepspeed=False)
-    assert not choose_blocks(train_config(), transformer, Launch(), cpu, by_deepspeed=False)
-    assert not choose_blocks(train_config(fast=False), transformer, Launch(), cpu, by_deepspeed=False)
-    with pytest.raises(UserError, match=r'fast = true cannot be had: ZeRO-3.*write fast = "auto"'):
-        choose_blocks(train_config(fast=True, zero_stage=3), transformer, Launch(), cpu, by_deepspeed=True)
-    require_blocks(train_config(fast=True), Launch(), by_deepspeed=True)
+    assert choose_blocks(train_config(fast=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+    assert not choose_blocks(train_config(), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+    assert not choose_blocks(train_config(fast=False), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+    with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
+        choose_blocks(train_config(fast=True, zero_stage=3), SIZE, transformer, Launch(), cpu, by_deepspeed=True)
+    require_blocks(train_config(fast=True), SIZE, Launch(), by_deepspeed=True)
     for keys in ({"fast": True}, {"fp8": True}):
         with pytest.raises(UserError, match="ZeRO-3"):
-            require_blocks(train_config(zero_stage=3, **keys), Launch(), by_deepspeed=True)
+            require_blocks(train_config(zero_stage=3, **keys), SIZE, Launch(), by_deepspeed=True)
 
 
 def test_conflicting_keys_are_reported() -> None:
@@ -73,9 +73,9 @@ def test_conflicting_keys_are_reported() -> None:
 
 def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8() -> None:
     transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
-    assert choose_blocks(train_config(fp8=True, fast=True), transformer, Launch(), cpu, by_deepspeed=False)
-    with pytest.raises(UserError, match=r"fp8 = true cannot be had: there is no GPU; write fp8 = false"):
-        choose_blocks(train_config(fp8=True), transformer, Launch(), cpu, by_deepspeed=False)
+    assert choose_blocks(train_config(fp8=True, fast=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+    with pytest.raises(UserError, match=r"fp8 = true is not available: there is no GPU; write fp8 = false"):
+        choose_blocks(train_config(fp8=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
     assert why_no_fp8(SIZE, (9, 0)) is None
     assert why_no_fp8(SIZE, (8, 9)) is None
     assert "sm_80" in str(why_no_fp8(SIZE, (8, 0)))

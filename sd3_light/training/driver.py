@@ -1,0 +1,281 @@
+"""The one driver of training: the loop with its checkpoints, evaluation, sampling, exports and reports.
+
+The train stage and the task launcher both use it. What differs between them is passed in as `RunHooks`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sd3_light.checkpoint.progress import EMA, Progress, track_kind
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import EmaConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.engines.processes import ProcessGroups
+from sd3_light.engines.protocol import TensorPiece
+from sd3_light.optim.ema import Averages
+from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
+from sd3_light.runlog import info
+from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
+from sd3_light.training.loop import Due, Hook, Run, every, never, train
+from sd3_light.training.saver import RAW
+from sd3_light.training.saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
+
+Losses = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunHooks:
+    """What the train stage and a task do differently. A hook that is None never runs.
+
+    ``evaluate()`` yields (name, losses) of each evaluation set for the weights in the model: of all averages and the
+    raw weights with ``evaluate_all``, otherwise of the weights to save. ``sample(progress, weights)`` draws with the
+    weights in the model and returns the path of the image that it wrote, if any. ``save(progress)`` saves in the loop,
+    with the weights to save in the model. ``export(trained, weights, progress)`` writes an export in a background
+    thread. ``finish(progress)`` runs after the last step, with the weights to save in the model. ``autocast`` makes
+    the model compute as in a training step.
+    """
+
+    evaluate: Callable[[], Iterable[tuple[str, Losses]]] | None = None
+    evaluate_all: bool = False
+    sample: Callable[[Progress, str], Path | None] | None = None
+    save: Callable[[Progress], None] | None = None
+    export: Callable[[Mapping[str, Tensor], str, Progress], Path] | None = None
+    finish: Callable[[Progress], None] = lambda progress: None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the hooks run. The last step and requests from outside add checkpoints, the last step an export."""
+
+    evaluate: Due = never
+    sample: Due = never
+    save: Due = never
+    checkpoint: Due = never
+    export: Due = never
+
+
+@dataclass
+class Driver:
+    """Trains a `Run` and does everything around its steps. Use it as a context manager.
+
+    ``facts`` are written into every checkpoint. ``out_of_memory`` and ``resume_hint`` end the messages about a full GPU
+    and about what was saved after an error.
+    """
+
+    run: Run
+    averages: Averages
+    launch: Launch
+    groups: ProcessGroups
+    folder: Path
+    hooks: RunHooks
+    schedule: Schedule
+    ema: EmaConfig
+    facts: Mapping[str, Any]
+    keep_last: int
+    out_of_memory: str
+    resume_hint: str
+    saves: BackgroundSaves = field(init=False)
+    _checkpointed_at: int = -1
+
+    def __post_init__(self) -> None:
+        writers = self.run.engine.writers
+        self.saves = BackgroundSaves(self.folder, self.launch.rank, writers, self.groups, self.keep_last, self._log)
+        self.saves.checkpoints.prepare(self.pieces())
+        self.run.hooks = self._scheduled()
+
+    def _log(self, event: str, **fields: Any) -> None:
+        self.run.log(event, **fields)  # a task opens its log later
+
+    def __enter__(self) -> Self:
+        self.run.requests.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # after an error the other processes may be gone, and a save would wait for them
+        if kind is None or self.launch.world == 1:
+            self.saves.close()
+        self.run.requests.__exit__(kind, error, trace)
+
+    def _scheduled(self) -> list[Hook]:
+        hooks, schedule, requests = self.hooks, self.schedule, self.run.requests
+        last = every(steps=self.run.total_steps)
+        snapshot = every(snapshot_interval(self.ema, self.run.total_steps))
+        scheduled = [
+            (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.saves.report())),
+            (hooks.evaluate, Hook("evaluate", schedule.evaluate, self.evaluate)),
+            (hooks.sample, Hook("sample", schedule.sample, self.sample)),
+            (hooks.save, Hook("save", schedule.save, self.save)),
+            (True, Hook(CHECKPOINT, lambda *at: schedule.checkpoint(*at) | last(*at) | requests.save, self.checkpoint)),
+            (power_tracks(self.ema), Hook(SNAPSHOT, lambda *at: snapshot(*at) | last(*at), self.snapshot)),
+            (hooks.export, Hook(EXPORT, lambda *at: schedule.export(*at) | last(*at), self.export)),
+        ]
+        return [hook for enabled, hook in scheduled if enabled]
+
+    # --- the run ---------------------------------------------------------------------------------
+
+    def train(self) -> Progress:
+        """Train to the end, or until asked to stop, and wait until everything is saved; return the final progress.
+
+        After an error in a run of one process the last complete step is checkpointed before the error is raised.
+        """
+        start = self.run.progress
+        try:
+            with explain_runtime_errors(self.out_of_memory):
+                train(self.run)
+                self.finish(start)
+        except (UserError, *COMMON_ERRORS) as error:
+            step = self.run.progress.step
+            self.run.log("stop", **self.run.progress.counts(), reason=str(error) or type(error).__name__)
+            if not self._save_after_error(start, error):
+                raise
+            saved = f"step {step} is saved: {self.resume_hint} continues from there"
+            if isinstance(error, UserError):
+                raise UserError(f"{error} ({saved})") from error
+            info(saved)
+            raise
+        return self.run.progress
+
+    def finish(self, start: Progress) -> None:
+        """Wait for all saves; raise if the last save of a kind failed, or if no step was taken since ``start``."""
+        # together: a launcher may end all processes when the first one exits
+        self.groups.wait_for_all(self.saves.is_idle)
+        self.saves.wait()
+        end, steps = self.run.progress, self.run.progress.step - start.step
+        for failure in self.saves.failures.values():
+            raise UserError(f"{failure}; earlier saves are intact: free some disk space, then resume")
+        if steps and steps == end.skipped - start.skipped:
+            raise UserError(
+                f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or check "
+                "the data"
+            )
+        if end.step == self.run.total_steps:
+            with self.showing(self.best):
+                self.hooks.finish(end)
+        self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")
+
+    def _save_after_error(self, start: Progress, error: Exception) -> bool:
+        """Checkpoint the last complete step where the weights are good; return whether it is saved."""
+        now = self.run.progress
+        nothing_learned = now.step - start.step == now.skipped - start.skipped
+        # other errors than the user's may come from the middle of an optimizer step
+        incomplete = self.run.is_stepping and not isinstance(error, UserError)
+        if self.launch.world > 1 or nothing_learned or incomplete or self.run.has_diverged:
+            return False
+        try:
+            if self._checkpointed_at != now.step:
+                self.checkpoint(now)
+        except RuntimeError as failure:  # a device that failed does not return its weights
+            info(f"step {now.step} cannot be saved: {str(failure).partition(chr(10))[0]}")
+            return False
+        self.saves.wait()
+        return CHECKPOINT not in self.saves.failures
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> str:
+        """The weights to sample from and to save: the main average if there is one."""
+        return EMA if EMA in self.averages.tracks else RAW
+
+    @contextmanager
+    def showing(self, weights: str) -> Iterator[None]:
+        """Put these weights into the model inside the block."""
+        engine = self.run.engine
+        swapped = nullcontext() if weights == RAW else self.averages.in_place_of(weights, engine.weights)
+        with swapped, self.hooks.autocast():  # in this order: autocast caches weights
+            yield
+
+    def pieces(self) -> Iterator[TensorPiece]:
+        """Yield everything that a checkpoint holds of this rank."""
+        engine = self.run.engine
+        yield from engine.pieces()
+        for name, track in self.averages.tracks.items():
+            yield from engine.like_weights(track_kind(name), track.shadow)
+
+    # --- what the hooks do -----------------------------------------------------------------------
+
+    def evaluate(self, progress: Progress) -> None:
+        """Compute and log the validation loss of every evaluation set."""
+        assert self.hooks.evaluate is not None
+        for weights in (RAW, *self.averages.tracks) if self.hooks.evaluate_all else (self.best,):
+            with self.showing(weights):
+                for name, losses in self.hooks.evaluate():
+                    info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
+                    self.run.log("eval", **progress.counts(), set=name, weights=weights, **losses)
+
+    def sample(self, progress: Progress) -> None:
+        """Draw and log a sample image."""
+        assert self.hooks.sample is not None
+        with self.showing(self.best):
+            path = self.hooks.sample(progress, self.best)
+        if path is not None:
+            file = path.relative_to(self.folder).as_posix()
+            self.run.log("sample", **progress.counts(), weights=self.best, file=file)
+
+    def save(self, progress: Progress) -> None:
+        """Run the ``save`` hook with the weights to save in the model."""
+        assert self.hooks.save is not None
+        with self.showing(self.best):
+            self.hooks.save(progress)
+
+    def checkpoint(self, progress: Progress) -> None:
+        """Copy everything that the run needs to resume, and write it in the background."""
+        requests = self.run.requests
+        requests.announce()
+        facts = {"progress": progress.as_dict(), **self.facts, "window": self.run.meter.window.as_dict()}
+        self.groups.wait_for_all(self.saves.checkpoints.is_idle)
+        self._checkpointed_at = progress.step
+        self.saves.checkpoints.save(progress.step, self.pieces(), facts)
+        requests.checkpoint_saved()
+
+    def snapshot(self, progress: Progress) -> None:
+        """Write the power-function averages, from several of which an average of any length can be rebuilt."""
+        dtype = getattr(torch, self.ema.snapshot_dtype)
+        pieces = (
+            replace(piece, values=piece.values.to(dtype))
+            for name in power_tracks(self.ema)
+            for piece in self.run.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
+        )
+        facts = {**snapshot_metadata(self.ema, progress.step), "progress": progress.as_dict()}
+        self.groups.wait_for_all(self.saves.snapshots.is_idle)
+        self.saves.snapshots.save(progress.step, pieces, facts)
+
+    def export(self, progress: Progress) -> None:
+        """Gather the weights and export them in the background."""
+        export, weights, engine = self.hooks.export, self.best, self.run.engine
+        assert export is not None
+        if progress.skipped == progress.step:
+            return  # nothing was learned; the run ends with an error that says so
+        self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
+        trained = engine.gather(engine.weights if weights == RAW else self.averages.tracks[weights].shadow)
+        if trained is not None:
+            self.saves.submit_export(progress, weights, lambda: export(trained, weights, progress))
+
+    def catch_up(self, progress: Progress) -> None:
+        """Write the snapshot and the export that were due with the checkpoint of a resumed run and are missing.
+
+        The earlier process was killed after its checkpoint and before they were written.
+        """
+        name = checkpoint_name(progress.step)
+
+        def missing() -> str:
+            kinds = (SNAPSHOT, EXPORT)
+            return " ".join(kind for kind in kinds if not (self.folder / FOLDERS[kind] / name).exists())
+
+        wanted = (self.groups.decide_on_rank_0(self.launch.is_main, missing) or "").split()
+        samples = progress.samples - self.run.samples_in(progress.position - 1)
+        before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
+        for hook in self.run.hooks:
+            if hook.name in wanted and hook.due(before, progress):
+                hook.act(progress)

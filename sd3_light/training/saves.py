@@ -1,0 +1,120 @@
+"""Background saves of a run (checkpoints, EMA snapshots, exports) and the reports on how they ended."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from sd3_light.checkpoint.background import (
+    BackgroundWorker,
+    CheckpointFailed,
+    CheckpointKeeper,
+    CheckpointSaved,
+    JobResult,
+)
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
+from sd3_light.engines.processes import ProcessGroups
+from sd3_light.export.diffusers_folder import ExportError
+from sd3_light.export.proof import ProofError
+from sd3_light.runlog import info
+
+CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
+FOLDERS = {CHECKPOINT: "checkpoints", SNAPSHOT: "ema", EXPORT: "exports"}
+
+
+class BackgroundSaves:
+    """Writes below ``folder`` in one thread per kind of save, while the run trains.
+
+    Failures are reported and training continues: the next save may succeed. ``failures`` holds one line per kind whose
+    latest save failed.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, writers: int, groups: ProcessGroups, keep_last: int, log: Callable[..., None]
+    ) -> None:
+        self.log = log
+        self.checkpoints = CheckpointKeeper(folder / FOLDERS[CHECKPOINT], rank, writers, groups.saving, keep_last)
+        self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
+        self.exports = BackgroundWorker("exports")
+        self.failures: dict[str, str] = {}
+        self._writers: dict[str, CheckpointKeeper | BackgroundWorker] = {
+            CHECKPOINT: self.checkpoints,
+            SNAPSHOT: self.snapshots,
+            EXPORT: self.exports,
+        }
+        self._ended: list[tuple[str, CheckpointSaved | CheckpointFailed | JobResult]] = []
+
+    def submit_export(self, progress: Progress, weights: str, write: Callable[[], Path]) -> None:
+        """Run ``write`` in the exports' thread."""
+        # the job's name is its step: a failure may be reported when the next export is already running
+        self.exports.submit(str(progress.step), lambda: (progress, weights, write()))
+
+    def is_idle(self, seconds: float = 0.0) -> bool:
+        """Whether nothing is being written, now or within some seconds."""
+        return all(writer.is_idle(seconds) for writer in self._writers.values())
+
+    def has_reports(self) -> bool:
+        """Whether saves have ended since the last report."""
+        for kind, writer in self._writers.items():
+            self._ended += [(kind, save) for save in writer.poll()]
+        return bool(self._ended)
+
+    def wait(self) -> None:
+        """Wait until everything is written, and report it."""
+        for kind, writer in self._writers.items():
+            self._ended += [(kind, save) for save in writer.wait()]
+        self.report()
+
+    def close(self) -> None:
+        """Wait until everything is written and end the threads."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def report(self) -> None:
+        """Print and log how the saves ended that `has_reports` or `wait` collected."""
+        ended, self._ended = self._ended, []
+        for kind, save in ended:
+            if isinstance(save, CheckpointSaved):
+                self._report_saved(kind, save)
+            elif isinstance(save, CheckpointFailed):
+                self._report_failure(kind, save.step, save.reason)
+            else:
+                self._report_export(save)
+
+    def _report_saved(self, kind: str, saved: CheckpointSaved) -> None:
+        if saved.warning:
+            info(saved.warning)
+        numbers = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.bytes}
+        self._log_success(kind, Progress(**saved.facts["progress"]), saved.path, **numbers)
+
+    def _report_export(self, job: JobResult) -> None:
+        if job.error is None:
+            progress, weights, path = job.result
+            info(f"export at step {progress.step}, verified with stock diffusers: {path}")
+            self._log_success(EXPORT, progress, path, weights=weights, seconds=job.seconds)
+        elif isinstance(job.error, ExportError | ProofError | OSError | SafetensorError):
+            self._report_failure(EXPORT, int(job.name), f"{job.error}")
+        else:
+            raise job.error
+
+    def _log_success(self, kind: str, progress: Progress, path: Path, **fields: Any) -> None:
+        self.log(kind, **progress.counts(), file=path.name, **fields)
+        self.failures.pop(kind, None)
+
+    def _report_failure(self, kind: str, step: int, reason: str) -> None:
+        self.failures[kind] = f"the {kind} at step {step} failed: {reason}"
+        info(self.failures[kind])
+        self.log(f"{kind}_failed", step=step, reason=reason)
+
+
+def newest_complete_checkpoint(run: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run folder; report incomplete ones, or that there is none."""
+    folder = run / FOLDERS[CHECKPOINT]
+    for path in incomplete_checkpoints(folder):
+        info(f"ignoring {path}: it is incomplete (the save was interrupted)")
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        info(f"no checkpoint in {folder} yet: starting from the beginning")
+    return newest

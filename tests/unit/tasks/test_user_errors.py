@@ -1,0 +1,334 @@
+"""User errors: one line that names the setting and the remedy, and no training progress is lost."""
+
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from sd3_light.checkpoint.store import write_part
+from sd3_light.config.faults import Stopped, UserError
+from sd3_light.runlog import read_log
+from sd3_light.tasks import (
+    DiffusionTrainingModule,
+    FlowMatchSFTLoss,
+    ModelLogger,
+    PipelineUnit,
+    ProcessedDataset,
+    launch_data_process_task,
+    launch_training_task,
+    unit,
+)
+from sd3_light.tasks.train import aborting_on_error
+from tests.unit.tasks.toy import Encode, Images, Toy
+
+
+def run(out: Path, model: Any = None, data: Any = None, **settings: Any) -> list[Any]:
+    defaults: dict[str, Any] = {"num_workers": 0, "save_steps": 100, "batch_size": 2, "max_steps": 3, "num_epochs": 9}
+    logger = settings.pop("logger", None) or ModelLogger(out)
+    accelerator = Accelerator(cpu=True)
+    data = Images() if data is None else data
+    launch_training_task(accelerator, data, model or Toy(), logger, 1e-2, **{**defaults, **settings})
+    return list(read_log(out / "log.jsonl"))
+
+
+def error_of(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_decay": -1}, "weight_decay is -1; give a number >= 0"),
+        ({"num_workers": "2"}, "num_workers is '2'; give an integer >= 0"),
+        ({"save_steps": 2.5}, "save_steps is 2.5; give an integer >= 1"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"betas": (1, 2)}, "betas is (1, 2); give two numbers"),
+        ({"ema_decay": 1.5}, "ema_decay is 1.5"),
+        ({"optimizer": "sgd"}, 'optimizer is \'sgd\'; give one of "adamw", "adamw8bit", "muon"'),
+        ({"engine": "ddp"}, 'give one of "accelerate", "torch", "deepspeed"'),
+        ({"eval_dataset": [1]}, "eval_dataset needs eval_steps beside it"),
+        ({"draw_steps": 2}, "draw_steps needs draw beside it"),
+        ({"lr_step_size": 2}, "lr_step_size has no meaning without lr_scheduler='step'"),
+        ({"args": {"seed": 1}}, "give argparse.Namespace(**args)"),
+        ({"args": Namespace(seed="x")}, "seed is 'x'"),
+        ({"data": []}, "the dataset is empty"),
+        ({"data": (n for n in "ab")}, "the dataset is a generator; give a list"),
+        ({"data": [torch.zeros(3)]}, "sample 0 is a Tensor; a dataset returns dicts"),
+        ({"bucket_of": lambda index: [index]}, "bucket_of(0) raised TypeError: unhashable"),
+        ({"eval_dataset": [], "eval_steps": 1}, "the dataset is empty"),
+        ({"model": nn.Linear(2, 2)}, "the model is a Linear; derive it from DiffusionTrainingModule"),
+        ({"logger": "out"}, "the logger is a str; give ModelLogger(output_path)"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    assert message in error_of(lambda: run(tmp_path / "out", **settings))
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+class Bare(DiffusionTrainingModule):
+    def __init__(self, *units: Any, **keys: Any) -> None:
+        super().__init__(nn.Conv2d(3, 3, 1), units, **keys)
+        self.encoder = nn.Conv2d(3, 3, 1)
+
+
+class WrongShape(Toy):
+    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
+        return self.transformer(noisy)[:, :1]
+
+
+class UnusedWeights(Toy):
+    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
+        return noisy * 0
+
+
+class ExtraWeights(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer.spare = nn.Linear(2, 2)
+
+
+class MissingInput(Toy):
+    reads = ("text",)
+
+
+class ReturnsNone(PipelineUnit):
+    reads, writes = ("image",), ("latents",)
+
+    def run(self, module: Any, image: Any) -> Any:
+        return None
+
+
+@unit("latents", uses="vea")
+def misspelt(module: Any, image: Any) -> Any:
+    return image
+
+
+@unit("latents")
+def broken(module: Any, image: Any) -> Any:
+    return image["pixels"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Bare(Encode()), "Bare has no denoise(noisy, t, inputs)"),
+        (lambda: Bare(len), "unit 0 is a builtin_function_or_method; derive it from PipelineUnit"),
+        (lambda: Bare(ReturnsNone()), "unit ReturnsNone returned a NoneType; return a dict of ['latents']"),
+        (lambda: Bare(misspelt), "unit misspelt uses 'vea', which the module does not have; set self.vea"),
+        (lambda: Bare(broken), "unit broken raised"),
+        (lambda: Bare(Encode(), ReturnsNone()), "units Encode and ReturnsNone both write 'latents'"),
+        (WrongShape, "denoise gave (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
+        (UnusedWeights, "the loss depends on no weight that trains"),
+        (ExtraWeights, "no gradient reached spare.weight of the denoiser"),
+        (MissingInput, "'text' is read, but it is neither in the data nor written by a unit"),
+        (lambda: Bare(Encode(), loss=lambda *inputs: 0), "derive it from FlowMatchSFTLoss"),
+    ],
+)
+def test_bad_modules(tmp_path: Path, make: Any, message: str) -> None:
+    assert message in error_of(lambda: run(tmp_path, make()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rank": "8"}, "train_adapter: rank: wrong type"),
+        ({"rnak": 8}, "train_adapter: rnak: unknown key; given 8; did you mean `rank`?"),
+        ({"target_modules": ["9"]}, "9: no linear layer's name ends so"),
+        ({"type": "lokr", "use_dora": True}, 'use_dora: has no effect with type = "lokr"'),
+        ({"init_from_existing": "nowhere.safetensors"}, "nowhere.safetensors is no file"),
+    ],
+)
+def test_bad_adapters(keys: dict[str, Any], message: str) -> None:
+    model = Toy()
+    model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 16))
+    assert message in error_of(lambda: model.train_adapter(**{"target_modules": ["1"], **keys}))
+
+
+def test_bad_losses_and_loggers() -> None:
+    assert "shift is -1; give a number above 0" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
+    assert "give one of logit_normal, uniform" in error_of(lambda: FlowMatchSFTLoss(timestep_sample_method="cosine"))  # type: ignore[arg-type]
+    assert "save_dtype is torch.int8" in error_of(lambda: ModelLogger("out", save_dtype=torch.int8))
+    assert "output_path is None" in error_of(lambda: ModelLogger(None))  # type: ignore[arg-type]
+
+
+class Damaged(Images):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            raise ValueError("cannot decode")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_sample_loses_no_step(tmp_path: Path, workers: int) -> None:
+    """The task stops, names the sample and saves a checkpoint; it resumes when the sample is fixed."""
+    whole = run(tmp_path / "whole", max_steps=6)
+    message = error_of(lambda: run(tmp_path / "broken", data=Damaged(), max_steps=6, num_workers=workers))
+    assert message.startswith("sample 5: the dataset raised ValueError: cannot decode; fix the sample, or leave it out")
+    assert "is saved: resume=True continues" in message
+    events = run(tmp_path / "broken", max_steps=6, resume=True)
+    losses = [[event["loss"] for event in log if event["event"] == "step"] for log in (whole, events)]
+    assert losses[0] == losses[1]
+    assert [event["event"] for event in events].count("resume") == 1
+
+
+class Fails(Toy):
+    """Its denoiser fails at call number ``at``, or when it is validated if that is None."""
+
+    def __init__(self, at: int | None, error: Exception) -> None:
+        super().__init__()
+        self.at, self.error, self.calls = at, error, 0
+
+    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at or (self.at is None and not torch.is_grad_enabled()):
+            raise self.error
+        return super().denoise(noisy, t, inputs)
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "message"),
+    [
+        (3, RuntimeError("odd shapes"), "denoise of Fails raised RuntimeError: odd shapes; fix it"),
+        (None, AssertionError("odd"), "denoise of Fails raised AssertionError: odd; fix it"),
+        (3, torch.OutOfMemoryError("CUDA out of memory."), "denoise of Fails: CUDA out of memory; lower batch_size"),
+        (3, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "DataLoader worker (pid 7) is"),
+    ],
+)
+def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, error: Exception, message: str) -> None:
+    settings: dict[str, Any] = {"eval_dataset": Images(2), "eval_steps": 2}
+    line = error_of(lambda: run(tmp_path, Fails(at, error), **(settings if at is None else {})))
+    assert line.startswith(message)
+    assert "(step 2 is saved: resume=True continues" in line
+    assert run(tmp_path, resume=True)[-1]["step"] == 3
+
+
+def test_dead_workers_and_devices_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports a dead worker at any place. Nothing can be saved from a failed device: the error stays as it is."""
+
+    def die(*args: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
+        assert error_of(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
+    with pytest.raises(UserError, match=r"odd; fix it$") as error:
+        run(tmp_path / "b", Fails(3, ValueError("odd")))
+    assert isinstance(error.value.__cause__, ValueError), "an error is not its own cause"
+
+
+def test_an_error_aborts_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr("sd3_light.tasks.train.abort_process_group", lambda: aborted.append("aborted"))
+    error_of(lambda: run(tmp_path, batch_size=0))
+    assert not aborted, "there is one process"
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(Stopped), aborting_on_error():
+        raise Stopped("all of them stop")
+    assert not aborted
+    error_of(lambda: launch_training_task(None, Images(), Toy(), ModelLogger(tmp_path), batch_size=0))
+    assert aborted == ["aborted"]
+
+
+def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"step-00000001"}
+
+    def write(folder: Path, *args: Any) -> int:
+        if any(name in str(folder) for name in full):
+            raise OSError(28, "No space left on device")
+        return write_part(folder, *args)
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
+    events = run(tmp_path / "whole", max_steps=4, checkpoint_steps=1)
+    assert (tmp_path / "whole" / "step-4.safetensors").is_file()
+    failed = next(at for at, event in enumerate(events) if event["event"] == "checkpoint_failed")
+    assert failed < next(at for at, event in enumerate(events) if event["event"] == "step" and event["step"] == 4)
+    assert "the checkpoint at step 1 failed: No space left on device" in capsys.readouterr().err
+    settings: dict[str, Any] = {"draw": lambda model: 1 // 0, "draw_steps": 3, "checkpoint_steps": 1}
+    assert "(step 3 is saved: resume=True" in error_of(lambda: run(tmp_path / "broken", **settings))
+    full.add("step-00000004")
+    assert "the checkpoint at step 4 failed" in error_of(
+        lambda: run(tmp_path / "last", max_steps=4, checkpoint_steps=1)
+    )
+
+
+def test_a_task_without_a_finite_step_fails(tmp_path: Path) -> None:
+    data = [{"image": torch.full((3, 4, 4), math.nan)}] * 4
+    assert "none of 3 steps was taken" in error_of(lambda: run(tmp_path / "short", data=data))
+    assert "not finite in 3 steps in a row" in error_of(
+        lambda: run(tmp_path / "long", data=data, max_steps=9, max_nonfinite_steps=2)
+    )
+
+
+def test_a_folder_holds_one_task(tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
+    assert "holds a task (step-00000003); continue it with resume=True" in error_of(lambda: run(tmp_path / "out"))
+    other = error_of(lambda: run(tmp_path / "out", Toy(adapter=True), resume=True))
+    assert "it belongs to another model" in other
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*")) == before
+    (tmp_path / "file").write_text("taken")
+    assert "is not writable (Not a directory); choose another output_path" in error_of(
+        lambda: run(tmp_path / "file" / "out")
+    )
+
+
+def process(out: Path, model: Any = None, data: Any = None) -> ProcessedDataset:
+    dataset: Any = Images(6) if data is None else data
+    launch_data_process_task(Accelerator(cpu=True), dataset, model or Toy(), ModelLogger(out), num_workers=0)
+    return ProcessedDataset(out)
+
+
+def test_processed_data_of_other_units_are_rejected(tmp_path: Path) -> None:
+    """Changed weights are an error; parts that the second stage does not load are not checked."""
+    data, model = process(tmp_path / "data"), Toy()
+    with torch.no_grad():
+        model.encoder.weight += 1
+    assert "was made by unit Encode with another 'encoder' than it has now" in error_of(
+        lambda: run(tmp_path / "out", model, data)
+    )
+    del model.encoder
+    run(tmp_path / "light", model, data)
+
+
+class Scaled(PipelineUnit):
+    def __init__(self, read: str, write: str, scale: float) -> None:
+        self.reads, self.writes, self.scale = (read,), (write,), scale
+
+    def run(self, module: Any, **values: Any) -> Any:
+        return {self.writes[0]: values[self.reads[0]] * self.scale}
+
+
+def test_units_of_one_class_are_distinguished(tmp_path: Path) -> None:
+    def model(hint: float) -> Toy:
+        made = Toy()
+        made.units, made.reads = (Scaled("image", "latents", 1.0), Scaled("control", "hint", hint)), ("hint",)
+        return made
+
+    raw = [{"image": torch.ones(3, 4, 4) * n, "control": torch.ones(3)} for n in range(4)]
+    data = process(tmp_path / "data", model(2.0), raw)
+    run(tmp_path / "same", model(2.0), data)
+    assert "by unit Scaled with another 'settings'" in error_of(lambda: run(tmp_path / "other", model(3.0), data))
+
+
+def test_bad_data_for_processing(tmp_path: Path) -> None:
+    assert "sample 5: the dataset raised" in error_of(lambda: process(tmp_path / "a", data=Damaged()))
+    assert "the dataset is empty" in error_of(lambda: process(tmp_path / "b", data=[]))
+    process(tmp_path / "c")
+    (tmp_path / "c" / "0" / "3.json").write_text("{")
+    assert len(process(tmp_path / "c")) == 6, "a sample with a damaged view is computed again"
+    (tmp_path / "c" / "manifest.json").write_text("{")
+    assert "manifest.json is damaged" in error_of(lambda: ProcessedDataset(tmp_path / "c"))
