@@ -1,4 +1,4 @@
-"""A model table and cached features of samples, as the training side meets them."""
+"""A [model] table and cached features of samples, as training reads them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As much of a diffusers folder as training reads before it saves."""
+    """Create the part of a diffusers folder that training reads before it saves."""
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"scaling_factor": 1.5, "shift_factor": 0.06}))
     return tmp_path
@@ -48,7 +48,7 @@ def config(folder: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def batch() -> Callable[..., dict[str, Any]]:
-    """The cached features of some samples: each is a function of its id alone, whatever batch it is in."""
+    """Make cached features of samples; each depends on its id alone, not on its batch."""
 
     def make(
         ids: Sequence[int], epoch: int = 0, repeats: Sequence[int] | None = None, size: tuple[int, int] = (4, 6)
@@ -71,15 +71,15 @@ def batch() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def real_batch(batch: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same of a cache of real tokens: each sample has its own lengths, and zeros stand behind its rows."""
+    """Make the same for a cache of real tokens: each sample has its own lengths, and zeros follow its rows."""
 
     def make(ids: Sequence[int], **keys: Any) -> dict[str, Any]:
-        made = batch(ids, **keys)
+        features = batch(ids, **keys)
         for name, (most, _) in list(SHAPES.items())[:3]:
             lengths = torch.tensor([1 + (7 * i + (name == "t5")) % most for i in ids])
-            made[f"{name}.length"] = lengths
-            made[name] = made[name] * (torch.arange(most) < lengths[:, None])[..., None]
-            made[name] = made[name][:, : int(lengths.max())]  # as long as the longest, as caches are read
-        return made
+            features[f"{name}.length"] = lengths
+            features[name] = features[name] * (torch.arange(most) < lengths[:, None])[..., None]
+            features[name] = features[name][:, : int(lengths.max())]  # as long as the longest sample, as in caches
+        return features
 
     return make

@@ -1,12 +1,12 @@
-"""What a run is fed with where a process needs nothing of its micro-batches."""
+"""Placeholder batches for processes that read no data."""
 
 from typing import Any
 
 import torch
 
+from sd3_light.config import SIZES
 from sd3_light.data.order import Segment, make_order
 from sd3_light.engines import Launch
-from sd3_light.model.start import WeightsStart
 from sd3_light.training.data import flops_counter, training_steps
 
 
@@ -14,8 +14,8 @@ class Config:
     gradient_accumulation_steps = 3
 
 
-def test_a_process_that_is_not_fed_opens_nothing() -> None:
-    """No data set and no preparer are there; sizes are those of its share of each step, whatever bucket it is of."""
+def test_a_process_without_data_opens_nothing() -> None:
+    """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
     order = make_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
     nothing: Any = None
     steps = training_steps(Config(), nothing, order, Launch(0, 0, 2), nothing, nothing, fed=False)(1)  # type: ignore[arg-type]
@@ -27,5 +27,4 @@ def test_a_process_that_is_not_fed_opens_nothing() -> None:
         assert all(features[0].device == torch.device("meta") for features, _ in batches)
     assert {2} in sizes
     assert {4} in sizes
-    start: Any = WeightsStart
-    assert flops_counter(start, 2)(next(steps)) == 0
+    assert flops_counter(SIZES["tiny2"], 2)(next(steps)) == 0

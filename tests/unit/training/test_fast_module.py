@@ -1,4 +1,4 @@
-"""The training module with fast blocks: losses, gradients, steps and samples as with the stock ones, in float32."""
+"""The training module with fast blocks: losses, gradients, steps and samples equal the stock ones in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +30,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def transformer() -> SD3Transformer2DModel:
-    made = new_transformer(SIZES["tiny3"].transformer_config(), 0)
+    model = new_transformer(SIZES["tiny3"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return model
 
 
 def prepared(real: bool, masked: bool = False, seed: int = 2) -> MicroBatch:
@@ -50,9 +50,9 @@ def prepared(real: bool, masked: bool = False, seed: int = 2) -> MicroBatch:
     return tuple(features), (normal(3, 16, 4, 6), mask)
 
 
-def outcome(config: TrainConfig, given: MicroBatch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def run(config: TrainConfig, batch: MicroBatch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module = SD3TrainingModule(transformer(), config, fast)
-    losses = module(*given)
+    losses = module(*batch)
     losses["loss"].backward()
     grads = {name: p.grad for name, p in module.transformer.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(module.parameters()))
@@ -60,39 +60,38 @@ def outcome(config: TrainConfig, given: MicroBatch, fast: bool) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_the_stock_ones(config: Config, name: str) -> None:
+def test_losses_and_gradients_equal_the_stock_ones(config: Config, name: str) -> None:
     model, keys = CASES[name]
-    made = config(model=model, **keys)
-    given = prepared("text_tokens" in model, masked=name in ("padded", "real"))
-    (wanted, gradients), (found, others) = (outcome(made, given, fast) for fast in (False, True))
-    assert found.keys() == wanted.keys()
-    for key, loss in wanted.items():
-        torch.testing.assert_close(found[key], loss, rtol=1e-5, atol=1e-6, msg=key)
-        assert found[key].requires_grad == loss.requires_grad
-    for key, gradient in gradients.items():
-        worst = float((others[key] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-4))
+    batch = prepared("text_tokens" in model, masked=name in ("padded", "real"))
+    (stock, stock_grads), (fast, fast_grads) = (run(config(model=model, **keys), batch, fast) for fast in (False, True))
+    assert fast.keys() == stock.keys()
+    for key, loss in stock.items():
+        torch.testing.assert_close(fast[key], loss, rtol=1e-5, atol=1e-6, msg=key)
+        assert fast[key].requires_grad == loss.requires_grad
+    for key, gradient in stock_grads.items():
+        worst = float((fast_grads[key] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-4))
         assert worst < 5e-5, f"{key}: {worst}"
 
 
 @pytest.mark.parametrize(("real", "freeze"), [(True, False), (False, True)])
-def test_steps_of_the_engine_are_the_stock_ones(config: Config, real: bool, freeze: bool) -> None:
+def test_engine_steps_equal_the_stock_ones(config: Config, real: bool, freeze: bool) -> None:
     keys = {"model": {"text_tokens": "real" if real else "padded", **RECON}, "optimizer": {"lr": 1e-3}}
     runs = []
     for fast in (False, True):
-        made = transformer()
-        made.context_embedder.requires_grad_(not freeze)
+        model = transformer()
+        model.context_embedder.requires_grad_(not freeze)
         engine = TorchEngine(
-            SD3TrainingModule(made, config(**keys), fast), config(**keys), Launch(), torch.device("cpu")
+            SD3TrainingModule(model, config(**keys), fast), config(**keys), Launch(), torch.device("cpu")
         )
         steps = [engine.train_step([prepared(real, seed=s), prepared(real, seed=s + 9)], 1e-3).read() for s in range(3)]
         evaluated = engine.evaluate(prepared(real, masked=True))
         drawn = engine.denoise(prepared(real)[0])
         runs.append((steps, evaluated, drawn, engine.gather(engine.weights)))
     (steps, evaluated, drawn, weights), (others, evaluated_too, drawn_too, weights_too) = runs
-    for one, other in zip(steps, others, strict=True):
-        assert other.losses == pytest.approx(one.losses, rel=1e-4)
-        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
-        assert other.bands == pytest.approx(one.bands, rel=1e-4)
+    for stock, other in zip(steps, others, strict=True):
+        assert other.losses == pytest.approx(stock.losses, rel=1e-4)
+        assert other.grad_norm == pytest.approx(stock.grad_norm, rel=1e-4)
+        assert other.bands == pytest.approx(stock.bands, rel=1e-4)
     assert steps[2].losses["loss"] != steps[0].losses["loss"]
     torch.testing.assert_close(evaluated_too, evaluated, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(drawn_too, drawn, rtol=1e-3, atol=1e-4)
@@ -101,12 +100,12 @@ def test_steps_of_the_engine_are_the_stock_ones(config: Config, real: bool, free
     start = dict(transformer().named_parameters())
     for name, weight in weights.items():
         moved = float((weight - start[name].detach()).abs().max())
-        # Adam's first steps follow the sign of a gradient: where that is nothing but rounding, it may be either
+        # Adam's first steps follow the sign of a gradient, which is random where the gradient is only rounding
         assert float((weights_too[name] - weight).abs().mean()) <= 0.01 * moved, name
 
 
-def test_weights_that_were_changed_are_seen(config: Config) -> None:
-    """A sampler puts averages in the weights' place, in memory, without a word."""
+def test_changed_weights_are_used(config: Config) -> None:
+    """A sampler swaps averages into the weights' memory, without notice."""
     module = SD3TrainingModule(transformer(), config(), fast=True)
     features = prepared(False)[0]
     with torch.no_grad():
@@ -125,9 +124,9 @@ def test_no_parameter_is_added(config: Config) -> None:
     assert list(module.state_dict()) == [f"transformer.{name}" for name in module.transformer.state_dict()]
 
 
-def test_products_in_fp8_are_a_key_of_the_config(config: Config) -> None:
-    given = prepared(False)
-    (plain, gradients), (rounded, others) = (outcome(config(fp8=fp8), given, True) for fp8 in (False, True))
+def test_fp8_products_follow_the_config(config: Config) -> None:
+    batch = prepared(False)
+    (plain, gradients), (rounded, others) = (run(config(fp8=fp8), batch, True) for fp8 in (False, True))
     assert float(rounded["flow"]) == pytest.approx(float(plain["flow"]), rel=0.02)
     assert float(rounded["flow"]) != float(plain["flow"])
     assert others.keys() == gradients.keys()

@@ -1,4 +1,4 @@
-"""The loop with an engine that only counts: what happens at which step, and in which order."""
+"""The loop with an engine that only counts steps: what happens at which step, and in which order."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 
 class Result:
-    """A step's numbers, there at once or, with ``late``, only for who waits."""
+    """A step's numbers, ready at once or, if ``late``, only after waiting."""
 
     def __init__(self, numbers: StepNumbers, late: bool) -> None:
         self.numbers, self.ready, self.reads = numbers, not late, 0
@@ -32,8 +32,8 @@ class Result:
         return self.numbers
 
 
-class Counting:
-    """Each step adds 1 to its one weight; steps named in ``bad`` are not finite."""
+class CountingEngine:
+    """Each step adds 1 to its only weight; steps in ``bad`` are not finite."""
 
     rank, world, writers = 0, 1, 1
 
@@ -79,65 +79,65 @@ class Counting:
 
 
 def numbered(first: int) -> StepStream:
-    """Step n's batch holds n."""
+    """Yield batches of which number n holds n."""
     while True:
         yield [((first,), (None,))]
         first += 1
 
 
-def run(total: int, engine: Counting | None = None, **keys: Any) -> Run:
+def run(total: int, engine: CountingEngine | None = None, **keys: Any) -> Run:
     defaults: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100}
-    return Run(engine=engine or Counting(), steps=numbered, total_steps=total, **{**defaults, **keys})
+    return Run(engine=engine or CountingEngine(), steps=numbered, total_steps=total, **{**defaults, **keys})
 
 
 def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 4, first: int = 0) -> list[int]:
-    """The steps after which a duty acts."""
-    found: list[int] = []
-    hook = Hook("watch", due, lambda progress: found.append(progress.step))
+    """Return the steps after which a hook acts."""
+    steps: list[int] = []
+    hook = Hook("record", due, lambda progress: steps.append(progress.step))
     start = Progress(step=first, samples=first * samples, position=first)
     train(run(total, hooks=[hook], progress=start, samples_in=lambda step: samples))
-    return found
+    return steps
 
 
-# --- walking -----------------------------------------------------------------------------------
+# --- steps -------------------------------------------------------------------------------------
 
 
 def test_it_trains_every_step_once_at_its_rate() -> None:
-    engine = Counting()
+    engine = CountingEngine()
     assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=0, position=5)
     assert engine.seen == [(number, number / 100) for number in range(5)]
 
 
 def test_it_resumes_at_its_progress() -> None:
-    engine = Counting()
+    engine = CountingEngine()
     assert train(run(5, engine, progress=Progress(3, 12, 1, 3))) == Progress(5, 20, 1, 5)
     assert engine.seen == [(3, 0.03), (4, 0.04)]
 
 
-def test_data_that_began_anew_does_not_move_the_schedule() -> None:
-    engine = Counting()
+def test_restarted_data_do_not_move_the_schedule() -> None:
+    engine = CountingEngine()
     assert train(run(5, engine, progress=Progress(3, 12, 0, 0))) == Progress(5, 20, 0, 2)
     assert engine.seen == [(0, 0.03), (1, 0.04)]
 
 
-def test_a_run_in_two_parts_is_the_run_in_one() -> None:
-    whole, first, second = Counting(), Counting(), Counting()
+def test_a_run_in_two_parts_equals_the_whole() -> None:
+    whole, first, second = CountingEngine(), CountingEngine(), CountingEngine()
     end = train(run(7, whole))
     assert train(run(7, second, progress=train(run(3, first)))) == end
     assert first.seen + second.seen == whole.seen
 
 
 def test_a_finished_run_does_nothing() -> None:
-    engine = Counting()
+    engine = CountingEngine()
     assert train(run(5, engine, progress=Progress(5, 20, 0, 5))) == Progress(5, 20, 0, 5)
     assert engine.seen == []
 
 
-def test_samples_are_counted_by_the_steps_own_batch() -> None:
+def test_samples_are_counted_per_step() -> None:
     assert train(run(4, samples_in=lambda step: [1, 10, 100, 1000][step])).samples == 1111
 
 
-def test_no_batch_is_taken_beyond_the_end() -> None:
+def test_no_batch_is_read_beyond_the_end() -> None:
     taken: list[int] = []
 
     def steps(first: int) -> StepStream:
@@ -149,25 +149,25 @@ def test_no_batch_is_taken_beyond_the_end() -> None:
     assert taken == [0, 1, 2]
 
 
-@pytest.mark.parametrize("fault", [None, UserError("no room")])
-def test_who_makes_batches_is_let_go_at_the_end_whoever_holds_them(fault: UserError | None) -> None:
-    """Its worker processes would keep the program from ending."""
-    made: list[StepStream] = []
+@pytest.mark.parametrize("error", [None, UserError("no room")])
+def test_the_data_stream_is_closed_at_the_end(error: UserError | None) -> None:
+    """Its worker processes would keep the program from exiting."""
+    streams: list[StepStream] = []
 
     def steps(first: int) -> StepStream:
-        made.append(numbered(first))
-        return made[0]
+        streams.append(numbered(first))
+        return streams[0]
 
     def act(progress: Progress) -> None:
-        if fault is not None:
-            raise fault
+        if error is not None:
+            raise error
 
-    with pytest.raises(UserError) if fault is not None else nullcontext():
+    with pytest.raises(UserError) if error is not None else nullcontext():
         train(replace(run(3), steps=steps, hooks=[Hook("fail", every(steps=2), act)]))
-    assert next(made[0], None) is None
+    assert next(streams[0], None) is None
 
 
-def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> None:
+def test_the_last_step_is_logged_before_an_error_of_the_data() -> None:
     logged, done = list[int](), list[int]()
 
     def steps(first: int) -> StepStream:
@@ -187,7 +187,7 @@ def test_a_fault_of_the_data_comes_after_what_the_step_before_it_has_to_do() -> 
     assert done == [3]
 
 
-# --- duties ------------------------------------------------------------------------------------
+# --- hooks -------------------------------------------------------------------------------------
 
 
 def test_every_n_steps() -> None:
@@ -201,15 +201,15 @@ def test_every_n_epochs_at_the_boundary_itself() -> None:
     assert fired(every(epochs=2, steps_per_epoch=3), 13) == [6, 12]
 
 
-def test_every_n_examples_when_their_number_is_passed() -> None:
+def test_every_n_examples_when_a_multiple_is_passed() -> None:
     assert fired(every(examples=10), 10, samples=4) == [3, 5, 8, 10]
     assert fired(every(examples=4), 3, samples=4) == [1, 2, 3]
-    assert fired(every(examples=3), 3, samples=10) == [1, 2, 3]  # several at once are one
+    assert fired(every(examples=3), 3, samples=10) == [1, 2, 3]  # several multiples in one step act once
 
 
 @pytest.mark.parametrize("due", [{"steps": 3}, {"epochs": 1, "steps_per_epoch": 4}, {"examples": 10}])
-def test_a_resumed_run_keeps_the_beat(due: dict[str, int]) -> None:
-    """Also at an epoch's boundary, where the earlier program was off by one."""
+def test_a_resumed_run_keeps_the_intervals(due: dict[str, int]) -> None:
+    """Also at an epoch's boundary, where off-by-one errors hide."""
     whole = fired(every(**due), 12)
     for first in range(12):
         assert fired(every(**due), 12, first=first) == [step for step in whole if step > first]
@@ -223,8 +223,8 @@ def test_no_interval_never_fires() -> None:
     assert fired(every(), 20) == []
 
 
-def test_duties_act_after_the_step_in_their_order() -> None:
-    engine = Counting()
+def test_hooks_act_after_the_step_in_order() -> None:
+    engine = CountingEngine()
     acts: list[str] = []
     hooks = [
         Hook("one", every(steps=2), lambda progress: acts.append(f"one@{progress.step}:{int(engine.weight)}")),
@@ -237,15 +237,15 @@ def test_duties_act_after_the_step_in_their_order() -> None:
 # --- steps that were not taken -----------------------------------------------------------------
 
 
-def test_a_skipped_step_is_counted_and_the_order_goes_on() -> None:
-    engine = Counting(bad=[1, 3])
+def test_a_skipped_step_is_counted_and_the_data_continue() -> None:
+    engine = CountingEngine(bad=[1, 3])
     assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=2, position=5)
     assert [number for number, _ in engine.seen] == [0, 1, 2, 3, 4]
     assert int(engine.weight) == 3
 
 
 def test_it_stops_after_too_many_in_a_row() -> None:
-    engine = Counting(bad=range(3, 100))
+    engine = CountingEngine(bad=range(3, 100))
     acted: list[int] = []
     hook = Hook("checkpoint", every(steps=1), lambda progress: acted.append(progress.step))
     with pytest.raises(UserError, match=r"not finite in 3 steps in a row \(at step 6\)"):
@@ -254,28 +254,28 @@ def test_it_stops_after_too_many_in_a_row() -> None:
     assert acted == [1, 2, 3, 4, 5]
 
 
-def test_a_good_step_between_starts_the_count_anew() -> None:
-    engine = Counting(bad=[0, 1, 3, 4, 6, 7])
+def test_a_good_step_resets_the_count() -> None:
+    engine = CountingEngine(bad=[0, 1, 3, 4, 6, 7])
     assert train(run(9, engine, max_nonfinite_steps=2)).skipped == 6
 
 
-def test_none_allowed_stops_at_the_first() -> None:
+def test_zero_allowed_stops_at_the_first() -> None:
     with pytest.raises(UserError, match="1 steps in a row"):
-        train(run(9, Counting(bad=[4]), max_nonfinite_steps=0))
+        train(run(9, CountingEngine(bad=[4]), max_nonfinite_steps=0))
 
 
-def test_what_is_late_is_counted_all_the_same() -> None:
-    """The device runs ahead: numbers are read at the record, in order, and the count is right there."""
-    engine = Counting(bad=[1, 3], late=True)
+def test_late_results_are_counted() -> None:
+    """The device runs asynchronously: numbers are read at the record, in order, and the count is right then."""
+    engine = CountingEngine(bad=[1, 3], late=True)
     lines = logged(6, engine, logging_steps=3)
     assert [line["step"] for line in lines if line["event"] == "skip"] == [2, 4]
     assert [line["skipped"] for line in lines if line["event"] == "step"] == [1, 2]
     with pytest.raises(UserError, match=r"3 steps in a row \(at step 3\)"):
-        train(run(9, Counting(bad=range(9), late=True), max_nonfinite_steps=2, logging_steps=9))
+        train(run(9, CountingEngine(bad=range(9), late=True), max_nonfinite_steps=2, logging_steps=9))
 
 
 def test_nothing_waits_for_the_device_between_records() -> None:
-    engine = Counting(late=True)
+    engine = CountingEngine(late=True)
     reads: list[int] = []
     steps = run(4, engine, logging_steps=4)
     real = engine.train_step
@@ -293,21 +293,21 @@ def test_nothing_waits_for_the_device_between_records() -> None:
 # --- the average and the log -------------------------------------------------------------------
 
 
-def test_the_average_moves_at_its_turn_whether_the_step_was_taken_or_not() -> None:
-    engine = Counting(bad=[3])  # the fourth step, a turn of the average
+def test_the_average_is_updated_even_if_its_step_was_skipped() -> None:
+    engine = CountingEngine(bad=[3])  # the fourth step, at which the average is updated
     averages = Averages(engine.weights, EmaConfig(enable=True, decay=0.5, update_every=2))
     train(run(6, engine, averages=averages))
     # after step 2 the weight is 2: 1.0; step 4 was not taken, the weight is 3: 2.0; after step 6 it is 5: 3.5
     assert averages.tracks["ema"].shadow["w"].tolist() == [3.5]
 
 
-def logged(total: int, engine: Counting | None = None, **keys: Any) -> list[dict[str, Any]]:
+def logged(total: int, engine: CountingEngine | None = None, **keys: Any) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     train(run(total, engine, log=lambda event, **fields: lines.append({"event": event, **fields}), **keys))
     return lines
 
 
-def test_every_line_says_what_was_never_logged() -> None:
+def test_a_step_record_has_all_fields() -> None:
     averages = Averages({"w": torch.zeros(1)}, EmaConfig(enable=True, decay=0.5))
     line = logged(3, averages=averages, steps_per_epoch=4, flops_in=lambda batches: 10**12)[1]
     expected = {
@@ -332,7 +332,7 @@ def test_every_line_says_what_was_never_logged() -> None:
 
 
 def test_a_record_is_the_mean_of_its_steps() -> None:
-    lines = logged(10, Counting(bad=[4]), logging_steps=4)
+    lines = logged(10, CountingEngine(bad=[4]), logging_steps=4)
     records = [line for line in lines if line["event"] == "step"]
     assert [(line["step"], line["steps"]) for line in records] == [(4, 4), (8, 3), (10, 2)]
     assert [line["loss"] for line in records] == [2.5, 7.0, 9.5]  # the fifth step was not taken
@@ -340,9 +340,9 @@ def test_a_record_is_the_mean_of_its_steps() -> None:
 
 
 def test_a_resumed_run_logs_the_same_means() -> None:
-    """What the open window held is part of a checkpoint."""
+    """Checkpoints hold the open window of the log."""
     whole = [line["loss"] for line in logged(8, logging_steps=4)]
-    first = run(8, logging_steps=4, requests=AskedToQuit(after=6), hooks=[Hook("all", every(steps=1), lambda p: None)])
+    first = run(8, logging_steps=4, requests=QuitAfter(after=6), hooks=[Hook("all", every(steps=1), lambda p: None)])
     progress = train(first)
     assert progress.step == 6
     window = first.meter.window.as_dict()
@@ -350,8 +350,8 @@ def test_a_resumed_run_logs_the_same_means() -> None:
     assert [line["loss"] for line in second] == whole[1:]
 
 
-class AskedToQuit(RunRequests):
-    """Somebody asks to stop after some steps."""
+class QuitAfter(RunRequests):
+    """Requests to stop after some steps."""
 
     def __init__(self, after: int) -> None:
         super().__init__(None, None, SharedFlags(None, NUM_FLAGS))
@@ -363,19 +363,19 @@ class AskedToQuit(RunRequests):
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
-    engine = Counting()
+    engine = CountingEngine()
     acted: list[int] = []
-    requests = AskedToQuit(after=3)
+    requests = QuitAfter(after=3)
     hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
 
 
-# --- waiting -----------------------------------------------------------------------------------
+# --- starvation--------------------------------------------------------------------------------
 
 
-class Device(Counting):
-    """Takes as long for a step as data take to come ``pace`` times; a clock that data and steps share."""
+class Device(CountingEngine):
+    """Takes ``pace`` times as long for a step as the data take to load; data and steps share its clock."""
 
     def __init__(self, pace: float) -> None:
         super().__init__()
@@ -387,14 +387,14 @@ class Device(Counting):
             yield batch
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
-        found, done_at = super().train_step(batches, lr), max(self.now, self.free_at) + self.pace
+        result, done_at = super().train_step(batches, lr), max(self.now, self.free_at) + self.pace
         self.free_at = done_at
-        return Later(found, lambda: self.now >= done_at)
+        return LateResult(result, lambda: self.now >= done_at)
 
 
 @dataclass
-class Later:
-    """Numbers that are there when the device is done; whoever reads them before has waited for it."""
+class LateResult:
+    """A step's numbers, ready when the device is done."""
 
     result: Any
     is_done: Callable[[], bool]
@@ -407,7 +407,7 @@ class Later:
         return self.result.read()
 
 
-def lines_of(device: Device, steps: int, capsys: pytest.CaptureFixture[str], **keys: Any) -> list[str]:
+def warnings_of(device: Device, steps: int, capsys: pytest.CaptureFixture[str], **keys: Any) -> list[str]:
     training = run(steps, device, faster_data="raise WORKERS", **keys)
     training.steps = device.data
     train(training)
@@ -415,21 +415,21 @@ def lines_of(device: Device, steps: int, capsys: pytest.CaptureFixture[str], **k
 
 
 @pytest.mark.parametrize("logging_steps", [7, 1000])
-@pytest.mark.parametrize(("pace", "told"), [(0.5, True), (0.9, True), (1.4, False), (5.0, False)])
-def test_a_device_that_waits_for_data_is_told_of_once(
-    pace: float, told: bool, logging_steps: int, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("pace", "warned"), [(0.5, True), (0.9, True), (1.4, False), (5.0, False)])
+def test_data_starvation_is_reported_once(
+    pace: float, warned: bool, logging_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data that come while it computes do no harm, however long they take."""
-    lines = lines_of(Device(pace), 200, capsys, logging_steps=logging_steps)
-    assert len(lines) == int(told)
+    """Data that load while the device computes are no problem, however long they take."""
+    lines = warnings_of(Device(pace), 200, capsys, logging_steps=logging_steps)
+    assert len(lines) == int(warned)
     assert all("of the last 50 steps: raise WORKERS" in line for line in lines)
 
 
-def test_a_start_is_no_hunger(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not lines_of(Device(0.5), STARVATION_WINDOW - 1, capsys)
-    assert lines_of(Device(0.5), STARVATION_WINDOW, capsys)
+def test_the_first_steps_do_not_count_as_starvation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not warnings_of(Device(0.5), STARVATION_WINDOW - 1, capsys)
+    assert warnings_of(Device(0.5), STARVATION_WINDOW, capsys)
 
 
-def test_without_a_remedy_nothing_is_said_of_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_advice_starvation_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     train(run(3 * STARVATION_WINDOW, faster_data=""))
-    assert "next data" not in capsys.readouterr().err
+    assert "waited for data" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Speed, utilisation, bands and memory as the log tells them."""
+"""Speed, utilisation, bands and memory as they are logged."""
 
 import json
 
@@ -28,18 +28,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_speed_is_of_training_alone(clock: list[float]) -> None:
-    """Two processes, two steps of 3 s of which 1 s waits for data; an evaluation of a minute is not training."""
-    one = Meter(world=2, peak_flops=100.0)
+def test_speed_counts_training_only(clock: list[float]) -> None:
+    """Two processes, two steps of 3 s of which 1 s waits for data; a minute of evaluation is excluded."""
+    training_meter = Meter(world=2, peak_flops=100.0)
     for step in (1, 2):
-        with one.waiting():
+        with training_meter.waiting():
             clock[0] += 1
         clock[0] += 2
-        one.add(step, result(), samples=12, flops=600)
-        with one.excluded():
+        training_meter.add(step, result(), samples=12, flops=600)
+        with training_meter.excluded():
             clock[0] += 60
-    one.collect(wait=True)
-    fields = one.record()
+    training_meter.collect(wait=True)
+    fields = training_meter.record()
     assert fields["samples_per_second"] == pytest.approx(24 / 6)
     assert fields["images_per_second_per_gpu"] == pytest.approx(2.0)
     assert fields["data_wait"] == pytest.approx(1 / 3)
@@ -47,12 +47,12 @@ def test_speed_is_of_training_alone(clock: list[float]) -> None:
     assert fields["tflops_per_gpu"] == pytest.approx(100e-12)
     assert fields["mfu"] == pytest.approx(1.0)
     clock[0] += 1
-    one.add(3, result(), samples=12, flops=600)
-    one.collect(wait=True)
-    assert one.record()["samples_per_second"] == pytest.approx(12.0), "a record begins anew"
+    training_meter.add(3, result(), samples=12, flops=600)
+    training_meter.collect(wait=True)
+    assert training_meter.record()["samples_per_second"] == pytest.approx(12.0), "a record resets the counters"
 
 
-def test_without_a_known_peak_there_is_no_utilisation() -> None:
+def test_utilisation_needs_a_known_peak() -> None:
     assert "mfu" not in Meter().record()
 
 
@@ -65,30 +65,30 @@ def test_bands_are_means_over_their_samples() -> None:
     assert (means["loss"], means["steps"]) == (2.0, 2)
 
 
-def test_a_window_survives_json_to_the_last_digit() -> None:
+def test_a_window_survives_json_exactly() -> None:
     window = Window()
     window.add(numbers(0.1 + 0.2, [1 / 3], [1.0]))
     again = Window(**json.loads(json.dumps(window.as_dict())))
     assert again == window
 
 
-def test_a_step_that_was_not_taken_is_in_no_mean() -> None:
-    one = Meter()
-    one.add(1, result(5.0), 1, 1)
-    one.add(2, result(float("nan"), taken=False), 1, 1)
-    assert [(step, found.taken) for step, found in one.collect(wait=True)] == [(1, True), (2, False)]
-    assert one.record()["loss"] == 5.0
+def test_a_skipped_step_is_not_in_the_means() -> None:
+    training_meter = Meter()
+    training_meter.add(1, result(5.0), 1, 1)
+    training_meter.add(2, result(float("nan"), taken=False), 1, 1)
+    assert [(step, numbers.taken) for step, numbers in training_meter.collect(wait=True)] == [(1, True), (2, False)]
+    assert training_meter.record()["loss"] == 5.0
 
 
-def test_a_window_without_a_step_is_not_a_number() -> None:
+def test_an_empty_window_logs_nan() -> None:
     assert Meter().record()["loss"] != Meter().record()["loss"]
 
 
-def test_samples_are_sorted_into_bands_by_their_time() -> None:
+def test_samples_are_sorted_into_bands_by_timestep() -> None:
     times = torch.tensor([0.0, 0.05, 0.1, 0.55, 0.999, 1.0])
     each = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, float("nan")])
     sums, counts = sum_by_band(each, times)
     assert counts.tolist() == [2, 1, 0, 0, 0, 1, 0, 0, 0, 2]
     assert sums[:9].tolist() == [3, 4, 0, 0, 0, 8, 0, 0, 0]
-    assert sums[9] != sums[9], "a loss that is not finite stays in its band"
+    assert sums[9] != sums[9], "a non-finite loss stays in its band"
     assert (BAND_NAMES[0], BAND_NAMES[9]) == ("0.0-0.1", "0.9-1.0")

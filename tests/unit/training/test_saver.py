@@ -1,4 +1,4 @@
-"""Exports of a run: what is frozen is copied before training, names alone suffice, and the newest written one stays."""
+"""Exports of a run: frozen weights are copied before training, a name is enough, the one just written stays."""
 
 import json
 import tomllib
@@ -20,22 +20,22 @@ from sd3_light.training.sd3 import LightSD3Pipeline
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
 
 
-specs: list[ExportSpec] = []  # of what `written` has
+specs: list[ExportSpec] = []  # of the exports in `written`
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    found: list[dict[str, torch.Tensor]] = []
+    states: list[dict[str, torch.Tensor]] = []
     specs.clear()
 
     def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any) -> Path:
         out.mkdir(parents=True)
-        found.append(dict(state))
+        states.append(dict(state))
         specs.append(spec)
         return out
 
     monkeypatch.setattr(module, "write_folder", write_folder)
-    return found
+    return states
 
 
 def config(folder: Path, **keys: Any) -> TrainConfig:
@@ -43,7 +43,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": folder})
 
 
-def test_what_does_not_train_is_as_it_was_when_the_run_began(
+def test_frozen_weights_are_exported_as_they_were_at_the_start(
     tmp_path: Path, written: list[dict[str, torch.Tensor]]
 ) -> None:
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
@@ -52,7 +52,7 @@ def test_what_does_not_train_is_as_it_was_when_the_run_began(
     assert set(saver.untrained) == {"pos_embed.pos_embed", "context_embedder.weight", "context_embedder.bias"}
     expected = transformer.context_embedder.weight.clone()
     with torch.no_grad():
-        transformer.context_embedder.weight.zero_()  # whatever an engine does to the live module
+        transformer.context_embedder.weight.zero_()  # as an engine may do to the live module
     trained = {name: p.detach() + 1 for name, p in transformer.named_parameters() if p.requires_grad}
     saver.save_full_model("x", trained, "raw", Progress())
     assert set(written[0]) == set(transformer.state_dict())
@@ -60,7 +60,7 @@ def test_what_does_not_train_is_as_it_was_when_the_run_began(
     assert torch.equal(written[0]["proj_out.bias"], transformer.proj_out.bias + 1)
 
 
-def test_the_one_just_written_stays_whatever_is_later(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+def test_the_export_just_written_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     for step in (5, 2, 3):
@@ -68,8 +68,8 @@ def test_the_one_just_written_stays_whatever_is_later(tmp_path: Path, written: l
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])
-def test_a_name_suffices(tmp_path: Path, written: list[dict[str, torch.Tensor]], save: str) -> None:
-    """As people call it: the weights of the moment, under the names that stock diffusers has for them."""
+def test_a_name_is_enough(tmp_path: Path, written: list[dict[str, torch.Tensor]], save: str) -> None:
+    """It saves the live weights under their stock diffusers names."""
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
@@ -82,7 +82,7 @@ def test_a_name_suffices(tmp_path: Path, written: list[dict[str, torch.Tensor]],
     assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
 
 
-def test_of_several_processes_the_main_one_writes(
+def test_only_the_main_process_writes(
     tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = Saver.of(config(tmp_path), new_transformer(SIZES["tiny2"].transformer_config(), 0), tmp_path / "exports")
@@ -93,7 +93,7 @@ def test_of_several_processes_the_main_one_writes(
         assert len(written) == count
 
 
-def test_the_config_goes_along_without_its_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+def test_the_config_is_exported_without_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
     settings = config(tmp_path, monitoring=monitoring, save_dtype="float16")
@@ -106,8 +106,8 @@ def test_the_config_goes_along_without_its_secrets(tmp_path: Path, written: list
     assert specs[0].save_dtype == torch.float16
 
 
-def test_the_card_knows_what_the_run_knows(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
-    (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "pictures"\n')
+def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "images"\n')
     events = [(2, "raw", 0.9), (2, "ema", 0.8), (4, "ema", 0.7), (6, "ema", 0.6)]
     run = tmp_path / "my-run"
     run.mkdir()

@@ -1,0 +1,253 @@
+"""The driver with an engine of one weight: what is saved after which error, and how a run ends."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import open_checkpoint, write_part
+from sd3_light.config import EmaConfig
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.engines.processes import ProcessGroups
+from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
+from sd3_light.optim.ema import Averages
+from sd3_light.training.driver import Driver, RunHooks, Schedule
+from sd3_light.training.loop import Run, every
+
+
+class Result:
+    ready = True
+
+    def __init__(self, numbers: StepNumbers) -> None:
+        self.numbers = numbers
+
+    def read(self) -> StepNumbers:
+        return self.numbers
+
+
+class OneWeight:
+    """Each step adds 1 to its weight; ``errors`` are raised in a step after the weight has changed."""
+
+    rank, world, writers = 0, 1, 1
+
+    def __init__(self, bad: Sequence[int] = (), errors: Mapping[int, Exception] | None = None) -> None:
+        self.bad, self.errors, self.weight = set(bad), errors or {}, torch.zeros(1)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return {"w": self.weight}
+
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
+        number = batches[0][0][0]
+        taken = number not in self.bad
+        self.weight += taken
+        if number in self.errors:
+            raise self.errors[number]
+        return Result(StepNumbers({"loss": 1.0 if taken else math.nan}, 1.0, taken))
+
+    def weight_norm(self) -> float:
+        return float(self.weight)
+
+    def pieces(self) -> Iterator[TensorPiece]:
+        return self.like_weights("param", self.weights)
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+        yield TensorPiece(f"{kind}/w", held["w"], 0, (1,))
+
+    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"w": held["w"].clone()}
+
+
+def numbered(first: int) -> StepStream:
+    while True:
+        yield [((first,), (None,))]
+        first += 1
+
+
+class Case:
+    """A driver of 6 steps in a folder, and the events that it logs."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: OneWeight | None = None,
+        hooks: RunHooks | None = None,
+        schedule: Schedule | None = None,
+        launch: Launch | None = None,
+        start: Progress | None = None,
+    ) -> None:
+        self.folder, self.engine, self.events = folder, engine or OneWeight(), list[dict[str, Any]]()
+        ema = EmaConfig(enable=True, decay=0.5)
+        self.averages = Averages(self.engine.weights, ema)
+        run = Run(
+            engine=self.engine,  # type: ignore[arg-type]
+            steps=numbered,
+            samples_in=lambda position: 4,
+            learning_rate=lambda step: 1.0,
+            total_steps=6,
+            progress=start or Progress(),
+            averages=self.averages,
+            log=lambda event, **fields: self.events.append({"event": event, **fields}),
+            max_nonfinite_steps=1,
+        )
+        self.driver = Driver(
+            run=run,
+            averages=self.averages,
+            launch=launch or Launch(),
+            groups=ProcessGroups(),
+            folder=folder,
+            hooks=hooks or RunHooks(),
+            schedule=schedule or Schedule(),
+            ema=ema,
+            facts={"order": "some"},
+            keep_last=0,
+            out_of_memory="use less",
+            resume_hint="--resume",
+        )
+
+    def train(self) -> Progress:
+        with self.driver:
+            return self.driver.train()
+
+    def error(self, kind: type[Exception] = UserError) -> str:
+        with pytest.raises(kind) as raised:
+            self.train()
+        return str(raised.value)
+
+    def of(self, event: str, field: str = "step") -> list[Any]:
+        return [line[field] for line in self.events if line["event"] == event]
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
+
+def test_a_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    case = Case(tmp_path, schedule=Schedule(checkpoint=every(4)))
+    assert case.train().step == 6
+    assert case.of("checkpoint") == [4, 6]
+    assert case.of("stop", "reason") == ["finished"]
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-00000006")
+    assert (float(checkpoint.tensor("param/w")), checkpoint.facts["order"]) == (6.0, "some")
+    assert float(checkpoint.tensor("ema/w")) == float(case.averages.tracks["ema"].shadow["w"])
+
+
+def test_hooks_see_the_average_and_the_weights_come_back(tmp_path: Path) -> None:
+    seen: dict[str, float] = {}
+
+    def record(name: str) -> None:
+        seen[name] = float(case.engine.weight)
+
+    def sample(progress: Progress, weights: str) -> Path:
+        record(f"sample {weights}")
+        return tmp_path / "samples" / "a.png"
+
+    def evaluate() -> Iterator[tuple[str, dict[str, float]]]:
+        record(f"evaluate {len(seen)}")
+        yield "held_out", {"flow": 1.0}
+
+    hooks = RunHooks(evaluate, True, sample, lambda _: record("save"), finish=lambda _: record("finish"))
+    case = Case(tmp_path, hooks=hooks, schedule=Schedule(*(3 * [every(6)])))
+    case.train()
+    average = float(case.averages.tracks["ema"].shadow["w"])
+    assert seen == {
+        "evaluate 0": 6.0,
+        "evaluate 1": average,
+        "sample ema": average,
+        "save": average,
+        "finish": average,
+    }
+    assert float(case.engine.weight) == 6.0
+    assert case.of("eval", "weights") == ["raw", "ema"]
+    assert case.of("sample", "file") == ["samples/a.png"]
+
+
+@pytest.mark.parametrize("error", [UserError("a shard is damaged"), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_after_an_error_the_last_complete_step_is_saved(tmp_path: Path, error: Exception) -> None:
+    def steps(first: int) -> StepStream:
+        for batch in numbered(first):
+            if batch[0][0][0] == 3:
+                raise error
+            yield batch
+
+    case = Case(tmp_path)
+    case.driver.run.steps = steps
+    message = case.error()
+    assert message.endswith("(step 3 is saved: --resume continues from there)")
+    assert ("use less" in message) == isinstance(error, torch.OutOfMemoryError)
+    assert case.saved() == ["step-00000003"]
+    (reason,) = case.of("stop", "reason")
+    assert message.startswith(f"{reason} (step 3")
+
+
+def test_a_checkpoint_of_the_same_step_is_not_written_again(tmp_path: Path) -> None:
+    def fail(progress: Progress) -> None:
+        raise UserError("no room")
+
+    case = Case(tmp_path, hooks=RunHooks(finish=fail))
+    assert case.error() == "no room (step 6 is saved: --resume continues from there)"
+    assert case.of("checkpoint") == [6]
+
+
+def test_other_errors_are_saved_too_but_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    def fail(progress: Progress) -> None:
+        raise ValueError("a bug")
+
+    between = Case(tmp_path / "between", hooks=RunHooks(save=fail), schedule=Schedule(save=every(3)))
+    assert between.error(ValueError) == "a bug"
+    assert between.saved() == ["step-00000003"]
+    within = Case(tmp_path / "within", OneWeight(errors={3: ValueError("a bug")}))
+    assert within.error(ValueError) == "a bug"
+    assert within.saved() == []
+    assert within.of("stop") == [3]
+
+
+def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:
+    """Weights that diverged, a run in which no step was taken, and several processes, which cannot agree any more."""
+    diverged = Case(tmp_path / "diverged", OneWeight(bad=[2, 3]))
+    assert "2 steps in a row" in diverged.error()
+    nothing = Case(tmp_path / "nothing", OneWeight(bad=[5]), start=Progress(5, 20, 0, 5))
+    assert "none of 1 steps was taken" in nothing.error()
+    several = Case(tmp_path / "several", OneWeight(errors={3: UserError("odd")}), launch=Launch(0, 0, 2))
+    assert several.error() == "odd"
+    assert (diverged.saved(), several.saved()) == ([], [])
+
+
+def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {"step-00000003"}
+
+    def write(folder: Path, *args: Any) -> int:
+        if any(name in str(folder) for name in full):
+            raise OSError(28, "No space left on device")
+        return write_part(folder, *args)
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
+    early = Case(tmp_path / "early", schedule=Schedule(checkpoint=every(3)))
+    early.train()
+    assert (early.of("checkpoint_failed"), early.of("checkpoint")) == ([3], [6])
+    full.add("step-00000006")
+    late = Case(tmp_path / "late")
+    assert late.error().startswith("the checkpoint at step 6 failed: No space left on device")
+    assert "is saved" not in late.events[-1]["reason"]
+
+
+def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
+    """The process was killed between its checkpoint and its export."""
+    exported: list[tuple[int, str]] = []
+
+    def export(trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        exported.append((progress.step, weights))
+        return tmp_path / "exports" / "x"
+
+    for position, expected in ((4, [(4, "ema")]), (3, [])):
+        exported.clear()
+        start = Progress(position, 4 * position, 0, position)
+        case = Case(tmp_path, hooks=RunHooks(export=export), schedule=Schedule(export=every(2)), start=start)
+        with case.driver:
+            case.driver.catch_up(start)
+        assert exported == expected
