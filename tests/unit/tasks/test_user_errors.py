@@ -127,7 +127,7 @@ def broken(module: Any, image: Any) -> Any:
         (lambda: Bare(misspelt), "unit misspelt uses 'vea', which the module does not have; set self.vea"),
         (lambda: Bare(broken), "unit broken raised"),
         (lambda: Bare(Encode(), ReturnsNone()), "units Encode and ReturnsNone both write 'latents'"),
-        (WrongShape, "denoise gave (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
+        (WrongShape, "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
         (UnusedWeights, "the loss depends on no weight that trains"),
         (ExtraWeights, "no gradient reached spare.weight of the denoiser"),
         (MissingInput, "'text' is read, but it is neither in the data nor written by a unit"),
