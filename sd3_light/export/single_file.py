@@ -34,10 +34,10 @@ from sd3_light.export.single_parts import (
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.model.single_file_config import METADATA_KEY
 from sd3_light.model.start import folder_size, read_json
 from sd3_light.tensor_file import StoredTensor, same, write_tensor_file
 
-ABOUT = "sd3_light"
 """The one metadata entry of our files, sorted JSON: see ``_about``."""
 
 ENDING = ".safetensors"
@@ -88,7 +88,7 @@ def write_single_file(
     about = _about(folder, model, blocks)
     notes = tuple(reader_notes(model, blocks, about["scheduler"], about["facts"].get("text", {})))
     with write_errors(out), new_file(out) as temporary:
-        write_tensor_file(temporary, to_single_file(model, blocks), {ABOUT: json.dumps(about, sort_keys=True)})
+        write_tensor_file(temporary, to_single_file(model, blocks), {METADATA_KEY: json.dumps(about, sort_keys=True)})
         _require_same(_read_file(temporary, None, keep_pads=False).model, model, out)
     return Written(out, notes)
 
@@ -198,18 +198,18 @@ def _parts(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTen
 
 def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """What a file of ours says about itself; empty for others'."""
-    if ABOUT not in metadata:
+    if METADATA_KEY not in metadata:
         return {}
     try:
-        about: dict[str, Any] = json.loads(metadata[ABOUT])
+        about: dict[str, Any] = json.loads(metadata[METADATA_KEY])
         blocks = (about["config"]["num_layers"], about["true_blocks"], about["blocks_in_file"])
         sound = blocks[0] == blocks[1] <= blocks[2] and {*map(type, blocks)} == {int}
         _require_tables(about)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: its metadata {ABOUT!r} is damaged ({error!r}); write the file anew") from error
+        raise UserError(f"{path}: its metadata {METADATA_KEY!r} is damaged ({error!r}); write the file anew") from error
     if not sound:
         raise UserError(
-            f"{path}: its metadata {ABOUT!r} contradicts itself about blocks: {blocks}; write the file anew"
+            f"{path}: its metadata {METADATA_KEY!r} contradicts itself about blocks: {blocks}; write the file anew"
         )
     return about
 

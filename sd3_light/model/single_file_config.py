@@ -11,8 +11,10 @@ from sd3_light.config.faults import UserError
 from sd3_light.tensor_file import Header, read_header
 
 HEAD_WIDTH = 64  # of every SD3; other readers assume it
-PREFIX = "model.diffusion_model."
-ABOUT = "sd3_light"
+DENOISER_PREFIX = "model.diffusion_model."
+METADATA_KEY = "sd3_light"
+"""The key under which a file by sd3-light describes itself."""
+
 _SAMPLE_SIZE = 128  # SD3's; no tensor shape depends on it
 _SHAPE_TENSORS = (
     "x_embedder.proj.weight",
@@ -64,18 +66,18 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 def single_file_config(path: Path) -> dict[str, Any]:
     """Return the denoiser's config: from the metadata of files by sd3-light, otherwise from the tensor shapes."""
     header = _header(path)
-    about = header.metadata.get(ABOUT)
+    about = header.metadata.get(METADATA_KEY)
     if about is not None:
         try:
             config: dict[str, Any] = json.loads(about)["config"]
             return config
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
-    bare = not any(name.startswith(PREFIX) for name in header.entries)
+    bare = not any(name.startswith(DENOISER_PREFIX) for name in header.entries)
     shapes = {
-        name.removeprefix(PREFIX): tuple(entry["shape"])
+        name.removeprefix(DENOISER_PREFIX): tuple(entry["shape"])
         for name, entry in header.entries.items()
-        if bare or name.startswith(PREFIX)
+        if bare or name.startswith(DENOISER_PREFIX)
     }
     return config_of_shapes(shapes, str(path))
 

@@ -20,7 +20,7 @@ def batch(**more: Any) -> dict[str, Any]:
 def perfect(inputs: dict[str, Any], key: str, off: float = 0.0) -> Any:
     """A denoiser with the right answer for one image, up to a constant error."""
 
-    def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
+    def denoise(noisy: Tensor, t: Tensor, values: Any) -> Tensor:
         return inputs["noise"] - inputs[key] + off
 
     return denoise
@@ -29,7 +29,7 @@ def perfect(inputs: dict[str, Any], key: str, off: float = 0.0) -> Any:
 def test_the_loss_is_the_velocity_error_at_the_drawn_time() -> None:
     inputs, seen = batch(), []
 
-    def denoise(noisy: Tensor, t: Tensor, given: Any) -> Tensor:
+    def denoise(noisy: Tensor, t: Tensor, values: Any) -> Tensor:
         seen.append((noisy, t))
         return torch.zeros_like(noisy)
 
@@ -47,7 +47,7 @@ def test_a_weight_multiplies_a_samples_loss() -> None:
     """Prior preservation: class images count by their weight."""
     weights = torch.tensor([1.0, 0.5, 0.0])
     plain, weighted = (
-        FlowMatchSFTLoss()(lambda noisy, t, given: noisy, given) for given in (batch(), batch(loss_weight=weights))
+        FlowMatchSFTLoss()(lambda noisy, t, values: noisy, values) for values in (batch(), batch(loss_weight=weights))
     )
     assert torch.allclose(weighted, plain * weights)
 

@@ -31,7 +31,7 @@ WEIGHTS = (
 TOP = {"output_dir": '"runs"', "dataset": '"data.toml"', "max_steps": "10", "save_every_n_steps": "5"}
 MODEL = {"diffusers_path": '"sd3"', "t5_max_length": "12"}
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
-DATASET = 'resolutions = [64]\n[[directory]]\npath = "pictures"\n'
+DATASET = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
 
 
 class FakeProject:
@@ -44,7 +44,7 @@ class FakeProject:
             self.json(f"sd3/{name}", content)
         for name in WEIGHTS:
             (self.sd3 / name).touch()
-        (folder / "pictures").mkdir()
+        (folder / "images").mkdir()
 
     def json(self, name: str, content: object) -> Path:
         path = self.folder / name
@@ -60,7 +60,7 @@ class FakeProject:
         return folder
 
     def image(self, name: str, width: int, height: int, caption: str | None = "an image") -> None:
-        path = self.folder / "pictures" / name
+        path = self.folder / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (width, height)).save(path)
         if caption is not None:

@@ -143,7 +143,7 @@ def test_text_reconstruction_uses_an_existing_layer(files: Any, only_fault: Sing
 
 
 def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
-    dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "pictures"\n'
+    dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "images"\n'
     fault = only_fault(dataset=dataset)
     assert fault.key == "directory[0].resolutions"
     assert "ends at 256 px" in fault.problem
@@ -156,10 +156,10 @@ def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
     [
         ('path = "nowhere"', "directory[0].path"),
         ('path = "data.toml"', "directory[0].path"),
-        ('path = "pictures"\nmask_path = "nowhere"', "directory[0].mask_path"),
-        ('path = "pictures"\nmask_path = "data.toml"', "directory[0].mask_path"),
-        ('path = "pictures"\ndefault_mask_file = "nowhere.png"', "directory[0].default_mask_file"),
-        ('path = "pictures"\ndefault_mask_file = "pictures"', "directory[0].default_mask_file"),
+        ('path = "images"\nmask_path = "nowhere"', "directory[0].mask_path"),
+        ('path = "images"\nmask_path = "data.toml"', "directory[0].mask_path"),
+        ('path = "images"\ndefault_mask_file = "nowhere.png"', "directory[0].default_mask_file"),
+        ('path = "images"\ndefault_mask_file = "images"', "directory[0].default_mask_file"),
     ],
 )
 def test_every_path_of_the_dataset_exists(files: Any, only_fault: Single, keys: str, fault: str) -> None:

@@ -18,7 +18,7 @@ from sd3_light.stages.check.render import flops_text, size_text
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
-BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "pictures"\n'
+BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "images"\n'
 
 
 def estimated(loaded: LoadedConfig, world: int = 1) -> RunEstimate:
@@ -36,8 +36,8 @@ def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
         files.image(f"square{number}.png", 80, 80)
     files.image("wide.png", 40, 20)
     files.image("silent.png", 64, 64, caption=None)
-    (files.folder / "pictures" / "broken.png").write_bytes(b"not an image")
-    (files.folder / "pictures" / "broken.txt").write_text("a broken one")
+    (files.folder / "images" / "broken.png").write_bytes(b"not an image")
+    (files.folder / "images" / "broken.txt").write_text("a broken one")
     estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
     assert estimate.data.samples == 6
     assert estimate.data.rejects == {"no_caption": 1, "not_an_image": 1}
@@ -53,7 +53,7 @@ def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
     for number in range(8):
         files.image(f"{number}.png", 64, 64)
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
-    dataset = 'resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 4\n'
+    dataset = 'resolutions = [64]\n[[directory]]\npath = "images"\nnum_repeats = 4\n'
     alone, many = (estimated(files.load(top=top, dataset=dataset), world) for world in (1, 4))
     assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
     assert (many.steps_per_epoch, many.total_steps) == (2, 6)
@@ -65,7 +65,7 @@ def test_the_micro_batch_depends_on_the_resolution(files: Any) -> None:
         files.image(f"{number}.png", 128, 128)
     top, dataset = (
         "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
-        'resolutions = [64, 128]\n[[directory]]\npath = "pictures"\n',
+        'resolutions = [64, 128]\n[[directory]]\npath = "images"\n',
     )
     estimate = estimated(files.load(top=top, dataset=dataset))
     assert [(row.micro_batch, row.steps) for row in estimate.data.rows] == [(4, 1), (1, 4)]
@@ -75,7 +75,7 @@ def test_the_micro_batch_depends_on_the_resolution(files: Any) -> None:
 def test_costs_match_the_formulas(files: Any) -> None:
     files.image("one.png", 64, 64)
     files.image("two.png", 64, 64)
-    dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "pictures"\n'
+    dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "images"\n'
     estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
     (row,) = estimate.data.rows
     assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
@@ -90,7 +90,7 @@ def test_costs_match_the_formulas(files: Any) -> None:
 
 def test_eval_sets_are_counted_without_repeats(files: Any) -> None:
     files.image("one.png", 64, 64)
-    (files.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\nnum_repeats = 9\n')
+    (files.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\nnum_repeats = 9\n')
     estimate = estimated(files.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
     (data,) = estimate.evals
     assert (data.name, data.samples, data.steps) == ("val", 1, 1)

@@ -22,7 +22,7 @@ size = "tiny2"
 
 def _faults(folder: Path, path: str) -> dict[str, str]:
     (folder / "train.toml").write_text(BAD.format(path=path), encoding="utf-8")
-    (folder / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "pictures"\n', encoding="utf-8")
+    (folder / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n', encoding="utf-8")
     with pytest.raises(ConfigFaults) as caught:
         check.load(folder / "train.toml")
     return {fault.key: fault.problem for fault in caught.value.faults}
