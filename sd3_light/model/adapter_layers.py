@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoHaConfig, LoKrConfig, inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.model.lora_layers import ADAPTER, add_lora, is_lora_name, lora_scale, target_layers
+from sd3_light.model.lora_layers import ADAPTER, is_lora_name, lora_scale, target_layers
 from sd3_light.randomness import stream
 
-LYCORIS = {"lokr": LoKrConfig, "loha": LoHaConfig}
+_PEFT_CONFIGS = {"lora": LoraConfig, "lokr": LoKrConfig, "loha": LoHaConfig}
 _LYCORIS_NAMES = (".lokr_", ".hada_")
 
 
@@ -35,38 +35,29 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
     Afterwards only its weights (float32) require gradients. They are a pure function of the seed, and the model's
     outputs do not change. Raises UserError for a target that matches nothing.
     """
-    if config.type == "lora":
-        names = add_lora(
-            transformer,
-            config.rank,
-            config.alpha,
-            config.target_modules,
-            dropout=config.dropout,
-            use_rslora=config.use_rslora,
-            use_dora=config.use_dora,
-            seed=seed,
-        )
-        if config.dtype == "float32":
-            _compute_in_float32(transformer)
-        return names
     if next(_adapter_layers(transformer), None) is not None:
         raise UserError("the denoiser already has an adapter; load it without one")
     names = target_layers(transformer, config.target_modules)
-    peft_config: Any = LYCORIS[config.type](
-        r=config.rank, alpha=config.alpha, rank_dropout=config.dropout, target_modules=list(names)
-    )
+    keys: dict[str, Any] = {"r": config.rank, "target_modules": list(names)}
+    if config.type == "lora":
+        keys |= {"lora_alpha": config.alpha, "lora_dropout": config.dropout}
+        keys |= {"use_rslora": config.use_rslora, "use_dora": config.use_dora}
+    else:
+        keys |= {"alpha": config.alpha, "rank_dropout": config.dropout}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        inject_adapter_in_model(peft_config, transformer, adapter_name=ADAPTER)
+        inject_adapter_in_model(_PEFT_CONFIGS[config.type](**keys), transformer, adapter_name=ADAPTER)
     for name, parameter in transformer.named_parameters():
-        if is_adapter_name(name):
+        if is_adapter_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
+    if config.type == "lora" and config.dtype == "float32":
+        _compute_in_float32(transformer)
     return names
 
 
-def cast_frozen(transformer: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen(module: nn.Module, dtype: torch.dtype, recurse: bool = True) -> None:
     """Cast frozen parameters to ``dtype``; trained and quantized parameters and buffers stay as they are."""
-    for parameter in transformer.parameters():
+    for parameter in module.parameters(recurse):
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
@@ -75,9 +66,7 @@ def cast_frozen_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Cast frozen parameters of linear layers to ``dtype``; under autocast to ``dtype`` results do not change."""
     for layer in transformer.modules():
         if isinstance(layer, nn.Linear):
-            for parameter in layer.parameters(recurse=False):
-                if not parameter.requires_grad and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+            cast_frozen(layer, dtype, recurse=False)
 
 
 class _Float32Linear(nn.Linear):

@@ -34,23 +34,14 @@ def linear_layers(size: ModelSize) -> dict[str, Shape]:
 def _block(size: ModelSize, number: int) -> dict[str, Shape]:
     width, last, dual = size.width, number == size.num_layers - 1, number in size.dual_attention_layers
     square = (width, width)
-    names = [
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        *([] if last else ["to_add_out"]),
-    ]
+    image, text = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     layers = {
         "norm1.linear": (width, (9 if dual else 6) * width),
         "norm1_context.linear": (width, (2 if last else 6) * width),
-        **{f"attn.{name}": square for name in names},
+        **{f"attn.{name}": square for name in (*image, *text[: 3 if last else 4])},
     }
     if dual:
-        layers |= {f"attn2.{name}": square for name in ("to_q", "to_k", "to_v", "to_out.0")}
+        layers |= {f"attn2.{name}": square for name in image}
     for stream in ("ff",) if last else ("ff", "ff_context"):
         layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
     return layers

@@ -1,4 +1,4 @@
-"""LoRA adapters on a denoiser: adding, reading and loading them.
+"""The layers of a LoRA on a denoiser: their targets, reading and loading them.
 
 peft injects the adapters into the stock model, so that its own forward and the list of layers run them. An adapter's
 weights are named ``<module>.lora_A.default.weight``, the weights below it ``<module>.base_layer.weight``.
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -55,42 +54,6 @@ class LoraModule:
 def lora_scale(rank: int, alpha: float, use_rslora: bool = False) -> float:
     """Return the scale of the update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     return alpha / (math.sqrt(rank) if use_rslora else rank)
-
-
-def add_lora(
-    transformer: nn.Module,
-    rank: int,
-    alpha: float,
-    target_modules: Sequence[str],
-    *,
-    dropout: float = 0.0,
-    use_rslora: bool = False,
-    use_dora: bool = False,
-    seed: int = 0,
-) -> tuple[str, ...]:
-    """Add a LoRA to the linear layers that ``target_modules`` name, and return the names of those layers.
-
-    Afterwards only the adapter's weights (float32) require gradients. They are a pure function of the seed, and the
-    model's outputs do not change. Raises UserError for a target that matches no linear layer.
-    """
-    if next(_lora_layers(transformer), None) is not None:
-        raise UserError("the denoiser already has a LoRA; load it without one")
-    names = target_layers(transformer, target_modules)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(names),
-        use_rslora=use_rslora,
-        use_dora=use_dora,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        inject_adapter_in_model(config, transformer, adapter_name=ADAPTER)
-    for name, parameter in transformer.named_parameters():
-        if is_lora_name(name):  # peft uses the model's dtype; master weights are float32
-            parameter.data = parameter.data.float()
-    return names
 
 
 def target_layers(transformer: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:

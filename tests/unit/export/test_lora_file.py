@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import METADATA_KEY, from_peft, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
-from sd3_light.model.lora_layers import LoraModule, add_lora, is_lora_name, load_lora, lora_modules
+from sd3_light.model.adapter_layers import add_adapter
+from sd3_light.model.lora_layers import LoraModule, is_lora_name, load_lora, lora_modules
 from sd3_light.model.random_weights import new_transformer
 
 State = dict[str, Tensor]
@@ -49,6 +50,18 @@ def stock() -> SD3Transformer2DModel:
         for seed, parameter in enumerate(transformer.parameters()):
             parameter += 0.05 * noise(*parameter.shape, seed=seed)
     return transformer.eval()
+
+
+def add_lora(
+    transformer: SD3Transformer2DModel,
+    rank: int,
+    alpha: float,
+    target_modules: tuple[str, ...],
+    seed: int = 0,
+    **keys: Any,
+) -> tuple[str, ...]:
+    config = AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys)
+    return add_adapter(transformer, config, seed)
 
 
 def lora_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:

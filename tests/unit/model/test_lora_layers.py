@@ -8,13 +8,13 @@ from diffusers import SD3Transformer2DModel
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import LORA_TARGETS
+from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.model.lora_layers import (
     LoraModule,
-    add_lora,
     is_lora_name,
     load_lora,
     lora_modules,
@@ -44,6 +44,18 @@ def stock() -> SD3Transformer2DModel:
         for parameter in transformer.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return transformer.eval()
+
+
+def add_lora(
+    transformer: SD3Transformer2DModel,
+    rank: int,
+    alpha: float,
+    target_modules: tuple[str, ...],
+    seed: int = 0,
+    **keys: Any,
+) -> tuple[str, ...]:
+    config = AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys)
+    return add_adapter(transformer, config, seed)
 
 
 def lora_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
@@ -161,9 +173,9 @@ def test_applied_updates_equal_pefts_merge() -> None:
     assert all((tensor - expected[name]).abs().max() < 1e-6 for name, tensor in merged(ours).state_dict().items())
 
 
-def test_one_lora_at_a_time() -> None:
+def test_a_second_lora_is_rejected() -> None:
     transformer = trained(alpha=6.0)
-    with pytest.raises(UserError, match="already has a LoRA"):
+    with pytest.raises(UserError, match="already has an adapter"):
         add_lora(transformer, 4, 4.0, ("attn.to_v",))
 
 
