@@ -117,7 +117,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
-    steps = total_steps(train, data.steps)
+    steps = _total_steps(train, data.steps)
     epoch = sum(row.steps * row.step_flops.value for row in data.rows)
     return RunEstimate(
         path=loaded.path,
@@ -137,7 +137,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     )
 
 
-def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
+def _total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the run: the lower limit of `epochs` and `max_steps`."""
     limits = [train.max_steps, None if train.epochs is None else train.epochs * steps_per_epoch]
     return min(limit for limit in limits if limit is not None)
