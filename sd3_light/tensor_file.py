@@ -33,6 +33,8 @@ DTYPES = {  # in the library's order of writing: the widest first, so every tens
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors spells them
+METADATA_KEY = "sd3_light"
+"""The only metadata entry of files that we write: safetensors writes several in random order."""
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit

@@ -86,7 +86,7 @@ def lora_merge(
     from sd3_light.sampling.lora_stack import Lora
     from sd3_light.stages import lora as stage
 
-    echo(f"wrote and verified {stage.merged(model, list(map(Lora.parse, loras)), out, dtype)}")
+    echo(f"wrote and verified {stage.merge(model, list(map(Lora.parse, loras)), out, dtype)}")
 
 
 @_lora.command(name="extract")
@@ -108,7 +108,7 @@ def lora_extract(
     init_process()
     from sd3_light.stages import lora as stage
 
-    extracted = stage.extracted(base, tuned, out, rank, target, _lora_format(layout, dtype, padded_for))
+    extracted = stage.extract(base, tuned, out, rank, target, _lora_format(layout, dtype, padded_for))
     for name, share in sorted(extracted.left_out.items(), key=lambda item: -item[1])[:5]:
         echo(f"note: a LoRA cannot represent {name}: {share:.2%} of the difference")
     echo(f"wrote {out}: {len(extracted.modules)} layers, {extracted.share:.2%} of the squared difference")

@@ -1,1 +1,1 @@
-"""Trained weights as models that other programs load, each proven before it is announced (law 6)."""
+"""Exports: trained weights as models that other programs load, each proven before it is published (law 6)."""

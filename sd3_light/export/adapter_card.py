@@ -1,4 +1,4 @@
-"""The card of an adapter: what it is, on which model it goes, and how to use it in diffusers and ComfyUI."""
+"""The model card of an adapter: what it is, its base model, and how to use it in diffusers and ComfyUI."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from huggingface_hub import ModelCardData
 
 from sd3_light.config import AdapterConfig
 
-_CARD = """---
+_ADAPTER_CARD = """---
 {metadata}
 ---
 
@@ -22,15 +22,15 @@ _CARD = """---
 
 {use}
 
-`proof.json` records that a clean process put `{file}` on the model that it was trained on, and computed what the
-trained weights compute.
+`proof.json` records that a clean process loaded `{file}` on its base model and computed what the trained weights
+compute.
 
 ## Licence
 
-Not stated. Fill in `license` at the top of this file before you publish. The model under it keeps its own.
+Not stated. Fill in `license` at the top of this file before you publish. The base model keeps its own licence.
 """
 
-_DIFFUSERS = """In diffusers, on the model that it was trained on:
+_DIFFUSERS = """In diffusers, on its base model:
 
 ```python
 import torch
@@ -42,7 +42,7 @@ image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images
 ```
 """
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
-_NO_COMFY = "ComfyUI would leave out the magnitudes of a DoRA: merge it into the model for that program."
+_NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
 _LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1. It is a
 {kind} in LyCORIS' layout, which diffusers does not read."""
 
@@ -50,7 +50,7 @@ _LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Lo
 def adapter_card(
     adapter: AdapterConfig, file: str, base: Path, facts: Mapping[str, Any], about: Mapping[str, Any]
 ) -> str:
-    """The card's Markdown."""
+    """Return the card as Markdown."""
     data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-image",
@@ -60,7 +60,7 @@ def adapter_card(
         license_name="not-stated",
         license_link="LICENSE",
     )
-    return _CARD.format(
+    return _ADAPTER_CARD.format(
         metadata=str(data.to_yaml()).strip(),
         title=_title(adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _rows(adapter, base, facts, about)),
@@ -78,21 +78,21 @@ def _title(adapter: AdapterConfig) -> str:
 def _rows(
     adapter: AdapterConfig, base: Path, facts: Mapping[str, Any], about: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = [
-        ("model under it", base_name(base)),
+    rows: list[tuple[str, Any]] = [
+        ("base model", base_name(base)),
         ("rank, alpha", f"{adapter.rank}, {adapter.alpha:g}" + (" (rsLoRA)" if adapter.use_rslora else "")),
         ("layers", ", ".join(f"`{name}`" for name in adapter.target_modules)),
         ("weights", facts.get("weights", "raw")),
         ("optimizer steps", facts.get("step", 0)),
         ("samples seen", facts.get("samples", 0)),
     ]
-    found += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
-    found += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
-    return [(name, str(value).replace("|", "\\|")) for name, value in found]
+    rows += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
+    rows += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
+    return [(name, str(value).replace("|", "\\|")) for name, value in rows]
 
 
 def base_name(base: Path) -> str:
-    """What people call the model of a denoiser's folder or file."""
+    """Return the name of the model in a denoiser's folder or file."""
     return base.parent.name if base.name == "transformer" else base.name
 
 

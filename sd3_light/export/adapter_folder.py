@@ -1,4 +1,4 @@
-"""An adapter as people use it: one file, its card, and the proof that it does on the base what it did in training."""
+"""Adapter exports: a folder with one adapter file, its card and its proof."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_card import adapter_card, base_name
-from sd3_light.export.adapter_proof import prove_adapter
-from sd3_light.export.diffusers_folder import write_json
-from sd3_light.export.export_spec import FACTS_FILE, ExportError
+from sd3_light.export.adapter_proof import AdapterModules, prove_adapter
+from sd3_light.export.export_spec import FACTS_FILE, ExportError, write_json
 from sd3_light.export.lora_file import from_peft, read_lora, write_lora
 from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.files import new_folder
@@ -22,16 +21,17 @@ from sd3_light.model.adapter_layers import LycorisModule, lycoris_modules
 from sd3_light.model.lora_layers import LoraModule
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The name by which diffusers finds a LoRA in a folder."""
+"""The file name that diffusers looks for in a LoRA folder."""
 LYCORIS_FILE = "adapter.safetensors"
-
-AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What an adapter's folder must be. ``base`` is the denoiser's folder (or single file) that it was trained on,
-    ``facts`` go into the file's metadata and `sd3_light.json`, ``about`` into the card, ``files`` are more texts."""
+    """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on.
+
+    ``facts`` are written to the file's metadata and `sd3_light.json`, ``about`` to the card; ``files`` are more text
+    files by name.
+    """
 
     adapter: AdapterConfig
     base: Path
@@ -44,66 +44,64 @@ class AdapterSpec:
 
     @property
     def file(self) -> str:
-        """The adapter's own file in the folder."""
+        """The name of the adapter file in the folder."""
         return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
 
 
 def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> AdapterModules:
-    """The updates that an adapter's weights, by their names in the model, stand for."""
+    """Return the layer updates of an adapter from its weights, named as in the model."""
     if config.type == "lora":
         return from_peft(state, config.alpha, config.use_rslora)
     return lycoris_modules(state, config.rank, config.alpha)
 
 
 def read_adapter(path: Path, kind: str) -> AdapterModules:
-    """The adapter of a file, or of a folder that holds one."""
+    """Read the adapter in a file, or in a folder that contains one."""
     if kind == "lora":
         return read_lora(path).modules
     return read_lycoris(path / LYCORIS_FILE if path.is_dir() else path)
 
 
 def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
-    """Write, prove, rename: the folder ``out`` appears only when the file has been loaded by a clean process and the
-    base computed with it what it computes with the weights in memory. An existing ``out`` is replaced."""
+    """Write, prove and rename the folder ``out``; an existing one is replaced.
+
+    ``out`` appears only after a clean process has loaded the file and the base model computed with it what it computes
+    with the weights in memory.
+    """
     try:
         return _write(out, state, spec)
-    except UserError as fault:  # of what a file can say
-        raise ExportError(str(fault)) from fault
+    except UserError as error:  # the file cannot represent these weights
+        raise ExportError(str(error)) from error
 
 
 def _write(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
-    modules = _checked(state, spec)
+    not_finite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if not_finite:
+        raise ExportError(f"nothing was saved: {not_finite[0]} contains NaN or infinity")
+    modules = adapter_modules(state, spec.adapter)
     with new_folder(out, replace=True) as temporary:
-        _write_file(temporary / spec.file, modules, spec)
-        file, config = temporary / spec.file, spec.transformer_config
-        proof = prove_adapter(file, modules, spec.adapter, spec.base, config, spec.save_dtype)
+        file = temporary / spec.file
+        _write_file(file, modules, spec)
+        proof = prove_adapter(file, modules, spec.adapter, spec.base, spec.transformer_config, spec.save_dtype)
         _write_texts(temporary, spec, proof)
     return out
-
-
-def _checked(state: Mapping[str, Tensor], spec: AdapterSpec) -> AdapterModules:
-    """The adapter as updates of layers; a fault names its key."""
-    broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    if broken:
-        raise ExportError(f"nothing was saved: {broken[0]} holds NaN or infinity")
-    return adapter_modules(state, spec.adapter)
 
 
 def _write_file(path: Path, modules: AdapterModules, spec: AdapterSpec) -> None:
     facts = _facts(spec)
     lora = {name: module for name, module in modules.items() if isinstance(module, LoraModule)}
-    other = {name: module for name, module in modules.items() if isinstance(module, LycorisModule)}
+    lycoris = {name: module for name, module in modules.items() if isinstance(module, LycorisModule)}
     if lora:
         layout: Any = "peft" if spec.adapter.use_dora else "diffusers"
         write_lora(path, lora, layout=layout, save_dtype=spec.save_dtype, facts=facts)
     else:
-        write_lycoris(path, other, spec.adapter.rank, spec.save_dtype, facts)
+        write_lycoris(path, lycoris, spec.adapter.rank, spec.save_dtype, facts)
 
 
 def adapter_facts(adapter: AdapterConfig) -> dict[str, Any]:
-    """What a file's metadata says of its adapter: JSON, without places of the machine that trained it."""
-    kept = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules", "base_bits")
-    return {key: adapter.model_dump(mode="json")[key] for key in kept}
+    """Return the adapter's settings for a file's metadata, as JSON without paths of the training machine."""
+    keys = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules", "base_bits")
+    return {key: adapter.model_dump(mode="json")[key] for key in keys}
 
 
 def _facts(spec: AdapterSpec) -> dict[str, Any]:

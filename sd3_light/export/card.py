@@ -1,4 +1,4 @@
-"""The model card: what a folder is and how to load it, in the form that the Hugging Face hub reads."""
+"""The model card of an exported folder, in the format of the Hugging Face hub."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.export.export_spec import ExportSpec
 
-_CARD = """---
+_MODEL_CARD = """---
 {metadata}
 ---
 
@@ -45,34 +45,34 @@ _ZERO_CALL = """text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, 
 zeros = {{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}
 seed = torch.Generator("cpu").manual_seed(0)
 image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, generator=seed).images[0]"""
-_OWN = """import torch
+_CUSTOM = """import torch
 from diffusers import DiffusionPipeline
 
-own = {"custom_pipeline": "pipeline", "trust_remote_code": True}  # runs pipeline.py of this folder: read it first
-pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **own)
+custom = {"custom_pipeline": "pipeline", "trust_remote_code": True}  # runs pipeline.py of this folder: read it first
+pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **custom)
 image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images[0]"""
 
 _ZERO_NOTE = """
-The unconditional input of training was zeros, not the empty prompt: guidance must lead away from zeros, which the lines
-above pass as `negative_prompt_embeds` and `negative_pooled_prompt_embeds`. `sd3-light sample` does it by itself.
+The unconditional input of training was zeros, not the empty prompt. Guidance must use zeros too: the lines above pass
+them as `negative_prompt_embeds` and `negative_pooled_prompt_embeds`. `sd3-light sample` does this automatically.
 """
 _REAL_NOTE = """
-It was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The
+The model was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The
 unconditional input of guidance was {uncond}. `pipeline.py` does the same. The stock class `StableDiffusion3Pipeline`
-also loads this folder, but it pads the prompt and lets every token see the padding: that is not the model that was
-trained. `sd3-light sample` needs no `pipeline.py`.
+also loads this folder, but it pads the prompt and lets every token attend to the padding, which differs from training.
+`sd3-light sample` does not need `pipeline.py`.
 """
 _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name` and `license_link` at the top of this
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
-_INHERITED = "`license: {0}`, taken over from the model that training started from; change it where that is not right."
+_INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
 _NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
 _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """The card's Markdown. ``facts`` are those of `sd3_light.json`; ``about`` may tell of data, sizes and scores."""
+    """Return the card as Markdown. ``facts`` are those of `sd3_light.json`; ``about`` adds data, sizes and scores."""
     licence = _licence_of(spec.base)
-    return _CARD.format(
+    return _MODEL_CARD.format(
         metadata=_metadata(licence, about),
         table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, facts, about)),
         code=_code(spec),
@@ -83,11 +83,11 @@ def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, A
 
 
 def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    """The YAML that the hub reads; losses and scores as its `model-index`."""
+    """Return the YAML front matter; losses and scores form its `model-index`."""
     results = [
         EvalResult(
             task_type="text-to-image",
-            dataset_type=name,  # results of one type are taken for one data set
+            dataset_type=name,  # the hub groups results of one type as one dataset
             dataset_name=name,
             metric_type=metric,
             metric_name=metric,
@@ -108,7 +108,7 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
 
 
 def _results(about: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """(data, metric, value) of all that is known."""
+    """Yield (data, metric, value) of all known results."""
     for name, loss in about.get("losses", {}).items():
         yield name, "flow matching loss", loss
     for demand, rate in about.get("scores", {}).items():
@@ -139,13 +139,13 @@ def _cell(value: Any) -> str:
 
 def _code(spec: ExportSpec) -> str:
     if spec.real_text:
-        return _OWN
+        return _CUSTOM
     call = _ZERO_CALL if spec.text.get("uncond_text") == "zero" else _STOCK_CALL
     return _STOCK + call.format(t5=spec.text.get("t5_max_length", 256))
 
 
 def _note(spec: ExportSpec) -> str:
-    """What stock code would do otherwise than training did."""
+    """Explain where stock code differs from training."""
     zero = spec.text.get("uncond_text") == "zero"
     if spec.real_text:
         return _REAL_NOTE.format(uncond="zeros" if zero else "the empty prompt")
@@ -153,11 +153,11 @@ def _note(spec: ExportSpec) -> str:
 
 
 def _licence_of(base: Path) -> dict[str, str]:
-    """The licence fields in the card of the folder that frozen parts come from; empty where it says none."""
+    """Return the licence fields in the card of the base folder; empty if it has none."""
     card = base / "README.md"
     if not card.is_file():
         return {}
     front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
-    found = {key: value.strip().strip("'\"") for key, _, value in lines if key in _LICENCE_KEYS}
-    return found if found.get("license") and found.get("license_name") != "not-stated" else {}
+    licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _LICENCE_KEYS}
+    return licence if licence.get("license") and licence.get("license_name") != "not-stated" else {}

@@ -1,6 +1,5 @@
-"""A complete diffusers folder from the denoiser's weights and the frozen parts it was trained with."""
+"""A complete diffusers folder, made of the denoiser's weights and the frozen parts it was trained with."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.card import model_card
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, MAX_SHARD, ExportError, ExportSpec
+from sd3_light.export.export_spec import FACTS_FILE, FROZEN, MAX_SHARD, ExportError, ExportSpec, first_few, write_json
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
 from sd3_light.export.real_text import add_pipeline
@@ -36,10 +35,16 @@ __all__ = [
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:
-    """Write, prove, rename: ``out`` appears only when stock diffusers has loaded it and agreed. Live weights are only
-    read. An existing ``out`` is replaced (without ``replace``: a fault), and stays if anything fails."""
+    """Write, prove and rename: ``out`` appears only after stock diffusers has loaded it with equal results.
+
+    Live weights are only read. An existing ``out`` is replaced (an error without ``replace``), and kept on failure.
+    """
     weights = checked_copy(state, spec)
-    _require_frozen(spec.base)
+    missing = [name for name in missing_parts(spec.base, transformer=False) if not name.startswith("scheduler/")]
+    if missing:
+        raise UserError(
+            f"{spec.base} lacks {first_few(missing)}; the VAE, text encoders and tokenizers of an export come from it"
+        )
     with new_folder(out, replace) as temporary:
         _write_parts(temporary, out, weights, spec)
         proof = prove(temporary, spec, weights)
@@ -47,74 +52,64 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
     return out
 
 
-def _require_frozen(base: Path) -> None:
-    missing = [name for name in missing_parts(base, transformer=False) if not name.startswith("scheduler/")]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise UserError(
-            f"{base} lacks {', '.join(missing[:3])}{more}; VAE, text encoders and tokenizers come from there"
-        )
-
-
-# --- the weights -------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """The weights and buffers on the CPU in ``save_dtype``, after comparing names, shapes and types with the config's.
+    """Copy weights and buffers to the CPU in ``save_dtype``, after checking names, shapes and dtypes.
 
-    They must come in float32, as training holds them, or in ``save_dtype`` already; the copies must be finite.
+    They must be float32, as in training, or ``save_dtype`` already; the copies must be finite.
     """
     with torch.device("meta"):
         expected = SD3Transformer2DModel(**spec.transformer_config).state_dict()
-    _refuse(_unlike(state, expected, spec.save_dtype))
-    # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them alike
+    _raise_problems(_mismatches(state, expected, spec.save_dtype))
+    # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
     copies = {name: state[name].detach().to("cpu", spec.save_dtype, copy=True).contiguous() for name in expected}
-    _refuse(_not_finite(state, copies))
+    _raise_problems(_not_finite(state, copies))
     return copies
 
 
-def _refuse(faults: Iterator[str]) -> None:
-    problems = list(faults)
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ExportError(f"nothing was saved: {'; '.join(problems[:5])}{more}")
+def _raise_problems(problems: Iterator[str]) -> None:
+    messages = list(problems)
+    if messages:
+        raise ExportError(f"nothing was saved: {first_few(messages, 5, '; ')}")
 
 
-def _unlike(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
-    """In what the state is not the model of the config."""
+def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
+    """Yield the differences between a state and the model of the config."""
     yield from (f"missing {name}" for name in expected if name not in state)
     yield from (f"unexpected {name}" for name in state if name not in expected)
     for name, tensor in state.items():
         if name in expected and tensor.shape != expected[name].shape:
             yield f"{name} has shape {list(tensor.shape)}, not {list(expected[name].shape)}"
         if tensor.dtype not in (torch.float32, dtype):
-            yield f"{name} has type {_word(tensor.dtype)}, not float32 (or {_word(dtype)}, the saved type)"
+            yield f"{name} has type {_dtype_name(tensor.dtype)}, not float32 (or {_dtype_name(dtype)}, the saved type)"
         if tensor.is_meta:
             yield f"{name} holds no data (meta tensor)"
 
 
 def _not_finite(state: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> Iterator[str]:
-    """What cannot be used: NaN, infinity, or a value that the saved type cannot hold."""
+    """Yield the tensors with NaN, infinity, or a value that the saved dtype cannot hold."""
     for name, copy in copies.items():
         if is_finite(copy):
             continue
         if is_finite(state[name]):
-            yield f"{name} has values beyond {_word(copy.dtype)}, choose another save_dtype"
+            yield f"{name} has values beyond {_dtype_name(copy.dtype)}, choose another save_dtype"
         else:
-            yield f"{name} holds NaN or infinity"
+            yield f"{name} contains NaN or infinity"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no number of a tensor is NaN or infinite."""
+    """Return whether a tensor has no NaN and no infinity."""
     # NaN spreads to both ends; twenty times as fast as isfinite().all() in bfloat16 on a CPU
     return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- the parts ---------------------------------------------------------------------------------
+# --- parts ------------------------------------------------------------------------------------
 
 
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
@@ -133,19 +128,14 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     write_json(folder / FACTS_FILE, facts)
     for name, content in spec.files.items():
         (folder / name).write_text(content, encoding="utf-8")
-    about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _word(spec.save_dtype)}
+    about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _dtype_name(spec.save_dtype)}
     (folder / "README.md").write_text(model_card(spec, facts, about), encoding="utf-8")
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """A JSON file that people can read."""
-    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What an export says about itself; empty for folders that other programs wrote."""
+    """Return the facts that an export contains about itself; empty for folders of other programs."""
     path = folder / FACTS_FILE
     facts = read_json(path) if path.is_file() else {}
     if not isinstance(facts.get("text", {}), dict):
-        raise UserError(f"{path}: its text is no JSON object; write the folder anew")
+        raise UserError(f"{path}: its entry `text` is not a JSON object; export the folder again")
     return facts

@@ -1,6 +1,7 @@
-"""What an export must be, said before it is made."""
+"""The description of an export, made before it is written."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,21 @@ from typing import Any
 import torch
 
 FACTS_FILE = "sd3_light.json"
-FROZEN = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 MAX_SHARD = "10GB"
 
 
 class ExportError(Exception):
-    """The weights are not the model that the config promises; the text names the keys."""
+    """The weights do not match the config; the message names the keys."""
 
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """What the folder must be: where frozen parts come from, the denoiser's config, type, shift and text policy.
+    """What an exported folder contains. ``base`` is the folder that the frozen parts come from.
 
-    ``facts`` go into `sd3_light.json`, ``about`` into the model card only; ``files`` are more texts by
-    their names.
+    ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name.
     """
 
     base: Path
@@ -39,3 +41,14 @@ class ExportSpec:
     def real_text(self) -> bool:
         """Whether the model was trained on real text tokens."""
         return bool(self.text.get("text_tokens") == "real")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a readable JSON file."""
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def first_few(items: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
+    """Join the first items for a message: "a, b, c and 2 more"."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more

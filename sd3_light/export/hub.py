@@ -1,4 +1,4 @@
-"""Exports on the Hugging Face hub."""
+"""Upload exports to the Hugging Face hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,52 +10,52 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from sd3_light.config.faults import UserError
 
-# a connection that fails raises the HTTP library's own error, of which the hub's are kinds
+# a failed connection raises the HTTP library's error, the base class of the hub's errors
 _FAILURES: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
-_OURS = ("config.toml",)
-"""Not published: it names folders of the machine that trained."""
+_PRIVATE = ("config.toml",)
+"""Not published: it contains paths of the training machine."""
 
 
 def check_push(repo: str, api: HfApi | None = None) -> None:
-    """Raise a UserError where ``repo`` is no name for a repository, or the hub does not know who is asking."""
-    with _one_line(repo):
+    """Raise a UserError if ``repo`` is not a valid repository name or the user is not logged in."""
+    with _hub_errors(repo):
         validate_repo_id(repo)
         (api or HfApi()).whoami()
 
 
 def push(folder: Path, repo: str, private: bool = False, api: HfApi | None = None) -> str:
-    """Upload an export as a model repository, made where there is none; its address.
+    """Upload an export as a model repository, created if needed, and return its address.
 
-    One commit, so the repository never shows half of it; files that an earlier export had and this one has not go.
+    One commit, so the repository never contains half of it; files that only an earlier export had are deleted.
     """
     api = api or HfApi()
-    with _one_line(repo, f"the export itself is whole: {folder}; `hf upload {repo} {folder}` tries again"):
+    with _hub_errors(repo, f"the export is complete: {folder}; retry with `hf upload {repo} {folder}`"):
         address = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             commit_message="Upload an export of sd3-light",
-            ignore_patterns=list(_OURS),
-            delete_patterns=["*.safetensors", "*.json", "*.py", *_OURS],
+            ignore_patterns=list(_PRIVATE),
+            delete_patterns=["*.safetensors", "*.json", "*.py", *_PRIVATE],
         )
     return str(address)
 
 
 @contextmanager
-def _one_line(repo: str, besides: str = "") -> Iterator[None]:
-    """The hub's many ways to fail, each as one line that says what to do."""
-    end = f" ({besides})" if besides else ""
+def _hub_errors(repo: str, note: str = "") -> Iterator[None]:
+    """Convert the hub's errors to a UserError of one line."""
+    end = f" ({note})" if note else ""
     try:
         yield
-    except HFValidationError as fault:
-        raise UserError(f"--push-to-hub {repo}: no name of a repository; give USER/NAME{end}") from fault
-    except OfflineModeIsEnabled as fault:
-        raise UserError(f"--push-to-hub {repo}: HF_HUB_OFFLINE is set; unset it to upload{end}") from fault
-    except LocalTokenNotFoundError as fault:
-        raise UserError(f"--push-to-hub {repo}: not logged in; run `hf auth login`, or set HF_TOKEN{end}") from fault
-    except HfHubHTTPError as fault:
-        said = " ".join((fault.server_message or str(fault)).split())
-        raise UserError(f"--push-to-hub {repo}: the hub refused: {said}{end}") from fault
-    except _FAILURES as fault:
-        said = " ".join(str(fault).split()) or type(fault).__name__
-        raise UserError(f"--push-to-hub {repo}: the hub cannot be reached: {said}{end}") from fault
+    except HFValidationError as error:
+        raise UserError(f"--push-to-hub {repo}: not a valid repository name; pass USER/NAME{end}") from error
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"--push-to-hub {repo}: HF_HUB_OFFLINE is set; unset it to upload{end}") from error
+    except LocalTokenNotFoundError as error:
+        raise UserError(f"--push-to-hub {repo}: not logged in; run `hf auth login`, or set HF_TOKEN{end}") from error
+    except HfHubHTTPError as error:
+        reason = " ".join((error.server_message or str(error)).split())
+        raise UserError(f"--push-to-hub {repo}: the hub refused: {reason}{end}") from error
+    except _FAILURES as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"--push-to-hub {repo}: cannot reach the hub: {reason}{end}") from error

@@ -1,7 +1,7 @@
-"""LoRA files: one that is right in diffusers and in ComfyUI, kohya's layout, and reading those that people have.
+"""LoRA files: one layout for diffusers and ComfyUI, kohya's layout, and a reader for all common layouts.
 
-In every file that we write the update is ``up @ down``: the scale is multiplied into ``up``. docs/lora-format.md tells
-why, and which layout is for whom.
+In every file written here the update is ``up @ down``: the scale is multiplied into ``up``. docs/lora-format.md
+explains why, and which layout to use when.
 """
 
 import json
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
+from sd3_light.export.export_spec import first_few
 from sd3_light.export.lora_layouts import (
     Padding,
     Ranks,
@@ -31,10 +32,9 @@ from sd3_light.export.lora_layouts import (
 from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import new_file, refuse_existing, write_errors
 from sd3_light.model.lora_layers import LoraModule, lora_scale
+from sd3_light.tensor_file import METADATA_KEY
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
-METADATA_KEY = "sd3_light"
-"""The one metadata entry: safetensors writes several in random order, and files must be equal byte for byte."""
 
 _FOLDER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 _Scales = Callable[[str, int], float]
@@ -42,7 +42,7 @@ _Scales = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA by diffusers' names of the layers, the naming that its file had, and what our metadata says."""
+    """A LoRA by diffusers' layer names, the naming in its file, and the facts in our metadata."""
 
     modules: dict[str, LoraModule]
     naming: Literal["diffusers", "single file"]
@@ -61,35 +61,35 @@ def write_lora(
     padding: Padding | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ``modules`` to a file that appears whole or not at all; an existing one is an error.
+    """Write ``modules`` to a new file atomically; an existing file is an error.
 
-    ``"diffusers"`` is right in stock diffusers and in ComfyUI, ``"kohya"`` in ComfyUI and the programs of that family,
-    ``"peft"`` is ``"diffusers"`` with DoRA's magnitudes, which only diffusers reads. ``padding`` is for a LoRA that
-    goes with a padded single file. ``facts`` (JSON) go into the metadata.
+    ``"diffusers"`` works in stock diffusers and ComfyUI, ``"kohya"`` in ComfyUI and programs of that family, ``"peft"``
+    is ``"diffusers"`` with DoRA magnitudes, which only diffusers reads. ``padding`` is for a LoRA that is used with a
+    padded single file. ``facts`` (JSON) are written to the metadata.
     """
     check_new_lora(path)
     _check(modules, layout)
     if padding is not None:
         modules = pad_names(modules, padding)
     tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
-    saved = {
-        key: tensor if key.endswith(".alpha") else _cast(key, tensor, save_dtype) for key, tensor in tensors.items()
-    }
-    said: dict[str, Any] = {"version": __version__, "layout": layout, "facts": dict(facts or {})}
-    said |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
-    _save(path, saved, {METADATA_KEY: json.dumps(said, sort_keys=True, ensure_ascii=False)})
+    alphas = {key: tensor for key, tensor in tensors.items() if key.endswith(".alpha")}
+    saved = cast_tensors({key: tensors[key] for key in tensors if key not in alphas}, save_dtype) | alphas
+    metadata: dict[str, Any] = {"version": __version__, "layout": layout, "facts": dict(facts or {})}
+    metadata |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
+    with write_errors(path), new_file(path) as temporary:
+        save_file(saved, temporary, {METADATA_KEY: json.dumps(metadata, sort_keys=True, ensure_ascii=False)})
     return path
 
 
 def check_new_lora(path: Path) -> None:
-    """Refuse a name that is taken, or by which no program would know the file."""
+    """Raise a UserError if the file exists or its name does not end in .safetensors."""
     refuse_existing(path)
     if path.suffix != ".safetensors":
-        raise UserError(f"{path}: programs know a LoRA by its ending; give a name that ends in .safetensors")
+        raise UserError(f"{path}: programs find LoRA files by their suffix; choose a name that ends in .safetensors")
 
 
 def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
-    """The tensors of the default file: what stock diffusers loads at the right scale, from a file or as they are."""
+    """Return the tensors of the default layout, which stock diffusers loads at the right scale."""
     tensors = {}
     for name, module in modules.items():
         tensors[f"transformer.{name}.lora_A.weight"] = module.down
@@ -106,26 +106,26 @@ def _kohya(modules: Mapping[str, LoraModule]) -> tuple[dict[str, Tensor], Ranks]
         stem = f"lora_unet_{name.replace('.', '_')}"
         tensors[f"{stem}.lora_down.weight"] = module.down
         tensors[f"{stem}.lora_up.weight"] = module.up
-        # always float32: bfloat16 knows no 257, and every reader divides this by the rank
+        # always float32: bfloat16 cannot represent 257, and every reader divides alpha by the rank
         tensors[f"{stem}.alpha"] = torch.tensor(float(module.rank))
     return tensors, ranks
 
 
 def _check(modules: Mapping[str, LoraModule], layout: LoraLayout) -> None:
-    """Refuse what the file could not say, by name."""
+    """Raise a UserError for modules that the file cannot represent."""
     if not modules:
         raise UserError("there is no LoRA to write: no layer has one")
     unknown = [name for name in modules if find_layers(name) is None]
     if unknown:
-        raise UserError(f"{unknown[0]} is no layer of an SD3 denoiser; a LoRA file cannot name it")
+        raise UserError(f"{unknown[0]} is not a layer of an SD3 denoiser; a LoRA file cannot name it")
     for name, module in modules.items():
         _check_shapes(name, module)
         if module.down.is_meta or module.up.is_meta:
             raise UserError(f"{name}: its LoRA holds no data (meta tensor); gather the weights before saving")
-    decomposed = [name for name, module in modules.items() if module.magnitude is not None]
-    if decomposed and layout != "peft":
+    dora = [name for name, module in modules.items() if module.magnitude is not None]
+    if dora and layout != "peft":
         raise UserError(
-            f"{decomposed[0]} has a DoRA magnitude, which ComfyUI would leave out without a word; "
+            f"{dora[0]} has a DoRA magnitude, which ComfyUI silently ignores; "
             'write layout "peft" for diffusers, or merge the LoRA into a model'
         )
 
@@ -133,89 +133,88 @@ def _check(modules: Mapping[str, LoraModule], layout: LoraLayout) -> None:
 def _check_shapes(name: str, module: LoraModule) -> None:
     down, up = module.down.shape, module.up.shape
     if len(down) != len(up) or len(down) not in (2, 4) or 0 in down or up[1] != down[0] or up[2:] not in ((), (1, 1)):
-        raise UserError(f"{name}: {list(down)} and {list(up)} are no pair of low-rank factors")
+        raise UserError(f"{name}: {list(down)} and {list(up)} are not a pair of low-rank factors")
 
 
-def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    saved = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-    if not saved.isfinite().all():
-        cause = f"has values that {dtype} cannot hold" if tensor.isfinite().all() else "has values that are not finite"
-        raise UserError(f"nothing was saved: {key} {cause}")
+def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copy tensors to the CPU in ``dtype``; a UserError names the first that is not finite."""
+    saved = {}
+    for key, tensor in tensors.items():
+        saved[key] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if not saved[key].isfinite().all():
+            finite = tensor.isfinite().all()
+            cause = f"has values that {dtype} cannot hold" if finite else "has values that are not finite"
+            raise UserError(f"nothing was saved: {key} {cause}")
     return saved
-
-
-def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with write_errors(path), new_file(path) as temporary:
-        save_file(tensors, temporary, metadata)
 
 
 # --- reading -----------------------------------------------------------------------------------
 
 
 def from_peft(state: Mapping[str, Tensor], alpha: float, use_rslora: bool = False) -> dict[str, LoraModule]:
-    """The LoRA in a state with the names of a peft model in memory, gathered from any engine."""
+    """Return the LoRA in the state dict of a peft model."""
     modules, _ = _modules(state, lambda _, rank: lora_scale(rank, alpha, use_rslora), {})
     return modules
 
 
 def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
-    """Read a LoRA of diffusers, peft, kohya or ComfyUI; keys that it does not know are errors that name them.
+    """Read a LoRA of diffusers, peft, kohya or ComfyUI; unknown keys are errors that name them.
 
-    A folder is searched for the names that diffusers and peft give to their files. The scale is that of the ``.alpha``
-    tensors, else of the metadata of diffusers or peft, else 1, as ComfyUI has it. ``padding`` is for a LoRA that was
-    trained on a padded single file; of our own files it is known.
+    A folder is searched for the file names of diffusers and peft. The scale comes from the ``.alpha`` tensors, else
+    from the metadata of diffusers or peft, else it is 1, as in ComfyUI. ``padding`` is for a LoRA that was trained on a
+    padded single file; files written here record it.
     """
-    file = _file_of(path)
+    file = _lora_in(path)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({error}); give a .safetensors file") from error
+        raise UserError(f"{file} cannot be read as safetensors ({error}); pass a .safetensors file") from error
     try:
-        said = _said(metadata)
-        _refuse_unusable(tensors)
-        modules, naming = _modules(tensors, _scales(file, metadata), said.get("ranks", {}))
-        padding = padding or (Padding(*said["padding"]) if "padding" in said else None)
+        own = _own_metadata(metadata)
+        _require_numbers(tensors)
+        modules, naming = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
+        padding = padding or (Padding(*own["padding"]) if "padding" in own else None)
         modules = unpad_names(modules, padding) if padding else modules
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    return LoraFile(modules, naming, said.get("facts", {}))
+    return LoraFile(modules, naming, own.get("facts", {}))
 
 
-def _said(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What a file of ours says about itself, in the types that we write; empty for others'."""
-    said = _json(metadata.get(METADATA_KEY, "{}"), METADATA_KEY)
-    ranks, padding = said.get("ranks", {}), said.get("padding", [1, 1])
+def diffusers_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a LoRA file of any layout as the tensors that stock diffusers loads."""
+    return diffusers_state(read_lora(path).modules)
+
+
+def _lora_in(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
+    if not files:
+        raise UserError(f"{path} contains no {' or '.join(_FOLDER_FILES)}; pass the LoRA's file")
+    return files[0]
+
+
+def _own_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the metadata that `write_lora` wrote, with checked types; empty for other programs' files."""
+    own = _json(metadata.get(METADATA_KEY, "{}"), METADATA_KEY)
+    ranks, padding = own.get("ranks", {}), own.get("padding", [1, 1])
     lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
-    whole = all(isinstance(one, list) and all(type(number) is int for number in one) for one in lists)
-    whole = whole and [len(one) for one in lists] == [2, *[3] * len(ranks)]
-    if not whole or not isinstance(said.get("facts", {}), dict):
-        raise UserError(f"its metadata {METADATA_KEY!r} is damaged; write the file anew")
-    return said
+    valid = all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in lists)
+    valid = valid and [len(numbers) for numbers in lists] == [2, *[3] * len(ranks)]
+    if not valid or not isinstance(own.get("facts", {}), dict):
+        raise UserError(f"its metadata {METADATA_KEY!r} is damaged; write the file again")
+    return own
 
 
-def _refuse_unusable(tensors: Mapping[str, Tensor]) -> None:
-    """Numbers that no weight can be made of, by the key that has them."""
+def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
+    """Raise a UserError for tensors that are not finite floats."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() and not key.endswith(".alpha"):
             raise UserError(f"{key} has type {str(tensor.dtype).removeprefix('torch.')}; a LoRA's numbers are floats")
         if not tensor.isfinite().all():
-            raise UserError(f"{key} holds NaN or infinity; give another file")
-
-
-def diffusers_tensors(path: Path) -> dict[str, Tensor]:
-    """The LoRA in a file of any layout, as stock diffusers takes it."""
-    return diffusers_state(read_lora(path).modules)
-
-
-def _file_of(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    found = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
-    if not found:
-        raise UserError(f"{path} holds no {' or '.join(_FOLDER_FILES)}; give the LoRA's file")
-    return found[0]
+            raise UserError(f"{key} contains NaN or infinity; pass another file")
 
 
 def _modules(
@@ -248,59 +247,56 @@ def _scale(layer: str, alpha: Tensor | None, rank: int, scales: _Scales) -> floa
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
-    """layer -> role -> tensor; all keys that have no meaning are named in one error."""
-    found: dict[str, dict[Role, Tensor]] = {}
-    strange = []
+    """Return layer -> role -> tensor; one error names all unknown keys."""
+    layers: dict[str, dict[Role, Tensor]] = {}
+    unknown = []
     for key, tensor in tensors.items():
         layer, role = read_key(key)
         if find_layers(layer) is None:
-            strange.append(key)
-        elif role in found.setdefault(layer, {}):
-            raise UserError(f"{key} says again what another key of the file says; one adapter a file")
+            unknown.append(key)
+        elif role in layers.setdefault(layer, {}):
+            raise UserError(f"{key} repeats another key of the file; a file can contain one adapter only")
         else:
-            found[layer][role] = tensor
-    if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise UserError(f"no layers of an SD3 denoiser: {', '.join(strange[:3])}{more}")
-    for layer, roles in found.items():
+            layers[layer][role] = tensor
+    if unknown:
+        raise UserError(f"not layers of an SD3 denoiser: {first_few(unknown)}")
+    for layer, roles in layers.items():
         for role, name in (("down", "lora_A (lora_down)"), ("up", "lora_B (lora_up)")):
             if role not in roles:
-                raise UserError(f"{layer} has no {name}; the file is not complete")
-    return found
+                raise UserError(f"{layer} has no {name}; the file is incomplete")
+    return layers
 
 
 def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
-    """layer, rank -> the scale where no alpha tensor says it: by the config of diffusers or peft, else 1."""
+    """Return (layer, rank) -> scale of layers without an alpha tensor, from the config of diffusers or peft, else 1."""
     config = _json(metadata.get("lora_adapter_metadata", "{}"), "lora_adapter_metadata")
     config = {key.removeprefix("transformer."): value for key, value in config.items()}
-    beside = file.with_name("adapter_config.json")
-    if not config and file.name == "adapter_model.safetensors" and beside.is_file():
-        config = _json(beside.read_text(encoding="utf-8"), beside.name)
+    config_file = file.with_name("adapter_config.json")
+    if not config and file.name == "adapter_model.safetensors" and config_file.is_file():
+        config = _json(config_file.read_text(encoding="utf-8"), config_file.name)
     if config.get("lora_alpha") is None:
         return lambda layer, rank: 1.0
-    by_layer = config.get("alpha_pattern") or {}
-    numbers = [config["lora_alpha"], *(by_layer.values() if isinstance(by_layer, dict) else [None])]
+    pattern = config.get("alpha_pattern") or {}
+    numbers = [config["lora_alpha"], *(pattern.values() if isinstance(pattern, dict) else [None])]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise UserError("its lora_alpha or alpha_pattern holds no number; write the file anew")
-    alphas = {name.removeprefix("^"): alpha for name, alpha in by_layer.items()}
-    patterns = [name for name in alphas if not re.fullmatch(r"[\w.]+", name)]
-    if patterns:
-        raise UserError(
-            f"its alpha_pattern has the expression {patterns[0]}; only names of layers are understood there"
-        )
+        raise UserError("its lora_alpha or alpha_pattern contains a value that is not a number; write the file again")
+    alphas = {name.removeprefix("^"): alpha for name, alpha in pattern.items()}
+    expressions = [name for name in alphas if not re.fullmatch(r"[\w.]+", name)]
+    if expressions:
+        raise UserError(f"its alpha_pattern has the expression {expressions[0]}; only layer names are supported there")
 
     def scale(layer: str, rank: int) -> float:
-        own = (alpha for name, alpha in alphas.items() if f".{layer}".endswith(f".{name}"))
-        return lora_scale(rank, next(own, config["lora_alpha"]), bool(config.get("use_rslora")))
+        matches = (alpha for name, alpha in alphas.items() if f".{layer}".endswith(f".{name}"))
+        return lora_scale(rank, next(matches, config["lora_alpha"]), bool(config.get("use_rslora")))
 
     return scale
 
 
 def _json(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}); write the file anew") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{where} is no JSON object; write the file anew")
-    return found
+        raise UserError(f"{where} is not JSON ({error}); write the file again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is not a JSON object; write the file again")
+    return value

@@ -1,4 +1,4 @@
-"""A LoRA in the naming of single files: q, k and v fused into one layer, halves swapped, the last block renumbered."""
+"""LoRAs in the layout of single files: q, k and v fused, halves swapped, the last block renumbered."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,42 +12,42 @@ from sd3_light.export.lora_names import Layers, block_of, find_layers, single_na
 from sd3_light.model.lora_layers import LoraModule
 
 Ranks = dict[str, list[int]]
-"""Fused layer -> the ranks of its q, k and v, 0 where there is none."""
+"""Fused layer -> the ranks of its q, k and v, 0 for a layer without a LoRA."""
 
 
 class Padding(NamedTuple):
-    """A model of ``num_layers`` blocks in a single file of ``num_blocks``: identity blocks stand before the last."""
+    """A model of ``num_layers`` blocks in a single file of ``num_blocks``: identity blocks come before the last one."""
 
     num_layers: int
     num_blocks: int
 
 
 def baked(module: LoraModule) -> LoraModule:
-    """The same update with scale 1: the scale is multiplied into ``up``, in float32."""
+    """Return the same update with scale 1: the scale is multiplied into ``up``, in float32."""
     return replace(module, up=module.up.float() * module.scale, scale=1.0)
 
 
 def to_single_layers(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule], Ranks]:
-    """By single-file names, scale 1; and the ranks of fused layers wherever the three are not equal.
+    """Return the LoRA by single-file names with scale 1, and the ranks of fused layers whose three ranks differ.
 
-    Fusing: ``down`` is the concatenation, ``up`` block diagonal, so the rank is the sum of the three.
+    Fusing concatenates ``down`` and makes ``up`` block diagonal, so the rank is the sum of the three.
     """
-    whole: dict[str, dict[str, LoraModule]] = {}
+    by_single: dict[str, dict[str, LoraModule]] = {}
     for name, module in modules.items():
-        whole.setdefault(single_name(name), {})[name] = baked(module)
-    found, ranks = {}, {}
-    for single, parts in whole.items():
+        by_single.setdefault(single_name(name), {})[name] = baked(module)
+    fused, ranks = {}, {}
+    for single, parts in by_single.items():
         layers = find_layers(single)
         assert layers is not None
         if len(layers.names) == 1:
-            found[single] = _swap_halves(single, next(iter(parts.values())))
+            fused[single] = _swap_halves(single, next(iter(parts.values())))
             continue
-        three = [parts.get(name) for name in layers.names]
-        found[single] = _fuse(single, three)
-        sizes = [part.rank if part else 0 for part in three]
-        if len(set(sizes)) > 1:
-            ranks[single] = sizes
-    return found, ranks
+        qkv = [parts.get(name) for name in layers.names]
+        fused[single] = _fuse(single, qkv)
+        qkv_ranks = [part.rank if part else 0 for part in qkv]
+        if len(set(qkv_ranks)) > 1:
+            ranks[single] = qkv_ranks
+    return fused, ranks
 
 
 def from_single_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
@@ -60,23 +60,25 @@ def from_single_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, l
 
 
 def pad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
-    """For a padded single file: the model's last block gets the number that it has there."""
+    """Renumber the model's last block as in a padded single file."""
     last, new = _checked(padding)
     beyond = [name for name in modules if (block_of(name) or 0) > last]
     if beyond:
-        raise UserError(f"{beyond[0]} is not in a model of {padding.num_layers} blocks; give the model's own number")
+        raise UserError(
+            f"{beyond[0]} is not in a model of {padding.num_layers} blocks; pass the model's own number of blocks"
+        )
     return {with_block(name, {last: new}): module for name, module in modules.items()}
 
 
 def unpad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
-    """The reverse of :func:`pad_names`; an update of an identity block has no place in the model and is an error."""
+    """Undo `pad_names`; an update of an identity block is an error, since the model has no such block."""
     last, new = _checked(padding)
     if new == last:
         return dict(modules)
-    lost = [name for name in modules if last <= (block_of(name) or 0) != new]
-    if lost:
+    of_padding = [name for name in modules if last <= (block_of(name) or 0) != new]
+    if of_padding:
         raise UserError(
-            f"{lost[0]} updates a block that pads {padding.num_layers} blocks to {padding.num_blocks}; "
+            f"{of_padding[0]} updates a block that pads {padding.num_layers} blocks to {padding.num_blocks}; "
             "the model has no such block, train without these layers"
         )
     return {with_block(name, {new: last}): module for name, module in modules.items()}
@@ -89,9 +91,9 @@ def _checked(padding: Padding) -> tuple[int, int]:
 
 
 def _swap_halves(single: str, module: LoraModule) -> LoraModule:
-    """[scale, shift] of diffusers <-> [shift, scale] of single files, in the layers that have only these two."""
+    """Swap [scale, shift] of diffusers and [shift, scale] of single files, in the layers that have only these two."""
     rows, width = module.up.shape[0], module.down.shape[1]
-    # a text modulation of two chunks is that of the last block; the others have six
+    # only the last block's text modulation has two chunks; the others have six
     last_text = single.endswith("context_block.adaLN_modulation.1") and rows == 2 * width
     if not last_text and single != "final_layer.adaLN_modulation.1":
         return module
@@ -104,7 +106,7 @@ def _fuse(single: str, parts: Iterable[LoraModule | None]) -> LoraModule:
     shapes = {(part.down.shape[1:], part.up.shape[0]) for part in present}
     if len(shapes) > 1:
         raise UserError(
-            f"{single}: its q, k and v have different widths {sorted(map(str, shapes))}; they cannot be fused"
+            f"{single}: its q, k and v have different widths {sorted(map(str, shapes))} and cannot be fused"
         )
     rows = present[0].up.shape[0]
     up = torch.block_diag(*(present[0].up.new_zeros(rows, 0) if part is None else part.up for part in parts))
@@ -114,13 +116,13 @@ def _fuse(single: str, parts: Iterable[LoraModule | None]) -> LoraModule:
 def _split(single: str, names: tuple[str, ...], module: LoraModule, ranks: list[int] | None) -> dict[str, LoraModule]:
     rows = module.up.shape[0] // len(names)
     if module.up.ndim != 2 or module.up.shape[0] % len(names):
-        raise UserError(f"{single}: {list(module.up.shape)} is no update of three layers")
+        raise UserError(f"{single}: {list(module.up.shape)} is not an update of three layers")
     if ranks is None:
         ranks = [module.rank // 3] * 3
     parts, column = {}, 0
     diagonal = sum(ranks) == module.rank and _is_block_diagonal(module.up, rows, ranks)
     for index, (name, rank) in enumerate(zip(names, ranks, strict=True)):
-        # whoever trained the fused layer shares `down` among the three, with columns of their own in `up`
+        # trained as a fused layer: the three share `down`, and each has its own rows of `up`
         columns = slice(column, column + rank) if diagonal else slice(None)
         own = slice(index * rows, (index + 1) * rows)
         column += rank

@@ -1,4 +1,4 @@
-"""LoRAs into a full model, and out of one: merging, and extracting the difference of two models by SVD."""
+"""Merge LoRAs into a model, and extract the difference of two models as a LoRA by SVD."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,52 +10,55 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_names import find_layers
-from sd3_light.export.single_parts import read_place
+from sd3_light.export.single_parts import read_part_folder
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
 
 LoraModules = Mapping[str, LoraModule]
-State = Mapping[str, Tensor]
+StateDict = Mapping[str, Tensor]
 
 
-def merge(model: Path | State, loras: Sequence[tuple[LoraModules, float]]) -> dict[str, Tensor]:
-    """The denoiser's weights with each LoRA added at its strength, one after the other.
+def merge_loras(model: Path | StateDict, loras: Sequence[tuple[LoraModules, float]]) -> dict[str, Tensor]:
+    """Return the denoiser's weights with each LoRA added at its strength, in order.
 
-    Changed weights are new float32 tensors, ``W + strength * scale * up @ down``; the others are those given. A LoRA's
-    layer that the model has not, or has in another shape, is an error that names it.
+    Changed weights are new float32 tensors, ``W + strength * scale * up @ down``; the others are returned as they are.
+    A LoRA layer that does not exist in the model, or has another shape there, is an error that names it.
     """
     state = dict(denoiser_state(model) if isinstance(model, Path) else model)
     for lora, strength in loras:
         for name, module in lora.items():
             weight = state.get(f"{name}.weight")
             if weight is None:
-                raise UserError(f"the LoRA has {name}, the model has not; is it of another model?")
+                raise UserError(f"the LoRA has {name}, which the model lacks; was it trained on another model?")
             shape = (module.up.shape[0], *module.down.shape[1:])
             if shape != tuple(weight.shape):
-                raise UserError(f"the LoRA's {name} is for {list(shape)}, the model's weight is {list(weight.shape)}")
+                raise UserError(f"the LoRA's {name} has shape {list(shape)}, the model's weight {list(weight.shape)}")
             state[f"{name}.weight"] = module.applied(weight, strength)
     return state
 
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
-    """Weights and buffers, in float32, of the denoiser in a diffusers folder: all that its config promises and finite,
-    or a fault that names what is not. (diffusers would fill a gap with random weights.)"""
-    place = denoiser_folder(folder)
-    folder_size(place)  # a fault of the folder in words
-    _, stored = read_place(place, "transformer")
+    """Load the weights and buffers of the denoiser in a diffusers folder, in float32.
+
+    Missing or non-finite tensors are a UserError. (diffusers would fill gaps with random weights.)
+    """
+    path = denoiser_folder(folder)
+    folder_size(path)  # reports an invalid config
+    _, stored = read_part_folder(path, "transformer")
     state = {name: tensor.load().float() for name, tensor in stored.items()}
-    wrong = [name for name, tensor in state.items() if not is_finite(tensor)]
-    if wrong:
-        raise UserError(f"{place}: {wrong[0]} holds NaN or infinity; give another model")
+    not_finite = [name for name, tensor in state.items() if not is_finite(tensor)]
+    if not_finite:
+        raise UserError(f"{path}: {not_finite[0]} contains NaN or infinity; pass another model")
     return state
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """A LoRA that stands for the difference of two models, and what it does not say of it.
+    """A LoRA that approximates the difference of two models, and what it leaves out.
 
-    Shares are of squared norms. ``kept``: layer -> the share of its own difference that the LoRA holds. ``left_out``:
-    weight -> the share of the whole difference that lies in it and is lost. ``share``: of the whole, what is kept.
+    Shares are of squared norms. ``kept``: layer -> the share of the layer's difference that the LoRA contains.
+    ``left_out``: weight -> the share of the total difference that is lost with it. ``share``: the kept share of the
+    total difference.
     """
 
     modules: dict[str, LoraModule]
@@ -65,43 +68,43 @@ class Extraction:
 
 
 @torch.no_grad()
-def extract(
-    base: State,
-    tuned: State,
+def extract_lora(
+    base: StateDict,
+    tuned: StateDict,
     rank: int,
     targets: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Extraction:
-    """The best LoRA of this rank for ``tuned - base``: the truncated SVD of each linear layer's difference.
+    """Return the best LoRA of this rank for ``tuned - base``: the truncated SVD of each linear layer's difference.
 
-    ``targets`` are ends of layers' names; None takes all. Biases, norms, convolutions and layers outside the targets
-    are left out and named where they changed. ``device`` is where the decompositions run.
+    ``targets`` are suffixes of layer names; None selects all linear layers. Biases, norms, convolutions and other
+    layers are left out, and listed if they changed. The decompositions run on ``device``.
     """
     if rank < 1:
         raise UserError(f"rank {rank}: a LoRA has at least rank 1")
-    _require_alike(base, tuned)
+    _require_same_shapes(base, tuned)
     layers = _target_names(base, targets)
     sizes: dict[str, float] = {}
-    modules, kept, lost = {}, {}, {}
+    modules, kept, left_out = {}, {}, {}
     for name in base:
         change = (tuned[name].to(device).double() - base[name].to(device).double()).float()
         sizes[name] = float(change.double().square().sum())
         if sizes[name] == 0.0:
             continue
         if name not in layers:
-            lost[name] = sizes[name]
+            left_out[name] = sizes[name]
             continue
         layer = name.removesuffix(".weight")
         modules[layer], kept[layer] = truncated(change, rank)
-    whole = sum(sizes.values())
+    total = sum(sizes.values())
     if not modules:
         raise UserError("there is nothing to extract: no weight among the targets differs between the two models")
-    held = sum(kept[layer] * sizes[f"{layer}.weight"] for layer in kept)
-    return Extraction(modules, kept, {name: size / whole for name, size in lost.items()}, held / whole)
+    share = sum(kept[layer] * sizes[f"{layer}.weight"] for layer in kept) / total
+    return Extraction(modules, kept, {name: size / total for name, size in left_out.items()}, share)
 
 
 def truncated(matrix: Tensor, rank: int) -> tuple[LoraModule, float]:
-    """The nearest matrix of at most this rank (Eckart and Young), as factors of equal norm, and the share it keeps."""
+    """Return the nearest matrix of this rank or less (Eckart-Young) as factors of equal norm and the kept share."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     rank = min(rank, len(values))
     energy = values.double().square()
@@ -110,26 +113,26 @@ def truncated(matrix: Tensor, rank: int) -> tuple[LoraModule, float]:
     return module, float(energy[:rank].sum() / energy.sum())
 
 
-def _require_alike(base: State, tuned: State) -> None:
-    other = sorted(base.keys() ^ tuned.keys())
-    if other:
-        where = "base" if other[0] in base else "tuned"
-        raise UserError(f"only the {where} model has {other[0]}; extract from two models of one size")
+def _require_same_shapes(base: StateDict, tuned: StateDict) -> None:
+    unmatched = sorted(base.keys() ^ tuned.keys())
+    if unmatched:
+        owner = "base" if unmatched[0] in base else "tuned"
+        raise UserError(f"only the {owner} model has {unmatched[0]}; pass two models of the same size")
     for name, weight in base.items():
         if weight.shape != tuned[name].shape:
             raise UserError(
-                f"{name} is {list(weight.shape)} and {list(tuned[name].shape)}; give two models of one size"
+                f"{name} has shapes {list(weight.shape)} and {list(tuned[name].shape)}; pass models of the same size"
             )
 
 
-def _target_names(base: State, targets: Sequence[str] | None) -> set[str]:
-    """The weights that may become LoRAs: matrices of known layers, with names that end as the targets say."""
+def _target_names(base: StateDict, targets: Sequence[str] | None) -> set[str]:
+    """Return the weights to extract: matrices of known layers whose names end in one of the targets."""
     layers = [name.removesuffix(".weight") for name, weight in base.items() if weight.ndim == 2]
     layers = [layer for layer in layers if find_layers(layer) is not None]
     if targets is None:
         return {f"{layer}.weight" for layer in layers}
     for target in targets:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
-            raise UserError(f"target {target}: no linear layer's name ends so")
+            raise UserError(f"target {target}: no linear layer's name ends in it")
     ends = tuple(f".{target}" for target in targets)
     return {f"{layer}.weight" for layer in layers if f".{layer}".endswith(ends)}

@@ -1,7 +1,7 @@
-"""The names that LoRA files give to the layers of an SD3 denoiser, and what follows their prefix.
+"""Layer names and key formats of LoRA files for SD3 denoisers.
 
-Two namings: diffusers' (``transformer_blocks.0.attn.to_q``), which is also the one in memory, and that of single files
-(``joint_blocks.0.x_block.attn.qkv``), where three layers are one. Kohya's files write names with ``_`` for ``.``.
+There are two namings: diffusers' (``transformer_blocks.0.attn.to_q``), also used in memory, and that of single files
+(``joint_blocks.0.x_block.attn.qkv``), which fuses three layers. Kohya's files replace ``.`` in names with ``_``.
 """
 
 import re
@@ -16,8 +16,8 @@ Role = Literal["down", "up", "alpha", "magnitude"]
 _PREFIX = re.compile(
     r"(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
 )
-_BLOCK = re.compile(r"(transformer_blocks|joint_blocks)[._](\d+)[._](.+)")
-# an adapter's name of peft (".default.") may stand before ".weight"
+_IN_BLOCK_NAME = re.compile(r"(transformer_blocks|joint_blocks)[._](\d+)[._](.+)")
+# peft may put an adapter name (".default") before ".weight"
 _ROLE = re.compile(
     r"(?P<stem>.+?)\.(?P<role>lora_(A|B|down|up)(?=\.)|lora_magnitude_vector|alpha)(\.\w+)??(?P<weight>\.weight)?"
 )
@@ -30,96 +30,96 @@ _ROLES: dict[str, Role] = {
     "lora_magnitude_vector": "magnitude",
 }
 _REFUSED = {
-    r"\.dora_scale$": "is LyCORIS's DoRA, whose norm is another than peft's; merge the file where it was made",
-    r"\.lokr_": "is a LoKr; only LoRA is read, merge the file where it was made",
-    r"\.hada_": "is a LoHa; only LoRA is read, merge the file where it was made",
-    r"\.lora_mid\.": "is a LoRA of three factors; merge the file where it was made",
-    r"^(text_encoder|lora_te)": "belongs to a text encoder; only the denoiser's LoRA is read, leave such keys out",
+    r"\.dora_scale$": "is LyCORIS' DoRA, whose norm differs from peft's; merge it with the program that made it",
+    r"\.lokr_": "is a LoKr; only LoRA is supported, merge it with the program that made it",
+    r"\.hada_": "is a LoHa; only LoRA is supported, merge it with the program that made it",
+    r"\.lora_mid\.": "is a LoRA of three factors; merge it with the program that made it",
+    r"^(text_encoder|lora_te)": "belongs to a text encoder; only the denoiser's LoRA is supported, remove such keys",
 }
 
 
 class Key(NamedTuple):
-    """What a key of a LoRA file means: ``layer`` as it is spelt there, without prefix, and the tensor's role."""
+    """A parsed key of a LoRA file: ``layer`` as spelled there, without prefix, and the tensor's role."""
 
     layer: str
     role: Role
 
 
 class Layers(NamedTuple):
-    """The layers of diffusers that a name means: one, or three whose rows follow each other in a fused weight."""
+    """The diffusers layers that a name refers to: one, or three whose rows are concatenated in a fused weight."""
 
     names: tuple[str, ...]
     single: str | None
-    """The single file's name where that naming was used: the halves of some weights are swapped there."""
+    """The single-file name if that naming was used: the halves of some weights are swapped there."""
 
 
 def read_key(key: str) -> Key:
-    """Take a key apart; one that no LoRA has is an error that names it."""
+    """Parse a key; an unknown key is an error that names it."""
     for pattern, reason in _REFUSED.items():
         if re.search(pattern, key):
             raise UserError(f"{key} {reason}")
-    found = _ROLE.fullmatch(key)
-    if found is None or (found["role"] != "alpha" and found["weight"] is None and "magnitude" not in found["role"]):
-        raise UserError(f"{key} is no key of a LoRA (lora_A, lora_B, lora_down, lora_up, alpha)")
-    layer = found["stem"]
+    match = _ROLE.fullmatch(key)
+    if match is None or (match["role"] != "alpha" and match["weight"] is None and "magnitude" not in match["role"]):
+        raise UserError(f"{key} is not a key of a LoRA (lora_A, lora_B, lora_down, lora_up, alpha)")
+    layer = match["stem"]
     prefix = _PREFIX.match(layer)
-    return Key(layer[prefix.end() :] if prefix else layer, _ROLES[found["role"]])
+    return Key(layer[prefix.end() :] if prefix else layer, _ROLES[match["role"]])
 
 
 def find_layers(layer: str) -> Layers | None:
-    """The layers that a name of either naming means, spelt with dots or underscores; None for any other name."""
-    block = _BLOCK.fullmatch(layer)
+    """Return the layers for a name of either naming, with dots or underscores; None if unknown."""
+    block = _IN_BLOCK_NAME.fullmatch(layer)
     if block is None:
-        return _OUTSIDE.get(layer)
-    found = _INSIDE[block[1]].get(block[3])
-    if found is None:
+        return _OUTSIDE_LAYERS.get(layer)
+    layers = _BLOCK_LAYERS[block[1]].get(block[3])
+    if layers is None:
         return None
     index = int(block[2])
-    names = tuple(f"transformer_blocks.{index}.{name}" for name in found.names)
-    return Layers(names, found.single and f"joint_blocks.{index}.{found.single}")
+    names = tuple(f"transformer_blocks.{index}.{name}" for name in layers.names)
+    return Layers(names, layers.single and f"joint_blocks.{index}.{layers.single}")
 
 
 def single_name(name: str) -> str:
-    """The single file's name of the weight that holds a layer of diffusers."""
-    block = _BLOCK.fullmatch(name)
+    """Return the single-file name of the weight that contains a diffusers layer."""
+    block = _IN_BLOCK_NAME.fullmatch(name)
     return f"joint_blocks.{block[2]}.{_SINGLE[block[3]]}" if block else _SINGLE[name]
 
 
 def with_block(name: str, change: dict[int, int]) -> str:
-    """A name with its block renumbered; names outside the blocks stay."""
-    block = _BLOCK.fullmatch(name)
+    """Renumber the block in a name; names outside the blocks are unchanged."""
+    block = _IN_BLOCK_NAME.fullmatch(name)
     if block is None or int(block[2]) not in change:
         return name
     return f"{block[1]}.{change[int(block[2])]}.{block[3]}"
 
 
 def block_of(name: str) -> int | None:
-    """The block that a layer lies in; None outside of all."""
-    block = _BLOCK.fullmatch(name)
+    """Return the block number in a layer's name; None outside the blocks."""
+    block = _IN_BLOCK_NAME.fullmatch(name)
     return int(block[2]) if block else None
 
 
-def _spelt(table: Iterable[Layers]) -> dict[str, Layers]:
+def _by_spelling(table: Iterable[Layers]) -> dict[str, Layers]:
     names = {(layers.single or layers.names[0]): layers for layers in table}
     return names | {name.replace(".", "_"): layers for name, layers in names.items()}
 
 
 def _layers(prefix: str, stock: str) -> list[Layers]:
-    """The layers under two prefixes, as the export of single files pairs them: a first block has all that one can."""
+    """Return the layers under two prefixes as the single-file rules pair them; block 0 has every kind of layer."""
     weights = [rule for rule in denoiser_rules(_ALL_LAYERS) if rule.single.endswith(".weight")]
-    found = []
+    layers = []
     for rule in weights:
         names = [name.removesuffix(".weight") for name in (rule.single, *rule.stock)]
         if names[0].startswith(prefix) and (prefix or not names[0].startswith("joint_blocks.")):
-            found.append(Layers(tuple(name.removeprefix(stock) for name in names[1:]), names[0].removeprefix(prefix)))
-    return found
+            layers.append(Layers(tuple(name.removeprefix(stock) for name in names[1:]), names[0].removeprefix(prefix)))
+    return layers
 
 
 _ALL_LAYERS = {"num_layers": 2, "dual_attention_layers": (0,), "qk_norm": None}
 _IN_BLOCK, _ELSEWHERE = _layers("joint_blocks.0.", "transformer_blocks.0."), _layers("", "")
 _SINGLE = {name: str(layers.single) for layers in _IN_BLOCK + _ELSEWHERE for name in layers.names}
-_OUTSIDE = _spelt(_ELSEWHERE) | _spelt(Layers(layers.names, None) for layers in _ELSEWHERE)
-_INSIDE = {
-    "transformer_blocks": _spelt(Layers((name,), None) for layers in _IN_BLOCK for name in layers.names),
-    "joint_blocks": _spelt(_IN_BLOCK),
+_OUTSIDE_LAYERS = _by_spelling(_ELSEWHERE) | _by_spelling(Layers(layers.names, None) for layers in _ELSEWHERE)
+_BLOCK_LAYERS = {
+    "transformer_blocks": _by_spelling(Layers((name,), None) for layers in _IN_BLOCK for name in layers.names),
+    "joint_blocks": _by_spelling(_IN_BLOCK),
 }

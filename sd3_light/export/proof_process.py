@@ -1,75 +1,79 @@
-"""The other side of the proof: a clean process loads an exported folder and says what it holds and computes.
+"""The clean process of a proof: it loads an exported folder or adapter file and reports what it contains and computes.
 
-It is run as a file, so that nothing of ours is imported: what it shows is true for any user of diffusers. `verify`
-imports the functions to compute the same from the weights in memory. The text encoders, by far the largest part, are
-not loaded, and the denoiser's weights stay as they are stored while it computes in float32.
+It runs as a script and imports nothing of this package, so its result holds for any user of diffusers. The parent
+process imports its functions to compute the same from the weights in memory. Text encoders, by far the largest part,
+are not loaded. Weights keep their stored dtype while the denoiser computes in float32.
 """
 
 import hashlib
 import json
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
+from diffusers import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 STEPS, GUIDANCE, SEED = 2, 3.0, 0
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+INPUTS = ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+_OTHER_PARTS = ("vae", *_TEXT_ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3")
 
 
-def compute_in_float32(model: nn.Module) -> None:
-    """Let a model compute in float32 with weights stored in half precision; one layer at a time is widened."""
-    for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.dtype != torch.float32 for tensor in own):
-            _Widened(own).attach(module)
+# --- compute ----------------------------------------------------------------------------------
 
 
-class _Widened:
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors, self.stored = tensors, [tensor.data for tensor in tensors]
+@contextmanager
+def compute_in_float32(model: nn.Module) -> Iterator[None]:
+    """Let a model compute in float32 while its weights are stored in half precision: one layer is cast at a time."""
+    hooks = [hook for module in model.modules() for hook in _cast_around(module)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self.widen)
-        module.register_forward_hook(self.narrow, always_call=True)
 
-    def widen(self, *_: object) -> None:
-        for tensor in self.tensors:
+def _cast_around(module: nn.Module) -> list[Any]:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    stored = [tensor.data for tensor in tensors]
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return []
+
+    def widen(*_: object) -> None:
+        for tensor in tensors:
             tensor.data = tensor.data.float()
 
-    def narrow(self, *_: object) -> None:
-        for tensor, stored in zip(self.tensors, self.stored, strict=True):
-            tensor.data = stored
+    def restore(*_: object) -> None:
+        for tensor, data in zip(tensors, stored, strict=True):
+            tensor.data = data
 
-
-def digests(state: dict[str, Tensor]) -> dict[str, str]:
-    """Type, shape and hash of the bytes of each tensor, by its name."""
-    return {name: _digest(tensor.detach().cpu().contiguous()) for name, tensor in state.items()}
-
-
-def _digest(tensor: Tensor) -> str:
-    content = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return f"{tensor.dtype} {list(tensor.shape)} {content.hexdigest()}"
+    return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
 
 
 def denoise(denoiser: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The denoiser's output on the fixed inputs."""
-    names = ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
-    with torch.no_grad():
-        output: Tensor = denoiser(**{name: inputs[name] for name in names}, return_dict=False)[0]
+    """Return the denoiser's output for the fixed inputs."""
+    with torch.no_grad(), compute_in_float32(denoiser):
+        output: Tensor = denoiser(**{name: inputs[name] for name in INPUTS}, return_dict=False)[0]
     return output.contiguous()
 
 
-def draw(pipe: Any, inputs: dict[str, Tensor], attention: dict[str, Tensor] | None) -> Tensor:
-    """A small picture [C, H, W] of the fixed embeddings: few steps, guidance, one seed. Values from 0 to 1."""
+def sample_image(pipe: Any, inputs: dict[str, Tensor], attention: dict[str, Tensor] | None) -> Tensor:
+    """Sample a small image [C, H, W] with values from 0 to 1: fixed embeddings and seed, few steps, with guidance."""
     pipe.set_progress_bar_config(disable=True)
     side = int(inputs["side"]) * pipe.vae_scale_factor
-    with torch.no_grad():
-        picture: Tensor = pipe(
+    with torch.no_grad(), compute_in_float32(pipe.transformer):
+        image: Tensor = pipe(
             prompt_embeds=inputs["encoder_hidden_states"],
             pooled_prompt_embeds=inputs["pooled_projections"],
             negative_prompt_embeds=inputs["negative_hidden_states"],
@@ -82,37 +86,99 @@ def draw(pipe: Any, inputs: dict[str, Tensor], attention: dict[str, Tensor] | No
             joint_attention_kwargs=attention,
             output_type="pt",
         ).images[0]
-    return picture.contiguous()
+    return image.contiguous()
 
 
-def load(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
-    """The folder's pipeline without its text encoders: stock, or the one of the folder's own file."""
-    given = {
-        **dict.fromkeys(TEXT_ENCODERS),
+def digests(state: dict[str, Tensor]) -> dict[str, str]:
+    """Return dtype, shape and byte hash of each tensor by name."""
+    return {name: _digest(tensor.detach().cpu().contiguous()) for name, tensor in state.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    content = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return f"{tensor.dtype} {list(tensor.shape)} {content.hexdigest()}"
+
+
+# --- an exported folder -----------------------------------------------------------------------
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
+    """Load the folder's pipeline without text encoders: the stock class, or the one in the folder's own file."""
+    options = {
+        **dict.fromkeys(_TEXT_ENCODERS),
         "dtype": {"transformer": dtype, "default": torch.float32},
         "local_files_only": True,
     }
     if real_text:
-        return DiffusionPipeline.from_pretrained(folder, custom_pipeline="pipeline", trust_remote_code=True, **given)
-    return StableDiffusion3Pipeline.from_pretrained(folder, **given)
+        return DiffusionPipeline.from_pretrained(folder, custom_pipeline="pipeline", trust_remote_code=True, **options)
+    return StableDiffusion3Pipeline.from_pretrained(folder, **options)
 
 
-def _main(folder: str, place: str) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a scheduler's, to all processes: the trainer still wants the answer
+def _check_folder(folder: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    pipe = load_pipeline(folder, getattr(torch, request["dtype"]), request["real_text"])
+    report = {"weights": digests(pipe.transformer.state_dict()), "config": dict(pipe.transformer.config)}
+    attention = {"text_lengths": inputs["text_lengths"]} if request["real_text"] else None
+    return report, {"output": denoise(pipe.transformer, inputs), "image": sample_image(pipe, inputs, attention)}
+
+
+# --- an adapter file --------------------------------------------------------------------------
+
+
+def load_base(base: str, dtype: torch.dtype) -> SD3Transformer2DModel:
+    """Load the denoiser of a folder."""
+    return SD3Transformer2DModel.from_pretrained(base, dtype=dtype, local_files_only=True)
+
+
+def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    denoiser = load_base(request["base"], getattr(torch, request["base_dtype"]))
+    plain = denoise(denoiser, inputs)
+    if request["adapter"] == "lora":
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        pipe = StableDiffusion3Pipeline(transformer=denoiser, scheduler=scheduler, **dict.fromkeys(_OTHER_PARTS))
+        pipe.load_lora_weights(file.parent, weight_name=file.name)
+    else:
+        _add_lycoris(denoiser, file)  # diffusers does not read LoKr and LoHa
+    return {}, {"output": denoise(denoiser, inputs), "plain": plain}
+
+
+def _add_lycoris(denoiser: nn.Module, file: Path) -> None:
+    """Add the updates in a LyCORIS file to the weights, in float32."""
+    layers = {f"lycoris_{name.replace('.', '_')}": module for name, module in denoiser.named_modules()}
+    updates: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(file).items():
+        layer, _, factor = key.partition(".")
+        updates.setdefault(layer, {})[factor] = tensor.float()
+    for layer, factors in updates.items():
+        weight: Any = layers[layer].weight
+        weight.data = weight.data.float() + _lycoris_update(factors).reshape(weight.shape)
+
+
+def _lycoris_update(factors: dict[str, Tensor]) -> Tensor:
+    """Return the update of LyCORIS factors, times alpha / rank where the file contains an alpha."""
+    low = next((factors[name] for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b") if name in factors), None)
+    scale = float(factors["alpha"]) / low.shape[0] if low is not None and "alpha" in factors else 1.0
+    if "hada_w1_a" in factors:
+        first, second = (factors[f"hada_w{i}_a"] @ factors[f"hada_w{i}_b"] for i in (1, 2))
+        return first * second * scale
+    first, second = (
+        factors[f"lokr_w{i}"] if f"lokr_w{i}" in factors else factors[f"lokr_w{i}_a"] @ factors[f"lokr_w{i}_b"]
+        for i in (1, 2)
+    )
+    return torch.kron(first, second) * scale
+
+
+# --- the script -------------------------------------------------------------------------------
+
+
+def _main(path: str, folder: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler signals all processes; the trainer needs the result
         signal.signal(number, signal.SIG_IGN)
-    wishes = json.loads(Path(place, "wishes.json").read_text(encoding="utf-8"))
-    torch.set_num_threads(wishes["threads"])  # the order of additions depends on it
-    inputs = load_file(Path(place, "inputs.safetensors"))
-    pipe = load(Path(folder), getattr(torch, wishes["dtype"]), wishes["real_text"])
-    found = {"weights": digests(pipe.transformer.state_dict()), "config": dict(pipe.transformer.config)}
-    compute_in_float32(pipe.transformer)
-    output = denoise(pipe.transformer, inputs)
-    picture = draw(pipe, inputs, {"text_lengths": inputs["text_lengths"]} if wishes["real_text"] else None)
-    save_file({"output": output, "picture": picture}, Path(place, "outputs.safetensors"))
-    Path(place, "found.json").write_text(json.dumps(found), encoding="utf-8")
+    request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(request["threads"])  # the order of additions depends on it
+    check = _check_adapter if "adapter" in request else _check_folder
+    report, outputs = check(Path(path), request, load_file(Path(folder, "inputs.safetensors")))
+    save_file(outputs, Path(folder, "outputs.safetensors"))
+    Path(folder, "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

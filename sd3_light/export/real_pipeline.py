@@ -1,7 +1,8 @@
-"""Stable Diffusion 3 on real text tokens, as the model beside this file was trained.
+"""Stable Diffusion 3 on real text tokens, matching how the model in this folder was trained.
 
-Of each encoder it takes the prompt's own tokens, without padding; T5's stand directly behind CLIP's. Texts of different
-lengths share a batch: no attention looks at a row behind a text's own. Needs torch and diffusers (with transformers):
+Each encoder contributes the prompt's real tokens, without padding; T5's tokens directly follow CLIP's. Texts of
+different lengths share a batch: attention masks the rows after a text's end. Needs torch and diffusers (with
+transformers):
 
     DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline="pipeline", trust_remote_code=True)
 
@@ -15,12 +16,12 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 
-Text = tuple[Tensor, Tensor]
+TextRows = tuple[Tensor, Tensor]
 """Rows [T, W] and the pooled vector [P] of one text."""
 
 
 class RealTextAttention:
-    """Stock joint attention, but text rows behind a sample's own ``text_lengths`` have no weight.
+    """Stock joint attention with text rows beyond a sample's ``text_lengths`` masked.
 
     Without lengths, or without text, it is the stock processor.
     """
@@ -36,7 +37,7 @@ class RealTextAttention:
         attention_mask: Tensor | None = None,
         text_lengths: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(image, text), or the image alone where there is no text."""
+        """Return (image, text), or only the image if there is no text."""
         if text_lengths is None or encoder_hidden_states is None:
             result: Tensor | tuple[Tensor, Tensor] = self.stock(attn, hidden_states, encoder_hidden_states)
             return result
@@ -45,9 +46,9 @@ class RealTextAttention:
         added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text = _heads(attn, encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k))
         query, key, value = (torch.cat(pair, dim=2) for pair in zip(image, text, strict=True))
-        lengths_B = text_lengths[-len(hidden_states) :]  # skip-layer guidance runs the prompts alone: the last rows
-        place = torch.arange(sum(sizes), device=lengths_B.device)
-        mask = (place < sizes[0] + lengths_B[:, None])[:, None, None]
+        lengths_B = text_lengths[-len(hidden_states) :]  # skip-layer guidance runs only the prompts: the last rows
+        position = torch.arange(sum(sizes), device=lengths_B.device)
+        mask = (position < sizes[0] + lengths_B[:, None])[:, None, None]
         joint = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         image_out, text_out = joint.transpose(1, 2).flatten(2).to(query.dtype).split(sizes, dim=1)
         image_out = attn.to_out[1](attn.to_out[0](image_out))
@@ -56,18 +57,18 @@ class RealTextAttention:
 
 def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
     parts = [project(stream).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for project in projections]
-    for at, norm in enumerate(norms):
+    for index, norm in enumerate(norms):
         if norm is not None:
-            parts[at] = norm(parts[at])
+            parts[index] = norm(parts[index])
     return parts
 
 
 class RealTextPipeline(StableDiffusion3Pipeline):
-    """The stock pipeline with the text of training: real tokens, and its unconditional input for guidance.
+    """The stock pipeline with the text input of training: real tokens, and its unconditional input for guidance.
 
-    T5 is cut at ``t5_max_length`` whatever `max_sequence_length` says. With ``uncond_text`` "zero" guidance leads away
-    from zeros, and a negative prompt is refused. Own `prompt_embeds` count whole unless
-    `joint_attention_kwargs={"text_lengths": ...}` says how many rows are real, negative ones first.
+    T5 is truncated at ``t5_max_length``; `max_sequence_length` is ignored. With ``uncond_text`` "zero", guidance uses
+    zeros and a negative prompt is an error. All rows of custom `prompt_embeds` count as real unless
+    `joint_attention_kwargs={"text_lengths": ...}` gives the number of real rows, negative ones first.
     """
 
     def __init__(
@@ -104,19 +105,19 @@ class RealTextPipeline(StableDiffusion3Pipeline):
 
     @torch.no_grad()
     def __call__(self, *args: Any, joint_attention_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As the stock call."""
-        given = dict(joint_attention_kwargs or {})
-        if "attention_mask" not in given:  # who brings a mask brings the attention that obeys it
+        """Call the stock pipeline."""
+        options = dict(joint_attention_kwargs or {})
+        if "attention_mask" not in options:  # a caller that passes a mask also sets the matching processor
             self.transformer.set_attn_processor(RealTextAttention())
-        return super().__call__(*args, joint_attention_kwargs=given, **kwargs)
+        return super().__call__(*args, joint_attention_kwargs=options, **kwargs)
 
     @property
     def joint_attention_kwargs(self) -> dict[str, Any]:
-        """What the denoiser's attention is told: the caller's own, and the lengths of the texts."""
-        given: dict[str, Any] = self._joint_attention_kwargs or {}
-        if self._text_lengths is None or not {"attention_mask", "text_lengths"}.isdisjoint(given):
-            return given
-        return {"text_lengths": self._text_lengths, **given}
+        """The caller's arguments for the denoiser's attention, plus the lengths of the texts."""
+        options: dict[str, Any] = self._joint_attention_kwargs or {}
+        if self._text_lengths is None or not {"attention_mask", "text_lengths"}.isdisjoint(options):
+            return options
+        return {"text_lengths": self._text_lengths, **options}
 
     def encode_prompt(
         self,
@@ -137,70 +138,72 @@ class RealTextPipeline(StableDiffusion3Pipeline):
         max_sequence_length: int = 256,
         lora_scale: float | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """As the stock one: rows and pooled vectors of prompts and negatives; zeros stand behind the shorter texts."""
+        """Return rows and pooled vectors of prompts and negatives, as the stock method; shorter texts end in zeros."""
         if clip_skip is not None:
-            raise ValueError("clip_skip: this model was trained on the last layer of CLIP but one, it has no other")
+            raise ValueError("clip_skip is not supported: this model was trained on CLIP's second-to-last layer")
         device = device or self._execution_device
         if prompt_embeds is None:
             texts = self._encode((prompt, prompt_2, prompt_3), 1, device)
         else:
-            texts = _given(prompt_embeds, pooled_prompt_embeds)
-        negatives: list[Text] = []
+            texts = _pairs(prompt_embeds, pooled_prompt_embeds)
+        negatives: list[TextRows] = []
         if do_classifier_free_guidance and negative_prompt_embeds is not None:
-            negatives = _given(negative_prompt_embeds, negative_pooled_prompt_embeds)
+            negatives = _pairs(negative_prompt_embeds, negative_pooled_prompt_embeds)
         elif do_classifier_free_guidance:
             negatives = self._negatives((negative_prompt, negative_prompt_2, negative_prompt_3), texts, device)
-        rows = [text for text in (*negatives, *texts) for _ in range(num_images_per_prompt)]
-        tokens = nn.utils.rnn.pad_sequence([text[0] for text in rows], batch_first=True).to(device)
-        pooled = torch.stack([text[1] for text in rows]).to(device)
-        self._text_lengths = torch.tensor([len(text[0]) for text in rows], device=device)
-        cut = len(negatives) * num_images_per_prompt
+        all_texts = [text for text in (*negatives, *texts) for _ in range(num_images_per_prompt)]
+        tokens = nn.utils.rnn.pad_sequence([text[0] for text in all_texts], batch_first=True).to(device)
+        pooled = torch.stack([text[1] for text in all_texts]).to(device)
+        self._text_lengths = torch.tensor([len(text[0]) for text in all_texts], device=device)
+        count = len(negatives) * num_images_per_prompt
         if not negatives:
             return tokens, None, pooled, None
-        return tokens[cut:], tokens[:cut], pooled[cut:], pooled[:cut]
+        return tokens[count:], tokens[:count], pooled[count:], pooled[:count]
 
-    def _negatives(self, prompts: tuple[Any, ...], texts: list[Text], device: torch.device) -> list[Text]:
+    def _negatives(self, prompts: tuple[Any, ...], texts: list[TextRows], device: torch.device) -> list[TextRows]:
         if self.config.uncond_text != "zero":
             return self._encode(tuple(prompt or None for prompt in prompts), len(texts), device)
         if any(any(prompt) for prompt in prompts if prompt):  # a text or a list of texts
-            raise ValueError("negative_prompt: this model was trained with zeros as its unconditional text, give none")
+            raise ValueError(
+                "negative_prompt is not supported: this model was trained with zeros as its unconditional text"
+            )
         return [(torch.zeros_like(rows[:1]), torch.zeros_like(pooled)) for rows, pooled in texts]
 
-    def _encode(self, prompts: tuple[Any, ...], count: int, device: torch.device) -> list[Text]:
-        """A text a prompt, equal ones encoded once; a single prompt is taken ``count`` times."""
+    def _encode(self, prompts: tuple[Any, ...], count: int, device: torch.device) -> list[TextRows]:
+        """Encode one text per prompt, equal ones once; a single prompt is repeated ``count`` times."""
         first = prompts[0] or ""
         columns = [
             [prompt or first] if isinstance(prompt or first, str) else list(prompt or first) for prompt in prompts
         ]
         count = max(count, *map(len, columns))
-        wanted = list(zip(*(column * (count if len(column) == 1 else 1) for column in columns), strict=True))
-        known = {texts: self._encode_one(texts, device) for texts in dict.fromkeys(wanted)}
-        return [known[texts] for texts in wanted]
+        prompt_triples = list(zip(*(column * (count if len(column) == 1 else 1) for column in columns), strict=True))
+        encoded = {triple: self._encode_one(triple, device) for triple in dict.fromkeys(prompt_triples)}
+        return [encoded[triple] for triple in prompt_triples]
 
-    def _encode_one(self, texts: tuple[str, ...], device: torch.device) -> Text:
+    def _encode_one(self, texts: tuple[str, ...], device: torch.device) -> TextRows:
         clip_l, pooled_l = self._encode_clip(self.tokenizer, self.text_encoder, texts[0], device)
         clip_g, pooled_g = self._encode_clip(self.tokenizer_2, self.text_encoder_2, texts[1], device)
         width = self.transformer.config.joint_attention_dim
-        t5 = clip_l.new_zeros(0, width)  # without T5 its tokens are left out, as where training dropped them
+        t5 = clip_l.new_zeros(0, width)  # without T5 its tokens are left out, as training does when it drops T5
         if self.text_encoder_3 is not None:
             t5 = self.text_encoder_3(self._ids(self.tokenizer_3, texts[2], self.config.t5_max_length, device))[0][0]
-        num_clip, middle = max(len(clip_l), len(clip_g)), clip_l.shape[-1]
+        num_clip, width_l = max(len(clip_l), len(clip_g)), clip_l.shape[-1]
         rows = t5.new_zeros(num_clip + len(t5), width)
-        rows[: len(clip_l), :middle] = clip_l
-        rows[: len(clip_g), middle : middle + clip_g.shape[-1]] = clip_g
+        rows[: len(clip_l), :width_l] = clip_l
+        rows[: len(clip_g), width_l : width_l + clip_g.shape[-1]] = clip_g
         rows[num_clip:] = t5
         dtype = self.transformer.dtype
         return rows.to(dtype), torch.cat([pooled_l, pooled_g]).to(dtype)
 
-    def _encode_clip(self, tokenizer: Any, encoder: Any, text: str, device: torch.device) -> Text:
+    def _encode_clip(self, tokenizer: Any, encoder: Any, text: str, device: torch.device) -> TextRows:
         output = encoder(self._ids(tokenizer, text, self.tokenizer_max_length, device), output_hidden_states=True)
         return output.hidden_states[-2][0], output.text_embeds[0]
 
     @staticmethod
-    def _ids(tokenizer: Any, text: str, longest: int, device: torch.device) -> Tensor:
-        return torch.tensor([tokenizer(text, max_length=longest, truncation=True)["input_ids"]], device=device)
+    def _ids(tokenizer: Any, text: str, max_length: int, device: torch.device) -> Tensor:
+        return torch.tensor([tokenizer(text, max_length=max_length, truncation=True)["input_ids"]], device=device)
 
 
-def _given(rows_BTW: Tensor, pooled_BP: Tensor | None) -> list[Text]:
-    assert pooled_BP is not None, "check_inputs asks for it"
+def _pairs(rows_BTW: Tensor, pooled_BP: Tensor | None) -> list[TextRows]:
+    assert pooled_BP is not None, "check_inputs requires it"
     return list(zip(rows_BTW, pooled_BP, strict=True))

@@ -1,7 +1,7 @@
-"""One adapter, both ways, between diffusers' tensors and those of the community's SD3 single file.
+"""The mapping between diffusers' tensors and those of the community's SD3 single file, in both directions.
 
-A single file's tensor holds the rows of one or more of diffusers' (q, k and v are one matrix there). Diffusers' last
-AdaLN layers give [scale, shift], the single file's [shift, scale]: their halves are exchanged.
+A tensor of the single file contains the rows of one or more diffusers tensors (q, k and v are one matrix there). The
+last AdaLN layers output [scale, shift] in diffusers and [shift, scale] in the single file: their halves are swapped.
 """
 
 import re
@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.single_file_config import HEAD_WIDTH, config_of_shapes
 from sd3_light.tensor_file import StoredTensor, joined, same, zeros
 
 Tensors = Mapping[str, StoredTensor]
 Shapes = Mapping[str, tuple[int, ...]]
-Config = Mapping[str, Any]
-
-__all__ = ["HEAD_WIDTH"]
 
 
 # --- the denoiser -----------------------------------------------------------------------------
@@ -25,14 +21,14 @@ __all__ = ["HEAD_WIDTH"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of the single file and the diffusers tensors whose rows it holds, ``swap``: with halves exchanged."""
+    """A tensor of the single file and the diffusers tensors whose rows it contains; ``swap``: with swapped halves."""
 
     single: str
     stock: tuple[str, ...]
     swap: bool = False
 
 
-_OUTSIDE = (
+_OUTER_LAYERS = (
     ("x_embedder.proj", "pos_embed.proj"),
     ("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
     ("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
@@ -43,12 +39,12 @@ _OUTSIDE = (
 )
 
 
-def denoiser_rules(config: Config) -> Iterator[Rule]:
-    """All tensors of a denoiser of this config, each once."""
+def denoiser_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield one rule per tensor of a denoiser with this config."""
     last, dual = config["num_layers"] - 1, set(config.get("dual_attention_layers") or ())
     norm = config.get("qk_norm") is not None
     yield Rule("pos_embed", ("pos_embed.pos_embed",))
-    for single, stock in _OUTSIDE:
+    for single, stock in _OUTER_LAYERS:
         yield from _linear(single, stock)
     yield from _linear("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
     for block in range(last + 1):
@@ -69,7 +65,7 @@ def _image_side(single: str, stock: str, norm: bool, dual: bool) -> Iterator[Rul
 
 
 def _text_side(single: str, stock: str, norm: bool, last: bool) -> Iterator[Rule]:
-    """The last block's text is only read: it has no output, and its AdaLN is the continuous one."""
+    """The last block only reads its text stream: it has no text output, and its AdaLN is the continuous one."""
     yield from _linear(f"{single}.adaLN_modulation.1", f"{stock}.norm1_context.linear", swap=last)
     yield from _linear(f"{single}.attn.qkv", *(f"{stock}.attn.add_{part}_proj" for part in "qkv"))
     for part in "qk" if norm else "":
@@ -85,71 +81,75 @@ def _linear(single: str, *stock: str, swap: bool = False) -> Iterator[Rule]:
         yield Rule(f"{single}.{kind}", tuple(f"{name}.{kind}" for name in stock), swap)
 
 
-def fused(stock: Tensors, config: Config) -> dict[str, StoredTensor]:
-    """Diffusers' denoiser as the single file's."""
-    return {rule.single: _fused(rule, [stock[name] for name in rule.stock]) for rule in denoiser_rules(config)}
+def fuse(stock: Tensors, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Convert a denoiser from diffusers' tensors to the single file's."""
+    return {rule.single: _fuse(rule, [stock[name] for name in rule.stock]) for rule in denoiser_rules(config)}
 
 
-def _fused(rule: Rule, parts: list[StoredTensor]) -> StoredTensor:
+def _fuse(rule: Rule, parts: list[StoredTensor]) -> StoredTensor:
     dtypes = sorted({part.dtype for part in parts})
     if len(dtypes) > 1:
-        raise UserError(f"{', '.join(rule.stock)} have types {' and '.join(dtypes)}; a single file wants one for them")
+        raise UserError(
+            f"{', '.join(rule.stock)} have types {' and '.join(dtypes)}; a single file needs one type for them"
+        )
     return _swapped(joined(parts), rule.swap)
 
 
-def split(single: Tensors, config: Config) -> dict[str, StoredTensor]:
-    """The single file's denoiser as diffusers'; ``fused`` undone."""
-    found: dict[str, StoredTensor] = {}
+def unfuse(single: Tensors, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Undo `fuse`."""
+    stock: dict[str, StoredTensor] = {}
     for rule in denoiser_rules(config):
         parts = _swapped(single[rule.single], rule.swap).split(len(rule.stock))
-        found.update(zip(rule.stock, parts, strict=True))
-    return found
+        stock.update(zip(rule.stock, parts, strict=True))
+    return stock
 
 
 def _swapped(tensor: StoredTensor, swap: bool) -> StoredTensor:
     return joined(tensor.split(2)[::-1]) if swap else tensor
 
 
-def fused_shapes(stock: Shapes, config: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of the single file's denoiser by those of diffusers'."""
-    like = {name: zeros("F32", shape) for name, shape in stock.items()}
-    return {name: tensor.shape for name, tensor in fused(like, config).items()}
+def fused_shapes(stock: Shapes, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the single file's denoiser from those of diffusers."""
+    tensors = {name: zeros("F32", shape) for name, shape in stock.items()}
+    return {name: tensor.shape for name, tensor in fuse(tensors, config).items()}
 
 
-# --- blocks that do nothing -------------------------------------------------------------------
+# --- identity blocks -------------------------------------------------------------------------
 
-_BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
+_STOCK_BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 
 
-def padded_config(config: Config, blocks: int) -> dict[str, Any]:
-    """The config with identity blocks before the last one, ``blocks`` in all."""
+def padded_config(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    """Return the config with identity blocks before the last block, ``blocks`` in total."""
     last = config["num_layers"] - 1
     dual = [blocks - 1 if layer == last else layer for layer in config.get("dual_attention_layers") or ()]
     return {**config, "num_layers": blocks, "dual_attention_layers": dual}
 
 
-def padded(stock: Tensors, shapes: Shapes, true_blocks: int, blocks: int) -> dict[str, StoredTensor]:
-    """The denoiser with all-zero blocks before its last: gates of zero make each the identity. ``shapes`` are those of
-    the padded config."""
-    found = {_renumbered(name, true_blocks - 1, blocks - 1): tensor for name, tensor in stock.items()}
+def pad(stock: Tensors, shapes: Shapes, true_blocks: int, blocks: int) -> dict[str, StoredTensor]:
+    """Add all-zero blocks before the last block: their zero gates make them the identity.
+
+    ``shapes`` are those of the padded config.
+    """
+    renumbered = {_renumbered(name, true_blocks - 1, blocks - 1): tensor for name, tensor in stock.items()}
     dtype = stock["proj_out.weight"].dtype
-    return {name: found[name] if name in found else zeros(dtype, shape) for name, shape in shapes.items()}
+    return {name: renumbered[name] if name in renumbered else zeros(dtype, shape) for name, shape in shapes.items()}
 
 
-def unpadded(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[str, StoredTensor]:
-    """``padded`` undone. A block that is to be left out and is not zero is a fault: it has learned something."""
-    found = {}
+def unpad(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[str, StoredTensor]:
+    """Undo `pad`. An identity block that is not zero is an error: it was trained."""
+    kept = {}
     for name, tensor in stock.items():
-        block = _BLOCK.match(name)
+        block = _STOCK_BLOCK.match(name)
         if block and true_blocks - 1 <= int(block[1]) < blocks - 1:
             if not same(tensor, zeros(tensor.dtype, tensor.shape)):
                 raise UserError(
-                    f"{where}: its metadata calls block {block[1]} padding, but its weights are not zero; some program "
-                    "has changed it: read it with its padding kept"
+                    f"{where}: its metadata calls block {block[1]} padding, but its weights are not zero. "
+                    "Another program changed it: read the file with its padding kept"
                 )
         else:
-            found[_renumbered(name, blocks - 1, true_blocks - 1)] = tensor
-    return found
+            kept[_renumbered(name, blocks - 1, true_blocks - 1)] = tensor
+    return kept
 
 
 def _renumbered(name: str, old: int, new: int) -> str:
@@ -157,17 +157,9 @@ def _renumbered(name: str, old: int, new: int) -> str:
     return f"transformer_blocks.{new}." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
 
-# --- a file that does not say what it is ------------------------------------------------------
-
-
-def deduced_config(single: Tensors, where: str) -> dict[str, Any]:
-    """The config that a denoiser's tensors tell; see `model.single_file_config`."""
-    return config_of_shapes({name: tuple(tensor.shape) for name, tensor in single.items()}, where)
-
-
 # --- the VAE ----------------------------------------------------------------------------------
 
-_VAE = (  # in this order; each once
+_VAE = (  # applied in this order
     (r"\.conv_norm_out\.", r".norm_out."),
     (r"\.conv_shortcut\.", r".nin_shortcut."),
     (r"\.down_blocks\.(\d+)\.resnets\.", r".down.\1.block."),
@@ -183,14 +175,14 @@ _VAE = (  # in this order; each once
 
 
 def vae_name(stock: str, levels: int) -> str:
-    """A VAE tensor's name in the single file; its decoder counts the ``levels`` from the other end."""
+    """Return a VAE tensor's name in the single file, whose decoder numbers the ``levels`` in reverse."""
     name = stock
     for pattern, replacement in _VAE:
         name = re.sub(pattern, replacement, name)
-    return re.sub(r"(?<=\.up\.)\d+", lambda found: str(levels - 1 - int(found[0])), name)
+    return re.sub(r"(?<=\.up\.)\d+", lambda match: str(levels - 1 - int(match[0])), name)
 
 
 def vae_tensor(name: str, tensor: StoredTensor) -> StoredTensor:
-    """A VAE tensor as the single file has it: the attention's matrices are convolutions of one pixel there."""
+    """Convert a VAE tensor to the single file's shape: attention matrices are 1x1 convolutions there."""
     matrix = ".mid.attn_1." in name and len(tensor.shape) == 2
     return tensor.reshaped((*tensor.shape, 1, 1)) if matrix else tensor

@@ -1,4 +1,4 @@
-"""One file with what a task trained: an adapter alone where only an adapter trains, else the trained weights."""
+"""The single file that a task saves: the adapter if only an adapter is trained, else all trained weights."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter_folder import AdapterModules, adapter_facts, read_adapter
-from sd3_light.export.lora_file import METADATA_KEY, from_peft, write_lora
+from sd3_light.export.adapter_folder import adapter_facts, read_adapter
+from sd3_light.export.adapter_proof import AdapterModules
+from sd3_light.export.lora_file import cast_tensors, from_peft, write_lora
 from sd3_light.export.lora_layouts import baked
 from sd3_light.export.lycoris_file import write_lycoris
 from sd3_light.files import atomic_file
 from sd3_light.model.adapter_layers import lycoris_modules
 from sd3_light.model.lora_layers import ADAPTER, LoraModule, lora_scale
+from sd3_light.tensor_file import METADATA_KEY
 
 
 def write_trained(
@@ -31,10 +33,10 @@ def write_trained(
     save_dtype: torch.dtype = torch.float32,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the trained weights, by their names in ``transformer``, to a file that appears whole and is read back.
+    """Write the trained weights, named as in ``transformer``, atomically; an existing file is replaced.
 
-    A LoRA has diffusers' names, ``transformer.<layer>.lora_A.weight``, with its scale multiplied in: right in stock
-    diffusers (``load_lora_weights``) and, of an SD3, in ComfyUI. An earlier file of the name is replaced.
+    A LoRA gets diffusers' names, ``transformer.<layer>.lora_A.weight``, with its scale multiplied in: it works in stock
+    diffusers (``load_lora_weights``) and, for SD3, in ComfyUI.
     """
     facts = {**(facts or {}), **({"adapter": adapter_facts(adapter)} if adapter else {})}
     if adapter is None:
@@ -51,50 +53,47 @@ def write_trained(
 
 
 def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> AdapterModules:
-    """The adapter of a file to start from: any SD3 LoRA that people have, and for other models what is written here."""
+    """Read the adapter to start from: any SD3 LoRA file; for other models, a file written by `write_trained`."""
     if isinstance(transformer, SD3Transformer2DModel) or adapter.type != "lora":
         return read_adapter(path, adapter.type)
     if not path.is_file():
-        raise UserError(f"{path} is no file; name the .safetensors that a task saved")
+        raise UserError(f"{path} is not a file; pass the .safetensors file that a task saved")
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise UserError(f"{path} is no whole safetensors file: {error}") from error
-    found = {}
+        raise UserError(f"{path} is not a complete safetensors file: {error}") from error
+    modules = {}
     for name, down in tensors.items():
         layer, mark, _ = name.removeprefix("transformer.").partition(".lora_A.")
         if mark and (up := tensors.get(f"transformer.{layer}.lora_B.weight")) is not None:
-            found[layer] = LoraModule(down, up, 1.0, tensors.get(f"transformer.{layer}.lora_magnitude_vector"))
-    if not found:
-        raise UserError(f"{path} holds no LoRA (transformer.<layer>.lora_A.weight and lora_B.weight)")
-    return found
+            modules[layer] = LoraModule(down, up, 1.0, tensors.get(f"transformer.{layer}.lora_magnitude_vector"))
+    if not modules:
+        raise UserError(f"{path} contains no LoRA (transformer.<layer>.lora_A.weight and lora_B.weight)")
+    return modules
 
 
 def _lora_tensors(state: Mapping[str, Tensor], adapter: AdapterConfig) -> dict[str, Tensor]:
-    """diffusers' names for the LoRA of any of its models; the scale is in ``lora_B``."""
-    found = {}
+    """Return a LoRA's tensors by diffusers' names, with the scale multiplied into ``lora_B``."""
+    tensors = {}
     for name, down in state.items():
         layer, mark, _ = name.partition(f".lora_A.{ADAPTER}.")
         if not mark:
             continue
         up = state[f"{layer}.lora_B.{ADAPTER}.weight"]
         module = LoraModule(down, up, lora_scale(down.shape[0], adapter.alpha, adapter.use_rslora))
-        found[f"transformer.{layer}.lora_A.weight"] = down
-        found[f"transformer.{layer}.lora_B.weight"] = baked(module).up
-        if (size := state.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight")) is not None:
-            found[f"transformer.{layer}.lora_magnitude_vector"] = size
-    return found
+        tensors[f"transformer.{layer}.lora_A.weight"] = down
+        tensors[f"transformer.{layer}.lora_B.weight"] = baked(module).up
+        if (magnitude := state.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight")) is not None:
+            tensors[f"transformer.{layer}.lora_magnitude_vector"] = magnitude
+    return tensors
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts: Mapping[str, Any]) -> Path:
-    saved = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors.items()}
-    broken = [name for name, tensor in saved.items() if not tensor.isfinite().all()]
-    if broken:
-        raise UserError(f"nothing was saved: {broken[0]} has values that are not finite in {dtype}")
-    said = {"version": __version__, "facts": dict(facts)}
+    saved = cast_tensors(tensors, dtype)
+    metadata = {"version": __version__, "facts": dict(facts)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        save_file(saved, temporary, {METADATA_KEY: json.dumps(said, sort_keys=True, ensure_ascii=False)})
-        back = load_file(temporary)
-        assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved), path
+        save_file(saved, temporary, {METADATA_KEY: json.dumps(metadata, sort_keys=True, ensure_ascii=False)})
+        written = load_file(temporary)
+        assert written.keys() == saved.keys() and all(torch.equal(written[name], saved[name]) for name in saved), path
     return path

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.tensor_file import Header, read_header
+from sd3_light.tensor_file import METADATA_KEY, Header, read_header
 
 HEAD_WIDTH = 64  # of every SD3; other readers assume it
 DENOISER_PREFIX = "model.diffusion_model."
-METADATA_KEY = "sd3_light"
-"""The key under which a file by sd3-light describes itself."""
-
 _SAMPLE_SIZE = 128  # SD3's; no tensor shape depends on it
 _SHAPE_TENSORS = (
     "x_embedder.proj.weight",

@@ -1,1 +1,1 @@
-"""Pictures from a loaded pipeline (`generate`), and many of them on one sheet (`grid`)."""
+"""Sampling: images from a loaded pipeline (`generate`), and grids of them (`grid`)."""

@@ -1,8 +1,8 @@
-"""Prompts -> pictures, with a loaded stock pipeline; every picture depends on its own request alone.
+"""Generate images with a loaded stock pipeline; every image depends only on its own request.
 
-In a batch, matrix products round differently than alone, and with two threads differently than with one. So there are
-two ways to draw: `exact` draws each picture alone with one thread, several side by side on a CPU's cores, and gives the
-same bytes whatever the batch, the number of processes and of cores. The other draws batches, which GPUs need.
+Matrix products round differently in a batch than alone, and with two threads than with one. So there are two modes:
+`exact` generates each image alone with one thread, several in parallel on a CPU's cores, with the same bytes for any
+batch size and number of processes or cores. The other generates batches, which GPUs need.
 """
 
 import copy
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageRequest", "TextPolicy", "generate", "run_pipeline", "save_png", "size_fault", "stream_images"]
 
-Drawn = list[tuple[int, Image.Image]]
-"""Pictures, each with the number of its request."""
+NumberedImages = list[tuple[int, Image.Image]]
+"""Images, each with the index of its request."""
 
-_TEXTS_KEPT = 64  # a text of SD3 is 5 MB
+_CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
 
 
 def generate(
@@ -46,12 +46,12 @@ def generate(
     exact: bool = False,
 ) -> list[Image.Image]:
     """Return the image of every request, in order. See `stream_images`; `on_progress(done, total)` reports progress."""
-    pictures: dict[int, Image.Image] = {}
-    for drawn in stream_images(pipe, requests, policy, steps, guidance, batch_size, exact):
-        pictures.update(drawn)
+    images: dict[int, Image.Image] = {}
+    for batch in stream_images(pipe, requests, policy, steps, guidance, batch_size, exact):
+        images.update(batch)
         if on_progress is not None:
-            on_progress(len(pictures), len(requests))
-    return [pictures[index] for index in range(len(requests))]
+            on_progress(len(images), len(requests))
+    return [images[index] for index in range(len(requests))]
 
 
 def stream_images(
@@ -63,16 +63,16 @@ def stream_images(
     batch_size: int = 16,
     exact: bool = False,
     threads: int = 1,
-) -> Generator[Drawn, None, None]:
-    """The pictures as they are done; a `guidance` of 1 or less means none. `steps` and `guidance` are those of the
-    requests that do not say their own.
+) -> Generator[NumberedImages, None, None]:
+    """Yield the images as they are finished.
 
-    The start noise of a picture comes from its own CPU generator, so with `uncond_text` "empty" this is the picture of
+    `steps` and `guidance` are the defaults for requests without their own; a `guidance` of 1 or less disables it.
+
+    The initial noise of an image comes from its own CPU generator, so with `uncond_text` "empty" the image equals
     `pipe(prompt, generator=torch.Generator("cpu").manual_seed(seed), max_sequence_length=t5_max_length,
     num_inference_steps=steps, guidance_scale=guidance, width=..., height=...)`: the same bytes when `batch_size` is 1
-    or with `exact` (there with `threads` threads of torch). In larger batches here and there a colour is one step of
-    255 off in fp32, more in half precision. With `exact` at most `batch_size` pictures are drawn side by side, by as
-    many threads of Python as cores allow.
+    or with `exact` (there with `threads` torch threads). In larger batches a few colours differ by 1/255 in fp32, more
+    in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
     """
     full = [_with_defaults(request, steps, guidance) for request in requests]
     for request in full:
@@ -82,20 +82,20 @@ def stream_images(
     masked = use_masked_attention(pipe.transformer) if policy.text_tokens == "real" else nullcontext()
     with masked:
         if exact:
-            yield from _draw_exactly(pipe, full, policy, batch_size, threads)
+            yield from _generate_exactly(pipe, full, policy, batch_size, threads)
             return
         for indices in _batches(full, batch_size):
             batch = [full[index] for index in indices]
-            yield list(zip(indices, _draw_batch(pipe, batch, policy, encode), strict=True))
+            yield list(zip(indices, _generate_batch(pipe, batch, policy, encode), strict=True))
 
 
 def size_fault(pipe: "StableDiffusion3Pipeline", width: int, height: int) -> str | None:
-    """What is wrong with a size for this model, if anything."""
+    """Return why the model cannot generate an image of this size; None if it can."""
     step = pipe.vae_scale_factor * pipe.patch_size
     largest = step * pipe.transformer.config.pos_embed_max_size
     if all(side % step == 0 and step <= side <= largest for side in (width, height)):
         return None
-    return f"a picture of {width}x{height}: the sides of this model are multiples of {step} from {step} to {largest}"
+    return f"image size {width}x{height}: this model needs sides that are multiples of {step} from {step} to {largest}"
 
 
 def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageRequest:
@@ -107,84 +107,83 @@ def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageR
 
 
 def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list[int]]:
-    """The requests' indices in batches of one size of picture, steps and guidance, in the order in which these first
-    occur."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for index, one in enumerate(requests):
-        alike.setdefault((one.width, one.height, one.steps, one.guidance), []).append(index)
-    for indices in alike.values():
+    """Yield the requests' indices in batches of equal image size, steps and guidance, in order of first occurrence."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault((request.width, request.height, request.steps, request.guidance), []).append(index)
+    for indices in groups.values():
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]
 
 
-def _draw_exactly(
+def _generate_exactly(
     pipe: "StableDiffusion3Pipeline",
     requests: Sequence[ImageRequest],
     policy: TextPolicy,
-    side_by_side: int,
+    parallel: int,
     threads: int,
-) -> Iterator[Drawn]:
-    """One picture a call, so that nothing of it depends on the others."""
-    workers = max(1, min(side_by_side, len(requests), _cores() // threads))
+) -> Iterator[NumberedImages]:
+    """Generate one image per pipeline call, so that images do not affect each other."""
+    workers = max(1, min(parallel, len(requests), _cores() // threads))
     pipes: SimpleQueue[StableDiffusion3Pipeline] = SimpleQueue()
     for _ in range(workers):
-        pipes.put(_twin(pipe))
-    shelf = _Shelf()
+        pipes.put(_copy_pipeline(pipe))
+    texts = _TextCache()
 
-    def one(index: int) -> Drawn:
-        mine = pipes.get()
+    def generate_one(index: int) -> NumberedImages:
+        own_pipe = pipes.get()
         try:
-            (image,) = _draw_batch(mine, [requests[index]], policy, shelf.encode)
+            (image,) = _generate_batch(own_pipe, [requests[index]], policy, texts.encode)
             return [(index, image)]
         finally:
-            pipes.put(mine)
+            pipes.put(own_pipe)
 
     with _torch_threads(threads), ThreadPoolExecutor(workers) as pool:
         try:
-            for done in as_completed([pool.submit(one, index) for index in range(len(requests))]):
+            for done in as_completed([pool.submit(generate_one, index) for index in range(len(requests))]):
                 yield done.result()
-        finally:  # after a fault, or when the caller wants no more
+        finally:  # after an error, or when the caller stops early
             pool.shutdown(cancel_futures=True)
 
 
-def _twin(pipe: "StableDiffusion3Pipeline") -> "StableDiffusion3Pipeline":
-    """The same networks in a pipeline whose settings and scheduler are its own, for use in another thread."""
+def _copy_pipeline(pipe: "StableDiffusion3Pipeline") -> "StableDiffusion3Pipeline":
+    """Return a pipeline with the same networks but its own settings and scheduler, for use in another thread."""
     scheduler = copy.copy(pipe.scheduler)
-    scheduler.register_to_config()  # a config of its own: DPM++ writes the shift of a picture's size into it
-    twin = copy.copy(pipe)
-    twin.scheduler = scheduler
-    return twin
+    scheduler.register_to_config()  # copies the config: DPM++ writes the shift for an image size into it
+    own_pipe = copy.copy(pipe)
+    own_pipe.scheduler = scheduler
+    return own_pipe
 
 
-class _Shelf:
-    """Texts encoded one at a time, the latest of them kept."""
+class _TextCache:
+    """Encodes texts one at a time and keeps the most recently used."""
 
     def __init__(self) -> None:
         self._texts: dict[str, EncodedText] = {}
-        self._lock = Lock()  # a tokenizer's settings change with each call
+        self._lock = Lock()  # tokenizers change their settings in each call
 
     def encode(self, pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[EncodedText]:
-        """As `texts.encode`, but no text's encoding depends on the others. Threads may come at once."""
+        """Like `texts.encode`, but each text is encoded alone. Thread-safe."""
         with self._lock:
-            return [self._one(pipe, text, policy) for text in texts]
+            return [self._encode_one(pipe, text, policy) for text in texts]
 
-    def _one(self, pipe: "StableDiffusion3Pipeline", text: str, policy: TextPolicy) -> EncodedText:
-        found = self._texts.pop(text, None) or encode(pipe, [text], policy)[0]
-        self._texts[text] = found  # at the end: the oldest goes first
-        for oldest in list(self._texts)[:-_TEXTS_KEPT]:
+    def _encode_one(self, pipe: "StableDiffusion3Pipeline", text: str, policy: TextPolicy) -> EncodedText:
+        encoded = self._texts.pop(text, None) or encode(pipe, [text], policy)[0]
+        self._texts[text] = encoded  # moves it to the end: the least recently used is first
+        for oldest in list(self._texts)[:-_CACHED_TEXTS]:
             del self._texts[oldest]
-        return found
+        return encoded
 
 
 def _cores() -> int:
-    """Cores that this process may use, shared with the others of its launcher on this machine."""
+    """Return the cores for this process: its share among the processes of its launcher on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """With this many threads of torch, in this thread and those that are started meanwhile."""
+    """Set the number of torch threads for this thread and those started in the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -197,16 +196,16 @@ Encode = Callable[["StableDiffusion3Pipeline", Sequence[str], TextPolicy], list[
 
 
 @torch.no_grad()
-def _draw_batch(
+def _generate_batch(
     pipe: "StableDiffusion3Pipeline", batch: Sequence[ImageRequest], policy: TextPolicy, encoder: Encode
 ) -> list[Image.Image]:
-    """Requests of one size, steps and guidance."""
+    """Generate requests of equal size, steps and guidance."""
     steps, guidance = batch[0].steps, batch[0].guidance
     assert steps is not None and guidance is not None
     texts = encoder(pipe, [request.prompt for request in batch], policy)
     if guidance > 1:
         texts = [*_negatives(pipe, batch, texts, policy, encoder), *texts]
-    # latents take the type of the text, and the VAE must understand them
+    # latents get the dtype of the text, and the VAE must accept it
     text = batch_texts(texts, texts[0].tokens.device, pipe.vae.dtype)
     if policy.text_tokens == "padded":
         return run_pipeline(pipe, batch, text, steps, guidance)
@@ -223,7 +222,7 @@ def _negatives(
     policy: TextPolicy,
     encoder: Encode,
 ) -> list[EncodedText]:
-    """What guidance leads away from, a text a request."""
+    """Return one negative text per request, for guidance."""
     if policy.uncond_text == "zero":
         return [unconditional_text(text, policy.text_tokens) for text in texts]
     return encoder(pipe, [request.negative_prompt for request in batch], policy)
@@ -237,19 +236,19 @@ def run_pipeline(
     guidance: float,
     attention: dict[str, Any] | None = None,
 ) -> list[Image.Image]:
-    """The stock pipeline's own sampling of requests of one size, without its text encoders.
+    """Run the stock pipeline on encoded texts, for requests of one size.
 
-    With guidance the rows of ``text`` are all negative ones, then the prompts'. ``attention`` goes to the denoiser as
-    its ``joint_attention_kwargs``.
+    With guidance, the rows of ``text`` are all negative texts, then all prompts. ``attention`` is passed to the
+    denoiser as ``joint_attention_kwargs``.
     """
     rows = {"prompt_embeds": text.tokens, "pooled_prompt_embeds": text.pooled}
-    given = {name: tensor[-len(batch) :] for name, tensor in rows.items()}
+    embeds = {name: tensor[-len(batch) :] for name, tensor in rows.items()}
     if guidance > 1:
-        given |= {f"negative_{name}": tensor[: len(batch)] for name, tensor in rows.items()}
-    with _quiet(pipe), torch.no_grad():
+        embeds |= {f"negative_{name}": tensor[: len(batch)] for name, tensor in rows.items()}
+    with _no_progress_bar(pipe), torch.no_grad():
         result = pipe(
-            **given,
-            # with a list, diffusers draws every picture's noise as if it were alone
+            **embeds,
+            # with a list, diffusers draws each image's noise independently of the batch
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
             width=batch[0].width,
             height=batch[0].height,
@@ -262,8 +261,8 @@ def run_pipeline(
 
 
 @contextmanager
-def _quiet(pipe: "StableDiffusion3Pipeline") -> Iterator[None]:
-    """Without diffusers' own bar, one a batch; its settings come back afterwards."""
+def _no_progress_bar(pipe: "StableDiffusion3Pipeline") -> Iterator[None]:
+    """Disable diffusers' progress bar (one per batch), and restore its settings afterwards."""
     settings = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)
     try:

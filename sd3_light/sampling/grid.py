@@ -1,4 +1,4 @@
-"""Many pictures on one sheet, each with its prompt under it, for people to look at."""
+"""A grid of images with captions."""
 
 import shutil
 import subprocess
@@ -14,12 +14,12 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 _TEXT_SIZE, _TITLE_SIZE = 11, 16
 _LINE = 14  # from one line of a caption to the next, in pixels
-_GAP = 8  # between cells, and between a picture and its caption
-_MARK = 8  # the side of the square that says right or wrong
-_PAPER, _INK = (232, 232, 236), (30, 30, 30)  # white pictures must show their edges
+_GAP = 8  # between cells, and between an image and its caption
+_MARK = 8  # the side of the square that marks right or wrong
+_PAPER, _INK = (232, 232, 236), (30, 30, 30)  # not white, so that white images show their edges
 _RIGHT, _WRONG = (20, 160, 60), (215, 30, 40)
 
-# Where fontconfig is missing: fonts with Chinese glyphs that systems ship, by file name.
+# Without fontconfig: common fonts with Chinese glyphs, by file name.
 _CJK_FILES = (
     "NotoSansCJK-Regular.ttc",
     "NotoSansSC-Regular.otf",
@@ -52,10 +52,10 @@ def make_grid(
     fallback_captions: Sequence[str] | None = None,
     smooth: bool = False,
 ) -> Image.Image:
-    """The pictures, `columns` a row, enlarged `scale` times (in squares, or `smooth`) and centred in equal cells.
+    """Lay out the images, `columns` per row, enlarged `scale` times (nearest, or `smooth`) and centred in equal cells.
 
-    `marks` puts a green (right) or a crossed red (wrong) square before a caption, None puts none. Where a caption is
-    Chinese and the machine has no font for it, the fallback caption is shown instead, followed by " [zh]".
+    `marks` adds a green (right) or crossed red (wrong) square before a caption, or none (None). If a caption is Chinese
+    and the machine has no font for it, its fallback caption is shown instead, followed by " [zh]".
     """
     assert images and columns >= 1 and scale >= 1, (len(images), columns, scale)
     assert len(captions) == len(images), (len(captions), len(images))
@@ -72,10 +72,10 @@ def make_grid(
 
 
 def _draw(
-    cells: Sequence[_Cell], columns: int, picture: tuple[int, int], indent: int, title: str | None
+    cells: Sequence[_Cell], columns: int, cell_size: tuple[int, int], indent: int, title: str | None
 ) -> Image.Image:
-    """The sheet: rows are as high as their longest caption asks."""
-    width, height = picture
+    """Draw the sheet; each row is as high as its longest caption needs."""
+    width, height = cell_size
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     heights = [height + _GAP // 2 + _LINE * max(len(cell.lines) for cell in row) + _GAP for row in rows]
     sheet_width = _GAP + columns * (width + _GAP)
@@ -100,7 +100,7 @@ def _draw_caption(draw: ImageDraw.ImageDraw, cell: _Cell, left: int, top: int, i
     if cell.mark is not None:
         box = (left, top + 2, left + _MARK, top + 2 + _MARK)
         draw.rectangle(box, fill=_RIGHT if cell.mark else _WRONG)
-        if not cell.mark:  # told apart without colours too
+        if not cell.mark:  # distinguishable without colours
             draw.line(box, fill=_PAPER)
             draw.line((box[0], box[3], box[2], box[1]), fill=_PAPER)
     for number, line in enumerate(cell.lines):
@@ -108,7 +108,7 @@ def _draw_caption(draw: ImageDraw.ImageDraw, cell: _Cell, left: int, top: int, i
 
 
 def _readable(caption: str, fallback: str | None) -> tuple[str, Font]:
-    """The text to show, and a font that has it."""
+    """Return the text to show, and a font for it."""
     if not _is_chinese(caption):
         return caption, _latin(_TEXT_SIZE)
     font = _chinese(_TEXT_SIZE)
@@ -118,7 +118,7 @@ def _readable(caption: str, fallback: str | None) -> tuple[str, Font]:
 
 
 def _wrap(text: str, font: Font, width: int) -> list[str]:
-    """The text in lines of at most `width` pixels, broken at spaces, or anywhere in Chinese and in too long words."""
+    """Wrap a text to `width` pixels, at spaces, or anywhere in Chinese and in words that are too long."""
     lines = [""]
     for piece in _pieces(text):
         if font.getlength((lines[-1] + piece).rstrip()) <= width or not lines[-1]:
@@ -132,7 +132,7 @@ def _wrap(text: str, font: Font, width: int) -> list[str]:
 
 
 def _pieces(text: str) -> list[str]:
-    """What a line may be broken between: words with the space before them, or single characters of Chinese."""
+    """Split a text where lines may break: words with their leading space, or single Chinese characters."""
     if _is_chinese(text):
         return list(text)
     words = text.split()
@@ -150,7 +150,7 @@ def _latin(size: int) -> Font:
 
 @cache
 def _chinese(size: int) -> Font | None:
-    """A font of this machine that has Chinese glyphs, if there is one."""
+    """Return an installed font with Chinese glyphs; None if there is none."""
     for file in (*_fontconfig_files(), *_CJK_FILES):
         try:
             return ImageFont.truetype(file, size)
@@ -160,9 +160,9 @@ def _chinese(size: int) -> Font | None:
 
 
 def _fontconfig_files() -> list[str]:
-    """Fonts that fontconfig knows to cover Chinese, plain ones first (`fc-match` would name any font, if need be)."""
+    """Return the fonts that cover Chinese, regular ones first. (`fc-match` falls back to any font.)"""
     if shutil.which("fc-list") is None:
         return []
-    found = subprocess.run(["fc-list", ":lang=zh-cn", "file"], capture_output=True, text=True, check=False)
-    files = [line.strip().rstrip(":") for line in found.stdout.splitlines() if line.strip()]
+    result = subprocess.run(["fc-list", ":lang=zh-cn", "file"], capture_output=True, text=True, check=False)
+    files = [line.strip().rstrip(":") for line in result.stdout.splitlines() if line.strip()]
     return sorted(files, key=lambda file: ("Regular" not in Path(file).name, file))

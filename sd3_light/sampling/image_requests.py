@@ -1,7 +1,7 @@
 """Requests for images, and prompt files whose rows (`PromptRow`) leave missing values to the command.
 
-A text file has a prompt a line. A CSV file has a header and the columns of `COLUMNS`; an empty cell means the command's
-own value.
+A text file has one prompt per line. A CSV file has a header and the columns of `COLUMNS`; an empty cell means the
+command's value.
 """
 
 import csv
@@ -15,14 +15,14 @@ from typing import Any
 from sd3_light.config.faults import UserError
 
 _FAULTS_SHOWN = 10
-_MOST_STEPS = 1000  # more than the times that models know
+_MAX_STEPS = 1000  # models have 1000 timesteps
 
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """One picture to make; sides in pixels. The negative prompt is read only where `uncond_text` is "empty".
+    """One image to generate; sides in pixels. The negative prompt is used only with `uncond_text` "empty".
 
-    Where `steps` or `guidance` is None, the call that draws says them.
+    None for `steps` or `guidance` means the value passed to the generating function.
     """
 
     prompt: str
@@ -36,7 +36,7 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt, and what its line says of its picture; None leaves it to the command. `where` names file and line."""
+    """A prompt and its settings from a file; None means the command's value. `where` is the file and line."""
 
     prompt: str
     seed: int | None = None
@@ -52,16 +52,16 @@ COLUMNS = tuple(field.name for field in fields(PromptRow) if field.name != "wher
 
 
 def read_prompt_rows(path: Path) -> list[PromptRow]:
-    """The rows of a file of prompts: CSV where its name ends in .csv, else a prompt a line (empty lines are skipped).
+    """Read a prompt file: CSV if its name ends in .csv, else one prompt per line (empty lines are skipped).
 
-    All faults of a file come in one report, each with its line.
+    One error reports all faults of the file with their lines.
     """
     if not path.is_file():
         raise UserError(f"--file: {path} does not exist")
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise UserError(f"{path} is not UTF-8 (byte {fault.start}); save it as UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     if path.suffix.lower() == ".csv":
         return _csv_rows(path, text)
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
@@ -74,9 +74,9 @@ def _csv_rows(path: Path, text: str) -> list[PromptRow]:
     _check_header(path, header)
     rows, faults = [], []
     for number, cells in lines:
-        values, wrong = _parse(header, cells)
-        faults += [f"{path}:{number}: {fault}" for fault in wrong]
-        rows.append(PromptRow(**values, where=f"{path}:{number}") if not wrong else None)
+        values, row_faults = _parse(header, cells)
+        faults += [f"{path}:{number}: {fault}" for fault in row_faults]
+        rows.append(PromptRow(**values, where=f"{path}:{number}") if not row_faults else None)
     if faults:
         more = f"\n... and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
         raise UserError("\n".join(faults[:_FAULTS_SHOWN]) + more)
@@ -84,16 +84,16 @@ def _csv_rows(path: Path, text: str) -> list[PromptRow]:
 
 
 def _csv_lines(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Cells of each row that is not blank, with the number of the line where it begins (cells may hold several)."""
+    """Yield (first line number, cells) of each row that is not blank; a cell may span several lines."""
     reader = csv.reader(text.splitlines(keepends=True), strict=True)
-    begins = 1
+    start = 1
     try:
         for cells in reader:
             if any(cell.strip() for cell in cells):
-                yield begins, [cell.strip() for cell in cells]
-            begins = reader.line_num + 1
-    except csv.Error as fault:
-        raise UserError(f"{path}:{begins}: no CSV: {fault}") from None
+                yield start, [cell.strip() for cell in cells]
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}:{start}: not valid CSV: {error}") from None
 
 
 def _check_header(path: Path, header: list[str]) -> None:
@@ -103,15 +103,15 @@ def _check_header(path: Path, header: list[str]) -> None:
             hint = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(COLUMNS)}"
             raise UserError(f"{path}:1: unknown column {name!r}; {hint}")
         if header.count(name) > 1:
-            raise UserError(f"{path}:1: the column {name} is there twice")
+            raise UserError(f"{path}:1: the column {name} appears twice")
     if "prompt" not in header:
-        raise UserError(f"{path}:1: no column `prompt`; the first line names the columns: {', '.join(COLUMNS)}")
+        raise UserError(f"{path}:1: no column `prompt`; the first line must name the columns: {', '.join(COLUMNS)}")
 
 
 def _parse(header: list[str], cells: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """A line's values by column, and what is wrong with them."""
+    """Return a row's values by column, and their faults."""
     if len(cells) != len(header):
-        return {}, [f"{len(cells)} cells for {len(header)} columns; a text with a comma stands in quotes"]
+        return {}, [f"{len(cells)} cells for {len(header)} columns; put text with a comma in quotes"]
     values: dict[str, Any] = {}
     faults = []
     for name, cell in zip(header, cells, strict=True):
@@ -120,13 +120,13 @@ def _parse(header: list[str], cells: list[str]) -> tuple[dict[str, Any], list[st
         try:
             values[name] = _PARSERS[name](cell)
         except ValueError:
-            faults.append(f"{name} is {cell!r}; it must be {_WANTED[name]}")
+            faults.append(f"{name} is {cell!r}; it must be {_EXPECTED[name]}")
     if "prompt" not in values:
         faults.append("the prompt is empty")
     return values, faults
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def _integer(least: int, most: int) -> Callable[[str], int]:
     def parse(cell: str) -> int:
         value = int(cell)
         if not least <= value <= most:
@@ -146,16 +146,16 @@ def _guidance(cell: str) -> float:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "prompt": str,
     "negative_prompt": str,
-    "seed": _whole(0, 2**63 - 1),
-    "width": _whole(1, 2**16),
-    "height": _whole(1, 2**16),
-    "steps": _whole(1, _MOST_STEPS),
+    "seed": _integer(0, 2**63 - 1),
+    "width": _integer(1, 2**16),
+    "height": _integer(1, 2**16),
+    "steps": _integer(1, _MAX_STEPS),
     "guidance": _guidance,
 }
-_WANTED = {
-    "seed": "a whole number from 0",
-    "width": "pixels, a whole number",
-    "height": "pixels, a whole number",
-    "steps": f"a whole number from 1 to {_MOST_STEPS}",
+_EXPECTED = {
+    "seed": "an integer from 0",
+    "width": "an integer, in pixels",
+    "height": "an integer, in pixels",
+    "steps": f"an integer from 1 to {_MAX_STEPS}",
     "guidance": "a number from 0",
 }

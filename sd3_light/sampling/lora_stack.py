@@ -1,4 +1,4 @@
-"""LoRA files on top of a loaded pipeline."""
+"""Apply LoRA files to a loaded pipeline."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from sd3_light.config.faults import UserError
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-_PARTS = ("transformer", "text_encoder", "text_encoder_2")
-_ENCODERS = ("text_encoder", "lora_te")
+_LORA_PARTS = ("transformer", "text_encoder", "text_encoder_2")
+_ENCODER_PREFIXES = ("text_encoder", "lora_te")
 _LEAF = re.compile(r"\.(lora_[AB]|lora_(up|down)|lora\.(up|down)|lora_magnitude_vector|dora_scale|alpha)\b.*$")
 
 
@@ -25,14 +25,14 @@ Reader = Callable[[Path], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and how strongly it acts: 1 as trained, 0 not at all."""
+    """A LoRA file and its strength: 1 as trained, 0 no effect."""
 
     file: Path
     strength: float = 1.0
 
     @staticmethod
     def parse(text: str) -> "Lora":
-        """From `FILE` or `FILE:STRENGTH`; the file must be there."""
+        """Parse `FILE` or `FILE:STRENGTH`; the file must exist."""
         file, strength = Path(text), 1.0
         name, colon, number = text.rpartition(":")
         if colon and not file.is_file():
@@ -41,16 +41,16 @@ class Lora:
         if not file.is_file():
             raise UserError(f"LoRA {text}: {file} does not exist")
         if file.suffix != ".safetensors":
-            raise UserError(f"LoRA {text}: a LoRA is a .safetensors file")
+            raise UserError(f"LoRA {text}: it is not a .safetensors file")
         if not abs(strength) < float("inf"):
             raise UserError(f"LoRA {text}: the strength must be a finite number")
         return Lora(file, strength)
 
 
 def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Reader) -> None:
-    """Let the files act together, each with its strength. A file that does not fit is a UserError.
+    """Apply the files together, each with its strength. A file that does not fit the model is a UserError.
 
-    ``read`` gives a file's tensors by diffusers' names; files that change text encoders are left to diffusers.
+    ``read`` returns a file's tensors by diffusers' names; diffusers itself reads files that change text encoders.
     """
     if not loras:
         return
@@ -60,29 +60,29 @@ def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Rea
             tensors = _tensors(pipe, lora.file, read)
             _check(pipe, tensors)
             pipe.load_lora_weights(dict(tensors), adapter_name=name)
-        except (ValueError, LookupError, RuntimeError, OSError, SafetensorError) as fault:
-            reason = str(fault).strip().splitlines()
-            # of the many lines that torch has for tensors of wrong shapes, the first says which model, the second why
-            raise UserError(f"LoRA {lora.file} does not fit this model: {' '.join(reason[:2])}") from fault
+        except (ValueError, LookupError, RuntimeError, OSError, SafetensorError) as error:
+            lines = str(error).strip().splitlines()
+            # torch reports wrong shapes in many lines: the first names the model, the second the reason
+            raise UserError(f"LoRA {lora.file} does not fit this model: {' '.join(lines[:2])}") from error
     pipe.set_adapters(names, [lora.strength for lora in loras])
 
 
 def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:
     with safe_open(file, framework="pt") as opened:
-        of_encoders = any(key.startswith(_ENCODERS) for key in opened.keys())  # noqa: SIM118 - it is no dict
-    if not of_encoders:
+        has_encoders = any(key.startswith(_ENCODER_PREFIXES) for key in opened.keys())  # noqa: SIM118 - not a dict
+    if not has_encoders:
         return read(file)
-    found: Mapping[str, Tensor] = pipe.lora_state_dict(file.resolve().parent, weight_name=file.name)
-    return found
+    tensors: Mapping[str, Tensor] = pipe.lora_state_dict(file.resolve().parent, weight_name=file.name)
+    return tensors
 
 
 def _check(pipe: "StableDiffusion3Pipeline", tensors: Mapping[str, Tensor]) -> None:
-    """A ValueError where layers of the file are not in the model: diffusers would only warn, and draw without them."""
+    """Raise a ValueError for layers that the model lacks: diffusers would only warn and ignore them."""
     layers = list(dict.fromkeys(_LEAF.sub("", key) for key in tensors))
-    parts = {part: getattr(pipe, part) for part in _PARTS}
+    parts = {part: getattr(pipe, part) for part in _LORA_PARTS}
     known = {f"{part}.{name}" for part, module in parts.items() if module for name, _ in module.named_modules()}
-    strange = [layer for layer in layers if layer not in known]
-    if len(strange) == len(layers):
-        raise ValueError(f"none of its {len(layers)} layers is in it, such as {layers[0]}")
-    if strange:
-        raise ValueError(f"{len(strange)} of its {len(layers)} layers are not in it, such as {strange[0]}")
+    unknown = [layer for layer in layers if layer not in known]
+    if len(unknown) == len(layers):
+        raise ValueError(f"the model has none of its {len(layers)} layers, such as {layers[0]}")
+    if unknown:
+        raise ValueError(f"the model lacks {len(unknown)} of its {len(layers)} layers, such as {unknown[0]}")

@@ -1,6 +1,6 @@
-"""PNG files that say how they were made.
+"""PNG files with their generation parameters.
 
-`parameters` is the text that AUTOMATIC1111's web UI writes and that ComfyUI and others read: the prompt, a line
+`parameters` is the text chunk that AUTOMATIC1111's web UI writes and ComfyUI and others read: the prompt, a line
 `Negative prompt: ...`, a line `Steps: 28, Sampler: Euler, CFG scale: 4, Seed: 1, Size: 64x64, ...`.
 """
 
@@ -15,13 +15,13 @@ from PIL.PngImagePlugin import PngInfo
 from sd3_light.files import atomic_unsynced_file
 
 PNG_FACTS = "sd3_light"
-"""The chunk with every parameter as JSON. None is called `prompt`: ComfyUI takes that for a graph in JSON."""
+"""The chunk with all parameters as JSON. No chunk is named `prompt`: ComfyUI would parse it as a workflow graph."""
 
 
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> None:
-    """Write a PNG whose text chunks hold the metadata: texts as they are, anything else as JSON.
+    """Write a PNG atomically, with the metadata as text chunks: strings as they are, other values as JSON.
 
-    `PIL.Image.open(path).text` reads them back. The file appears whole or not at all.
+    `PIL.Image.open(path).text` reads them back.
     """
     info = PngInfo()
     for key, value in metadata.items():
@@ -32,7 +32,7 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> Non
 
 
 def read_png_facts(path: Path) -> dict[str, Any]:
-    """What a picture of ours says of itself; empty for a picture of others."""
+    """Return the parameters in an image written here; empty for other images."""
     with Image.open(path) as image:
         text = getattr(image, "text", {}).get(PNG_FACTS, "{}")
     facts = json.loads(text)
@@ -40,7 +40,7 @@ def read_png_facts(path: Path) -> dict[str, Any]:
 
 
 def parameters(facts: Mapping[str, Any], sampler: str) -> str:
-    """The `parameters` text of a picture with these facts, drawn by the sampler that others know by this name."""
+    """Return the `parameters` text for an image; ``sampler`` is the name that other programs use."""
     pairs = {
         "Steps": facts["steps"],
         "Sampler": sampler,
@@ -52,12 +52,12 @@ def parameters(facts: Mapping[str, Any], sampler: str) -> str:
     if facts["loras"]:
         pairs["LoRA"] = ", ".join(f"{lora['file']}:{lora['strength']:g}" for lora in facts["loras"])
     line = ", ".join(f"{key}: {_quoted(str(value))}" for key, value in pairs.items())
-    # ComfyUI looks for the second line even where it is empty
+    # ComfyUI expects the second line even if it is empty
     return f"{_one_line(facts['prompt'])}\nNegative prompt: {_one_line(facts['negative_prompt'])}\n{line}"
 
 
 def _quoted(value: str) -> str:
-    """In quotes where the value would end early, as that format has it."""
+    """Quote a value that contains a separator of the format."""
     return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ',:\n"') else value
 
 

@@ -1,4 +1,4 @@
-"""Drawing in half precision: the large networks compute in it, everything else stays in float32."""
+"""Sampling in half precision: the large networks compute in it, everything else stays in float32."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,34 +12,36 @@ if TYPE_CHECKING:
 
 SAMPLE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_TENSORS = ("hidden_states", "encoder_hidden_states", "pooled_projections")  # times stay exact
+_TENSORS = ("hidden_states", "encoder_hidden_states", "pooled_projections")  # timesteps stay exact
 
 
 def check_dtype(name: str) -> torch.dtype:
-    """The dtype of this name, or a UserError with the choices."""
+    """Return the dtype of this name; a UserError lists the choices."""
     if name not in SAMPLE_DTYPES:
-        raise UserError(f"--dtype {name}: choose among {', '.join(SAMPLE_DTYPES)}")
+        raise UserError(f"--dtype {name}: unknown dtype; choose one of {', '.join(SAMPLE_DTYPES)}")
     return SAMPLE_DTYPES[name]
 
 
 def compute_in(pipe: "StableDiffusion3Pipeline", dtype: torch.dtype) -> None:
-    """Let the denoiser and the text encoders of a float32 pipeline compute in ``dtype``, for good.
+    """Permanently cast the denoiser and text encoders of a float32 pipeline to ``dtype``.
 
-    Noise, the sampler's steps and the VAE stay in float32, so a picture starts from the noise of float32's. (A stock
-    pipeline loaded in half precision draws other noise, and rounds the picture after each step.)
+    Noise, sampler steps and the VAE stay in float32, so an image starts from the same noise as in float32. (A stock
+    pipeline loaded in half precision draws other noise and rounds the latents after each step.)
     """
     if dtype == torch.float32:
         return
     for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
         if part is not None:
             part.to(dtype)
-    pipe.transformer.register_forward_pre_hook(_lower, with_kwargs=True)
-    pipe.transformer.register_forward_hook(_raise)
+    pipe.transformer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    pipe.transformer.register_forward_hook(_cast_outputs)
 
 
-def _lower(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _cast_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs | {name: kwargs[name].to(module.dtype) for name in _TENSORS}
 
 
-def _raise(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _cast_outputs(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.float() for tensor in output)

@@ -1,9 +1,9 @@
-"""The features of the config's prompts, kept in the cache beside the captions': training then needs no text encoder.
+"""Text features of the config's prompts, stored in the cache so that training needs no text encoder.
 
     <cache>/prompts/DIGEST.safetensors   one prompt: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width], bf16
 
-The name is a hash of the prompt and of all that determines a text's features, so a changed prompt, encoder or setting
-makes another file. Prompts are encoded one at a time, so none depends on the others.
+The name is a hash of the prompt and everything that determines its features, so a changed prompt, encoder or setting
+gives another file. Prompts are encoded one at a time, so they do not affect each other.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ _RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in TEXT_ENCODERS
 
 
 def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
-    """The name of a prompt's file under `PROMPTS_FOLDER`, by the part of a cache's recipe that is about text."""
-    made_of = {"format": _FORMAT, "prompt": prompt, **{key: recipe[key] for key in _RECIPE}}
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    """Return the name of a prompt's file in `PROMPTS_FOLDER`, given the cache's recipe."""
+    inputs = {"format": _FORMAT, "prompt": prompt, **{key: recipe[key] for key in _RECIPE}}
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     return f"{digest.hexdigest()[:32]}.safetensors"
 
 
 def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: PromptFeatures) -> None:
-    """Put a prompt's features into a cache folder, atomically."""
+    """Write a prompt's features to a cache folder atomically."""
     folder = cache / PROMPTS_FOLDER
     folder.mkdir(exist_ok=True)
     about = {"prompt": prompt, "sha256": _values_sha256(save(features))}
@@ -49,7 +49,7 @@ def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: 
 
 
 def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> PromptFeatures | None:
-    """A prompt's features from a cache in a folder or at a URL; None where they are not there, or are damaged."""
+    """Read a prompt's features from a cache folder or URL; None if they are missing or damaged."""
     name = f"{PROMPTS_FOLDER}/{prompt_file(prompt, recipe)}"
     try:
         if isinstance(cache, Path):
@@ -64,7 +64,7 @@ def _parse(data: bytes) -> PromptFeatures | None:
     try:
         about = json.loads(read_header(BytesIO(data)).metadata["about"])
         return load(data) if about["sha256"] == _values_sha256(data) else None
-    except (SafetensorError, ValueError, LookupError, TypeError):  # cut short, or nothing that `write_prompt` wrote
+    except (SafetensorError, ValueError, LookupError, TypeError):  # truncated, or not written by `write_prompt`
         return None
 
 
@@ -76,22 +76,22 @@ def _values_sha256(data: bytes) -> str:
 def encode_prompts(
     parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = TEXT_ENCODERS
 ) -> list[PromptFeatures]:
-    """The prompts' features by the named encoders, as captions are encoded for the cache."""
+    """Encode prompts with the named encoders, as captions are encoded for the cache."""
     tokens = [parts.tokenize([prompt]) for prompt in prompts]
-    found: list[PromptFeatures] = [{} for _ in prompts]
-    for name in encoders:  # in the outer loop: it may be that only one of them fits on the device
-        for features, ids in zip(found, tokens, strict=True):
+    results: list[PromptFeatures] = [{} for _ in prompts]
+    for name in encoders:  # in the outer loop: perhaps only one of them fits on the device
+        for features, ids in zip(results, tokens, strict=True):
             encoded = parts.encode_text(name, ids[name])
             features[name] = encoded[f"{name}.tokens"]
             if f"{name}.pooled" in encoded:
                 features[f"{name}.pooled"] = encoded[f"{name}.pooled"]
     parts.synchronize()
-    return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in found]
+    return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in results]
 
 
 def encode_prompts_one_by_one(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[PromptFeatures]:
-    """The same, each encoder loaded, used and freed before the next: never two of them in memory."""
-    found: list[PromptFeatures] = [{} for _ in prompts]
+    """Like `encode_prompts`, but each encoder is loaded, used and freed before the next."""
+    results: list[PromptFeatures] = [{} for _ in prompts]
     for name in TEXT_ENCODERS:
         with FrozenParts(
             model.diffusers_path,
@@ -102,6 +102,6 @@ def encode_prompts_one_by_one(model: ModelConfig, prompts: Sequence[str], device
             batch_size=1,
             one_at_a_time=False,
         ) as parts:
-            for features, encoded in zip(found, encode_prompts(parts, prompts, [name]), strict=True):
+            for features, encoded in zip(results, encode_prompts(parts, prompts, [name]), strict=True):
                 features |= encoded
-    return found
+    return results

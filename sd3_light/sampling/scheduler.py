@@ -1,7 +1,7 @@
-"""The samplers, each with the times as training shifted them.
+"""The samplers, each with the timestep shift of training.
 
-All are diffusers' own. They place their times a little differently: Euler and Heun from 1 down to sigma_min, DPM++
-from 0.999 in equal parts, rounded down to whole thousandths for the model.
+All are diffusers' schedulers. Their timesteps differ slightly: Euler and Heun go from 1 down to sigma_min, DPM++ from
+0.999 in equal steps, rounded down to thousandths for the model.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,41 +14,42 @@ if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
 SAMPLERS = {"euler": "Euler", "heun": "Heun", "dpm++": "DPM++ 2M"}
-"""Our name of each sampler -> the name that other programs know it by."""
+"""Our name of each sampler -> the name in other programs."""
 
 _DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
-# Settings of a scheduler that bend the times further; the other samplers' classes do not know them.
-_BENDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "shift_terminal")
+# Scheduler settings that change the timesteps further; the other samplers do not support them.
+_EULER_ONLY = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "shift_terminal")
 
 
 def flow_scheduler(shift: float | None, flux_shift: bool) -> FlowMatchEulerDiscreteScheduler:
-    """Stock Euler steps with the trained shift: 1.0 where there was none, dynamic with `flux_shift`."""
+    """Return the stock Euler scheduler with the shift of training: 1.0 by default, dynamic with `flux_shift`."""
     return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
 
 
 def check_sampler(name: str) -> None:
-    """A UserError with the choices, unless there is a sampler of this name."""
+    """Raise a UserError with the choices for an unknown sampler."""
     if name not in SAMPLERS:
-        raise UserError(f"--sampler {name}: there is none of this name; choose among {', '.join(SAMPLERS)}")
+        raise UserError(f"--sampler {name}: unknown sampler; choose one of {', '.join(SAMPLERS)}")
 
 
 def use_sampler(pipe: "StableDiffusion3Pipeline", name: str) -> None:
-    """Let a pipeline draw by this sampler from now on, with the shift of the scheduler it has."""
+    """Replace a pipeline's scheduler by this sampler, with the same shift."""
     check_sampler(name)
     pipe.scheduler = _sampler(pipe.scheduler, name)
 
 
-def _sampler(given: Any, name: str) -> Any:
-    if not isinstance(given, FlowMatchEulerDiscreteScheduler):
-        kind = type(given).__name__
-        raise UserError(f"the model's scheduler is a {kind}; its folder must say FlowMatchEulerDiscreteScheduler")
-    config = given.config
+def _sampler(scheduler: Any, name: str) -> Any:
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        kind = type(scheduler).__name__
+        raise UserError(f"the model's scheduler is a {kind}; only FlowMatchEulerDiscreteScheduler is supported")
+    config = scheduler.config
     if name == "euler":
-        return given
-    bent = [key for key in _BENDS if config.get(key)]
-    if bent:
+        return scheduler
+    unsupported = [key for key in _EULER_ONLY if config.get(key)]
+    if unsupported:
         raise UserError(
-            f"--sampler {name}: the model's scheduler has {', '.join(bent)}, only euler knows it; use euler"
+            f"--sampler {name}: the model's scheduler sets {', '.join(unsupported)}, which only euler supports; "
+            "use --sampler euler"
         )
     if name == "heun":
         return _heun(config)
@@ -58,7 +59,7 @@ def _sampler(given: Any, name: str) -> Any:
 def _heun(config: Any) -> FlowMatchHeunDiscreteScheduler:
     if config.use_dynamic_shifting:
         raise UserError(
-            "--sampler heun: the model was trained with flux_shift, which diffusers' Heun lacks; use euler or dpm++"
+            "--sampler heun: diffusers' Heun does not support flux_shift, which the model needs; use euler or dpm++"
         )
     return FlowMatchHeunDiscreteScheduler(num_train_timesteps=config.num_train_timesteps, shift=config.shift)
 
@@ -66,7 +67,7 @@ def _heun(config: Any) -> FlowMatchHeunDiscreteScheduler:
 def _dpm(config: Any) -> DPMSolverMultistepScheduler:
     if config.use_dynamic_shifting and config.time_shift_type != "exponential":
         raise UserError(
-            f"--sampler dpm++: diffusers has no {config.time_shift_type} time shift for it; use --sampler euler"
+            f"--sampler dpm++: diffusers does not support its {config.time_shift_type} time shift; use --sampler euler"
         )
     scheduler = DPMSolverMultistepScheduler(
         num_train_timesteps=config.num_train_timesteps,
@@ -75,6 +76,6 @@ def _dpm(config: Any) -> DPMSolverMultistepScheduler:
         flow_shift=config.shift,
         use_dynamic_shifting=config.use_dynamic_shifting,
     )
-    # the pipeline reads these from whatever scheduler it has, and its own defaults are others
+    # the pipeline reads these from its scheduler, and its defaults differ
     scheduler.register_to_config(**{key: config[key] for key in _DYNAMIC})
     return scheduler

@@ -1,4 +1,4 @@
-"""A prompt as the denoiser takes it, and batches of them.
+"""Prompts encoded for the denoiser, and batches of them.
 
 Shapes: B texts, T tokens, W width of a token, P width of a pooled vector, N image tokens.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextPolicy:
-    """How text was shown to the model in training, and so must be in sampling.
+    """How text was encoded in training, and must be in sampling.
 
-    `uncond_text` is what guidance leads away from: all zeros, or the encoding of the negative prompt (as stock).
+    `uncond_text` is the unconditional input of guidance: zeros, or the encoded negative prompt (as in stock SD3).
     """
 
     t5_max_length: int
@@ -30,7 +30,7 @@ class TextPolicy:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """One text: tokens [T, W], CLIP's and then T5's, and the pooled vector [P]."""
+    """One text: tokens [T, W], CLIP's then T5's, and the pooled vector [P]."""
 
     tokens: Tensor
     pooled: Tensor
@@ -38,8 +38,7 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts together: tokens [B, T, W], pooled [B, P], and lengths [B]: how many tokens of each are its own. Zeros
-    stand behind those of the shorter ones."""
+    """A batch of texts: tokens [B, T, W] padded with zeros, pooled [B, P], and lengths [B] in tokens."""
 
     tokens: Tensor
     pooled: Tensor
@@ -47,19 +46,19 @@ class TextBatch:
 
 
 def join_features(features: Mapping[str, Tensor]) -> EncodedText:
-    """The text of one caption's features: ENCODER -> tokens, ENCODER.pooled -> vector."""
+    """Join one caption's features: ENCODER -> tokens, ENCODER.pooled -> vector."""
     tokens_BTW, pooled_BP, _ = join_text({name: [values] for name, values in features.items()})
     return EncodedText(tokens_BTW[0], pooled_BP[0])
 
 
 def unconditional_text(like: EncodedText, text_tokens: str) -> EncodedText:
-    """What a sample without any text carries where `uncond_text` is "zero": zeros, of real tokens a single one."""
+    """Return the text of a sample without text for `uncond_text` "zero": zeros (one token with real tokens)."""
     tokens_TW = torch.zeros_like(like.tokens if text_tokens == "padded" else like.tokens[:1])
     return EncodedText(tokens_TW, torch.zeros_like(like.pooled))
 
 
 def batch_texts(texts: Sequence[EncodedText], device: torch.device, dtype: torch.dtype) -> TextBatch:
-    """Texts of any numbers of tokens as one batch on a device."""
+    """Batch texts of any lengths on a device."""
     tokens_BTW = nn.utils.rnn.pad_sequence([text.tokens for text in texts], batch_first=True)
     lengths_B = torch.tensor([len(text.tokens) for text in texts])
     pooled_BP = torch.stack([text.pooled for text in texts])
@@ -67,7 +66,7 @@ def batch_texts(texts: Sequence[EncodedText], device: torch.device, dtype: torch
 
 
 def encode(pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[EncodedText]:
-    """The texts as the pipeline's own encoders give them; equal ones are encoded once."""
+    """Encode texts with the pipeline's encoders; equal ones are encoded once."""
     unique = list(dict.fromkeys(texts))
     encoded = (
         _encode_padded(pipe, unique, policy) if policy.text_tokens == "padded" else _encode_real(pipe, unique, policy)
@@ -77,7 +76,7 @@ def encode(pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextP
 
 
 def _encode_padded(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[EncodedText]:
-    """As the stock pipeline computes them."""
+    """Encode as the stock pipeline does."""
     tokens_BTW, _, pooled_BP, _ = pipe.encode_prompt(
         prompt=texts,
         prompt_2=None,
@@ -89,14 +88,14 @@ def _encode_padded(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: T
 
 
 def _encode_real(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: TextPolicy) -> list[EncodedText]:
-    """As the cache computes them: real tokens alone. One text at a time has no padding, and so needs no mask."""
-    longest = int(pipe.tokenizer.model_max_length)  # of both CLIPs, as in the stock pipeline
+    """Encode as the cache does: real tokens only. One text at a time needs no padding and no mask."""
+    max_length = int(pipe.tokenizer.model_max_length)  # for both CLIPs, as in the stock pipeline
     clips = {
-        "clip_l": (Tokenizer(pipe.tokenizer, longest), pipe.text_encoder),
-        "clip_g": (Tokenizer(pipe.tokenizer_2, longest), pipe.text_encoder_2),
+        "clip_l": (Tokenizer(pipe.tokenizer, max_length), pipe.text_encoder),
+        "clip_g": (Tokenizer(pipe.tokenizer_2, max_length), pipe.text_encoder_2),
     }
     t5 = Tokenizer(pipe.tokenizer_3, policy.t5_max_length)
-    found = []
+    encoded = []
     for text in texts:
         features: dict[str, Tensor] = {}
         for name, (tokenizer, model) in clips.items():
@@ -104,5 +103,5 @@ def _encode_real(pipe: "StableDiffusion3Pipeline", texts: list[str], policy: Tex
             features |= {name: tokens[0], f"{name}.pooled": pooled[0]}
         ids = torch.tensor(t5([text], padded=False), device=pipe.text_encoder_3.device)
         features["t5"] = encode_t5(pipe.text_encoder_3, ids)[0]
-        found.append(join_features(features))
-    return found
+        encoded.append(join_features(features))
+    return encoded

@@ -1,5 +1,4 @@
-"""The evaluate stage: a finished model's validation loss on a config's evaluation sets, and how well it draws what the
-demo world's prompts ask for."""
+"""The evaluate stage: a model's validation loss on a config's evaluation sets, and its score on the demo's prompts."""
 
 import json
 from collections.abc import Sequence
@@ -27,13 +26,13 @@ from sd3_light.world import draw_prompts
 
 
 def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
-    """Name -> losses of each evaluation set of a config, as its training computes them; their caches must be there."""
+    """Return the losses of each evaluation set by name, as training computes them; their caches must exist."""
     launch = launch or Launch()
-    config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU knows it
+    config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU supports it
     if not loaded.eval_datasets:
-        raise UserError(f"{loaded.path} names no eval_datasets; add one, or evaluate without --config")
+        raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
     if not (model / "transformer" / "config.json").is_file():
-        raise UserError(f"{model} is no diffusers folder (no transformer/config.json); give an export")
+        raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
     denoiser = SD3Transformer2DModel.from_pretrained(model / "transformer", dtype=torch.float32, local_files_only=True)
     device = launch.device()
     start_process_group(launch, device, config.dist_timeout_sec)
@@ -56,13 +55,12 @@ def run(
     out: Path | None = None,
     loras: Sequence[Lora] = (),
 ) -> CompositionScore:
-    """Score ``count`` prompts of the demo world, by default of combinations that training never saw; with LoRAs on top
-    of the model where some are given."""
+    """Score ``count`` prompts of the demo world, by default of combinations that are not in the training data."""
     pipe, policy = open_pipeline(model, Launch().device())
     add_loras(pipe, loras, diffusers_tensors)
-    asked = draw_prompts(count, seed, held_out, language=language)
+    prompts = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
-        result = score(pipe, asked, policy, steps, guidance, seed, batch, on_progress=bar.set_done)
+        result = score(pipe, prompts, policy, steps, guidance, seed, batch, on_progress=bar.set_done)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

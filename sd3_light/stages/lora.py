@@ -1,6 +1,6 @@
-"""The lora stage: LoRA files from one layout to another, into a full model, and out of two."""
+"""The lora stage: convert LoRA files between layouts, merge them into a model, extract them from two models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -9,14 +9,16 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import ExportError, ExportSpec, read_facts, write_folder
+from sd3_light.export.export_spec import first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
-from sd3_light.export.lora_merge import Extraction, denoiser_state, extract, merge
+from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras
 from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.files import refuse_existing, write_errors
+from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.lora_stack import Lora
@@ -27,70 +29,73 @@ LORA_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True)
 class LoraFormat:
-    """How a LoRA is written: the layout, the type of its numbers, and the padded single file that it is for."""
+    """How a LoRA is written: its layout, its dtype, and the padded single file that it is for."""
 
     layout: str = "diffusers"
     dtype: str = "float32"
     padded_for: Path | None = None
 
-    def write(self, path: Path, modules: Any, facts: dict[str, Any]) -> Path:
-        """The file, which must not be there yet."""
+    def write(self, path: Path, modules: Mapping[str, LoraModule], facts: dict[str, Any]) -> Path:
+        """Write a new file."""
         layout, dtype, padding = self.checked(path)
         return write_lora(path, modules, layout=layout, save_dtype=dtype, padding=padding, facts=facts)
 
     def checked(self, path: Path) -> tuple[LoraLayout, torch.dtype, Padding | None]:
-        """What the words mean; a fault of theirs, or a name that cannot be written to, is told before any work."""
+        """Return (layout, dtype, padding); an invalid option or output path is reported before any work."""
         check_new_lora(path)
         layouts: tuple[LoraLayout, ...] = get_args(LoraLayout)
-        layout = next((one for one in layouts if one == self.layout), None)
+        layout = next((name for name in layouts if name == self.layout), None)
         if layout is None:
-            raise UserError(f"--layout {self.layout}: there is none of this name; choose among {', '.join(layouts)}")
+            raise UserError(f"--layout {self.layout}: unknown layout; choose one of {', '.join(layouts)}")
         return layout, _dtype(self.dtype), None if self.padded_for is None else _padding(self.padded_for)
 
 
 def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
-    """Write the LoRA ``source`` anew. ``trained_on``: the padded single file that another program trained it on."""
+    """Write the LoRA ``source`` in another format.
+
+    ``trained_on`` is the padded single file that another program trained it on.
+    """
     form.checked(out)
-    read = read_lora(source, None if trained_on is None else _padding(trained_on))
-    return form.write(out, read.modules, read.facts)
+    lora = read_lora(source, None if trained_on is None else _padding(trained_on))
+    return form.write(out, lora.modules, lora.facts)
 
 
-def merged(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = None) -> Path:
-    """A proven folder: that of ``model`` with the LoRAs added, in its own type unless ``dtype`` is given."""
+def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = None) -> Path:
+    """Write the folder ``model`` with the LoRAs added as a proven folder, in the model's dtype unless given."""
     refuse_existing(out)
     if is_single_file(out):
-        raise UserError(f"{out}: merging writes a folder; give its name, and make it a file with sd3-light convert")
+        raise UserError(f"{out}: merging writes a folder; pass a folder name and convert it with `sd3-light convert`")
     _require_folder(model)
     config, stored = read_part(model, "transformer")
     save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
-    state = merge(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
+    state = merge_loras(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
     try:
         with write_errors(out):
             return write_folder(out, state, _spec(model, config, save_dtype, loras), replace=False)
-    except (ExportError, ProofError) as fault:
-        raise UserError(f"{model} with {', '.join(str(lora.file) for lora in loras)}: {fault}") from fault
+    except (ExportError, ProofError) as error:
+        raise UserError(f"{model} with {', '.join(str(lora.file) for lora in loras)}: {error}") from error
 
 
-def extracted(
+def extract(
     base: Path, tuned: Path, out: Path, rank: int, targets: Sequence[str] | None, form: LoraFormat
 ) -> Extraction:
-    """The LoRA of this rank that is nearest to the difference of two folders' denoisers, written to ``out``."""
+    """Write the LoRA of this rank that is nearest to the difference of two folders' denoisers."""
     form.checked(out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = extract(denoiser_state(base), denoiser_state(tuned), rank, targets, device)
-    form.write(out, found.modules, {"extracted": {"rank": rank, "share": found.share}})
-    return found
+    extraction = extract_lora(denoiser_state(base), denoiser_state(tuned), rank, targets, device)
+    form.write(out, extraction.modules, {"extracted": {"rank": rank, "share": extraction.share}})
+    return extraction
 
 
 def _spec(model: Path, config: dict[str, Any], dtype: torch.dtype, loras: Sequence[Lora]) -> ExportSpec:
-    """A folder as ``model`` is, text policy and shift included; its facts name the LoRAs."""
+    """Describe a folder with the text policy and shift of ``model``; its facts name the LoRAs."""
     facts = {key: value for key, value in read_facts(model).items() if key not in ("sd3_light", "text")}
     scheduler = read_json(model / "scheduler" / "scheduler_config.json")
     shift = scheduler.get("shift", 1.0)
     if not isinstance(shift, int | float):
-        raise UserError(f"{model}: its scheduler's shift is {shift!r}, which is no number; fetch or write it anew")
+        raise UserError(f"{model}: its scheduler's shift is {shift!r}, not a number; download or export it again")
     added = [{"file": lora.file.name, "strength": lora.strength} for lora in loras]
-    said = " and ".join(f"{lora.file.name} at {lora.strength:g}" for lora in loras)
+    names = " and ".join(f"{lora.file.name} at {lora.strength:g}" for lora in loras)
     return ExportSpec(
         base=model,
         transformer_config={key: value for key, value in config.items() if not key.startswith("_")},
@@ -98,27 +103,26 @@ def _spec(model: Path, config: dict[str, Any], dtype: torch.dtype, loras: Sequen
         shift=shift,
         flux_shift=bool(scheduler.get("use_dynamic_shifting")),
         text=asdict(read_text_policy(model)),
-        facts={**facts, "weights": f"{facts.get('weights', model.name)} with {said}", "loras": added},
+        facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
     )
 
 
 def _require_folder(model: Path) -> None:
     if model.is_file():
-        raise UserError(f"{model} is a file; make it a folder first: sd3-light convert {model} FOLDER --base FOLDER")
+        raise UserError(f"{model} is a file; convert it first: sd3-light convert {model} FOLDER --base FOLDER")
     missing = missing_parts(model, transformer=True)
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise UserError(f"{model} lacks {', '.join(missing[:3])}{more}; give a complete diffusers folder")
+        raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
 
 
 def _padding(file: Path) -> Padding:
-    found = padding_of(file)
-    if found is None:
-        raise UserError(f"{file} is not padded, or no single file of ours says how; leave the option out")
-    return found
+    padding = padding_of(file)
+    if padding is None:
+        raise UserError(f"{file} is not padded, or was not written by sd3-light; leave the option out")
+    return padding
 
 
 def _dtype(name: str) -> torch.dtype:
     if name not in LORA_DTYPES:
-        raise UserError(f"--dtype {name}: there is none of this name; choose among {', '.join(LORA_DTYPES)}")
+        raise UserError(f"--dtype {name}: unknown dtype; choose one of {', '.join(LORA_DTYPES)}")
     return LORA_DTYPES[name]

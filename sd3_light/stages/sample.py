@@ -1,7 +1,7 @@
-"""The sample stage: pictures from a model folder, by any number of processes.
+"""The sample stage: generate images from a model folder with any number of processes.
 
-Each process takes its share of the requests, writes its pictures and is done: none waits for another but the first,
-which makes the grid when all are there. A picture's name is its request's number, so no process needs to ask another.
+Each process generates its share of the requests. Only the main process waits for the others, to make the grid. An
+image is named by the number of its request, so processes need not communicate.
 """
 
 import math
@@ -36,15 +36,15 @@ from sd3_light.sampling.texts import TextPolicy
 
 GRID = "grid.png"
 
-_GRID_MOST = 256  # pictures on a grid
-_GRID_SIDE = 384  # larger pictures are shrunk to it, for the grid
-_GRID_SMALL = 128  # smaller ones are enlarged to about this
-_PATIENCE = 600.0  # seconds without a new picture of another process, at least, after which there will be none
+_MAX_GRID_IMAGES = 256
+_MAX_THUMBNAIL_SIDE = 384  # larger images are shrunk to this in the grid
+_MIN_THUMBNAIL_SIDE = 128  # smaller images are enlarged to about this
+_MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How to sample, where a row does not say it. A size of 0 means the model's own."""
+    """How to sample, unless a row overrides it. A size of 0 means the model's own."""
 
     steps: int = 28
     guidance: float = 4.0
@@ -64,55 +64,56 @@ def run(
     rows: Sequence[PromptRow],
     seeds: Sequence[int],
     out: Path,
-    wishes: SampleOptions,
+    options: SampleOptions,
     launch: Launch | None = None,
 ) -> Path:
-    """Write OUT/00000.png, ... and the grid: each row with each seed, or once with its own. Returns what to look at.
+    """Write OUT/00000.png, ... and the grid: each row with each seed, or once with its own seed.
 
-    A picture or grid that is there already is a fault, found before the model is loaded; nothing is overwritten.
+    Returns the path to show to the user: the grid or the folder. Existing images or grids are an error before the model
+    is loaded; nothing is overwritten.
     """
     launch = launch or Launch()
     if not rows:
-        raise UserError("no prompt given; add one, or a file of prompts with --file")
-    check_sampler(wishes.sampler)
-    _check_wishes(rows, out, wishes)
+        raise UserError("no prompt; pass one, or a prompt file with --file")
+    check_sampler(options.sampler)
+    _check_options(rows, out, options)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
     share = assign_rows([row for row, _ in jobs], launch.rank, launch.world)
-    shown = list(range(len(jobs)))[:_GRID_MOST] if wishes.grid and launch.is_main else []
+    shown = list(range(len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
     _refuse_to_overwrite([*(_name(out, number) for number in share), *([out / GRID] if shown else [])])
     if share or shown:
-        pipe, policy = _open(model, wishes, launch)
-        requests = [_request(pipe, policy, row, seed, wishes) for row, seed in jobs]
-        about = _about(pipe, policy, model, wishes)
-        slowest = _draw(pipe, policy, {number: requests[number] for number in share}, out, wishes, about)
+        pipe, policy = _open(model, options, launch)
+        requests = [_request(pipe, policy, row, seed, options) for row, seed in jobs]
+        common = _common_facts(pipe, policy, model, options)
+        slowest = _generate(pipe, policy, {number: requests[number] for number in share}, out, options, common)
         if shown:
-            _await([_name(out, number) for number in shown], max(_PATIENCE, 10 * slowest))
+            _wait_for([_name(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
             _make_grid({number: requests[number] for number in shown}, len(jobs), out)
-    return out / GRID if wishes.grid else out
+    return out / GRID if options.grid else out
 
 
 def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
-    """The numbers of a process's rows: alike ones are dealt in turn, so that all have about the same work."""
+    """Return the numbers of a process's rows. Similar rows are spread evenly, so that all have about the same work."""
 
-    def kind(number: int) -> tuple[float, ...]:
+    def cost_key(number: int) -> tuple[float, ...]:
         row = rows[number]
         return tuple(value or 0 for value in (row.width, row.height, row.steps, row.guidance))
 
-    return sorted(sorted(range(len(rows)), key=kind)[rank::world])
+    return sorted(sorted(range(len(rows)), key=cost_key)[rank::world])
 
 
-def _check_wishes(rows: Sequence[PromptRow], out: Path, wishes: SampleOptions) -> None:
-    """Faults that need no model to be seen."""
-    if not math.isfinite(wishes.guidance):
-        raise UserError(f"--guidance {wishes.guidance}: give a finite number")
-    for text in (wishes.negative_prompt, *(row.prompt for row in rows)):
+def _check_options(rows: Sequence[PromptRow], out: Path, options: SampleOptions) -> None:
+    """Raise a UserError for faults that can be detected without the model."""
+    if not math.isfinite(options.guidance):
+        raise UserError(f"--guidance {options.guidance}: pass a finite number")
+    for text in (options.negative_prompt, *(row.prompt for row in rows)):
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"the prompt {text!a} is no UTF-8; set the terminal to UTF-8, or use --file") from None
-    parent = next(place for place in (out, *out.absolute().parents) if os.path.lexists(place))
+            raise UserError(f"the prompt {text!a} is not UTF-8; set the terminal to UTF-8, or use --file") from None
+    parent = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--out {out}: {parent} is no folder that can be written to; choose another")
+        raise UserError(f"--out {out}: {parent} is not a writable folder; choose another")
 
 
 def _name(out: Path, number: int) -> Path:
@@ -125,45 +126,47 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
             raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
-def _open(model: Path, wishes: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
-    dtype = check_dtype(wishes.dtype)
+def _open(model: Path, options: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+    dtype = check_dtype(options.dtype)
     pipe, policy = open_pipeline(model, torch.device("cpu"))
-    use_sampler(pipe, wishes.sampler)
-    add_loras(pipe, wishes.loras, diffusers_tensors)
-    compute_in(pipe, dtype)  # before the device: it need not hold the model in float32
-    pipe.vae.enable_slicing()  # one picture at a time: its activations are the largest of all
+    use_sampler(pipe, options.sampler)
+    add_loras(pipe, options.loras, diffusers_tensors)
+    compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
+    pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
     return pipe.to(launch.device()), policy
 
 
 def _request(
-    pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: PromptRow, seed: int, wishes: SampleOptions
+    pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: PromptRow, seed: int, options: SampleOptions
 ) -> ImageRequest:
-    """A row's picture, complete; a fault names the row's place."""
-    own = pipe.transformer.config.sample_size * pipe.vae_scale_factor
-    width, height = row.width or wishes.width or own, row.height or wishes.height or own
-    negative = wishes.negative_prompt if row.negative_prompt is None else row.negative_prompt
+    """Return the complete request of a row; an error names the row's file and line."""
+    default = pipe.transformer.config.sample_size * pipe.vae_scale_factor
+    width, height = row.width or options.width or default, row.height or options.height or default
+    negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
     fault = size_fault(pipe, width, height)
     if negative and policy.uncond_text == "zero":
-        fault = 'a negative prompt, but the model was trained with uncond_text = "zero" and takes none; leave it out'
+        fault = 'the model was trained with uncond_text = "zero" and takes no negative prompt; leave it out'
     if fault:
         raise UserError(f"{row.where}: {fault}" if row.where else fault)
-    steps = wishes.steps if row.steps is None else row.steps
-    guidance = wishes.guidance if row.guidance is None else row.guidance
+    steps = options.steps if row.steps is None else row.steps
+    guidance = options.guidance if row.guidance is None else row.guidance
     return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
 
 
-def _about(pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, wishes: SampleOptions) -> dict[str, Any]:
-    """What all pictures of a command share."""
+def _common_facts(
+    pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, options: SampleOptions
+) -> dict[str, Any]:
+    """Return the metadata that all images share."""
     scheduler = pipe.scheduler.config
     return {
-        "sampler": wishes.sampler,
+        "sampler": options.sampler,
         "shift": "dynamic"
         if scheduler.get("use_dynamic_shifting")
         else scheduler.get("flow_shift", scheduler.get("shift")),
-        "dtype": wishes.dtype,
+        "dtype": options.dtype,
         "device": pipe.device.type,
         "model": model.resolve().name,
-        "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in wishes.loras],
+        "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in options.loras],
         "t5_max_length": policy.t5_max_length,
         "uncond_text": policy.uncond_text,
         "text_tokens": policy.text_tokens,
@@ -171,67 +174,68 @@ def _about(pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, wish
     }
 
 
-def _facts(request: ImageRequest, about: dict[str, Any]) -> dict[str, Any]:
+def _facts(request: ImageRequest, common: dict[str, Any]) -> dict[str, Any]:
     names = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
-    return {name: getattr(request, name) for name in names} | about
+    return {name: getattr(request, name) for name in names} | common
 
 
-def _draw(
+def _generate(
     pipe: StableDiffusion3Pipeline,
     policy: TextPolicy,
     requests: dict[int, ImageRequest],
     out: Path,
-    wishes: SampleOptions,
-    about: dict[str, Any],
+    options: SampleOptions,
+    common: dict[str, Any],
 ) -> float:
-    """Draw and write this process's pictures; returns the longest time between two."""
+    """Generate and write this process's images; return the longest time between two."""
     numbers, slowest, before = list(requests), 0.0, time.monotonic()
-    drawing = stream_images(
+    batches = stream_images(
         pipe,
         list(requests.values()),
         policy,
-        batch_size=wishes.batch,
+        batch_size=options.batch,
         exact=pipe.device.type == "cpu",
-        threads=wishes.threads,
+        threads=options.threads,
     )
-    with progress("sample", len(numbers), "images") as bar, closing(drawing):
-        for drawn in drawing:
-            for index, image in drawn:
+    with progress("sample", len(numbers), "images") as bar, closing(batches):
+        for batch in batches:
+            for index, image in batch:
                 path = _name(out, numbers[index])
                 _refuse_to_overwrite([path])
-                facts = _facts(requests[numbers[index]], about)
-                metadata = {"parameters": parameters(facts, SAMPLERS[wishes.sampler]), PNG_FACTS: facts}
+                facts = _facts(requests[numbers[index]], common)
+                metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
                 with write_errors(path):
                     save_png(image, path, metadata)
-            bar.advance(len(drawn))
+            bar.advance(len(batch))
             slowest, before = max(slowest, time.monotonic() - before), time.monotonic()
     return slowest
 
 
-def _await(paths: Sequence[Path], patience: float, pause: float = 0.2) -> None:
-    """Return when all files are there; a UserError after ``patience`` seconds in which none came."""
-    missing, since = [path for path in paths if not path.exists()], time.monotonic()
+def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None:
+    """Wait until all files exist; raise a UserError after ``timeout`` seconds without a new one."""
+    missing, last_change = [path for path in paths if not path.exists()], time.monotonic()
     while missing:
-        if time.monotonic() - since > patience:
+        if time.monotonic() - last_change > timeout:
             raise UserError(
-                f"no grid: {len(missing)} pictures of other processes did not come, such as {missing[0]}; "
-                "where machines share no folder, use --no-grid"
+                f"no grid: {len(missing)} images of other processes are missing, such as {missing[0]}; "
+                "use --no-grid if the machines do not share a folder"
             )
         time.sleep(pause)
         still = [path for path in missing if not path.exists()]
-        missing, since = still, time.monotonic() if len(still) < len(missing) else since
+        if len(still) < len(missing):
+            missing, last_change = still, time.monotonic()
 
 
 def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path) -> None:
     several = len({request.seed for request in requests.values()}) > 1
-    captions = [f"{one.prompt} (seed {one.seed})" if several else one.prompt for one in requests.values()]
+    captions = [f"{r.prompt} (seed {r.seed})" if several else r.prompt for r in requests.values()]
     images = list(_thumbnails(requests, out))
     largest = max(max(image.size) for image in images)
-    sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _GRID_SMALL // largest))
+    sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _MIN_THUMBNAIL_SIDE // largest))
     with write_errors(out / GRID):
         save_png(sheet, out / GRID, {})
     if total > len(images):
-        info(f"the grid shows the first {len(images)} of {total} pictures")
+        info(f"the grid shows the first {len(images)} of {total} images")
 
 
 def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.Image]:
@@ -239,7 +243,7 @@ def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.
         path = _name(out, number)
         facts = read_png_facts(path)
         if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
-            raise UserError(f"no grid: {path} is of another command; choose another folder with --out")
+            raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")
         with Image.open(path) as image:
-            image.thumbnail((_GRID_SIDE, _GRID_SIDE), Image.Resampling.LANCZOS)  # never enlarges
+            image.thumbnail((_MAX_THUMBNAIL_SIDE, _MAX_THUMBNAIL_SIDE), Image.Resampling.LANCZOS)  # never enlarges
             yield image.convert("RGB")

@@ -1,5 +1,5 @@
-"""On a GPU: the same seed gives the same picture whatever the batch, to the tolerance that docs/sampling.md states, and
-an export of weights that lie there is proven. `-s` shows what was measured."""
+"""On a GPU: the same seed gives the same image for any batch, within the tolerance in docs/sampling.md, and an export
+of weights on the GPU is proven. `-s` shows the measurements."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,50 +22,50 @@ BATCHES = (1, 3, 8)
 STEPS, GUIDANCE = 20, 4.0
 
 
-def pictures(folder: Path, dtype: torch.dtype, batch: int, device: torch.device = CUDA) -> np.ndarray:
-    """[N, H, W, 3] in steps of 255: each prompt with a seed of its own, alone or among others."""
+def images_of(folder: Path, dtype: torch.dtype, batch: int, device: torch.device = CUDA) -> np.ndarray:
+    """Return [N, H, W, 3] in steps of 255: each prompt with its own seed, alone or in a batch."""
     pipe, policy = open_pipeline(folder, torch.device("cpu"))
     compute_in(pipe, dtype)
     side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
     requests = [ImageRequest(prompt, seed, side, side) for seed, prompt in enumerate(PROMPTS)]
-    drawn = generate(pipe.to(device), requests, policy, STEPS, GUIDANCE, batch)
-    return np.stack([np.asarray(image, dtype=np.int16) for image in drawn])
+    images = generate(pipe.to(device), requests, policy, STEPS, GUIDANCE, batch)
+    return np.stack([np.asarray(image, dtype=np.int16) for image in images])
 
 
-def differences(one: np.ndarray, other: np.ndarray) -> tuple[int, float]:
-    """The largest and the mean difference of a channel."""
-    apart = np.abs(one - other)
-    return int(apart.max()), float(apart.mean())
+def differences(first: np.ndarray, second: np.ndarray) -> tuple[int, float]:
+    """Return the largest and the mean difference of a channel."""
+    difference = np.abs(first - second)
+    return int(difference.max()), float(difference.mean())
 
 
 @pytest.fixture(scope="module")
 def exact() -> np.ndarray:
-    """The pictures in float32, one at a time."""
+    """The images in float32, one at a time."""
     assert not torch.backends.cuda.matmul.allow_tf32, "the tolerance is that of float32"
-    return pictures(DEMO, torch.float32, 1)
+    return images_of(DEMO, torch.float32, 1)
 
 
-def test_float32_draws_the_same_picture_in_any_batch(exact: np.ndarray) -> None:
+def test_float32_gives_the_same_image_in_any_batch(exact: np.ndarray) -> None:
     for batch in BATCHES[1:]:
-        largest, mean = differences(pictures(DEMO, torch.float32, batch), exact)
+        largest, mean = differences(images_of(DEMO, torch.float32, batch), exact)
         print(f"float32, batches of 1 and {batch}: largest {largest}, mean {mean:.6f} of 255")
         assert largest <= 2
         assert mean <= 0.01
 
 
-def test_bfloat16_draws_nearly_the_same_picture_in_any_batch(exact: np.ndarray) -> None:
-    rough = {batch: pictures(DEMO, torch.bfloat16, batch) for batch in BATCHES}
-    for one, other in pairwise(BATCHES):
-        largest, mean = differences(rough[one], rough[other])
-        print(f"bfloat16, batches of {one} and {other}: largest {largest}, mean {mean:.4f} of 255")
+def test_bfloat16_gives_nearly_the_same_image_in_any_batch(exact: np.ndarray) -> None:
+    rough = {batch: images_of(DEMO, torch.bfloat16, batch) for batch in BATCHES}
+    for first, second in pairwise(BATCHES):
+        largest, mean = differences(rough[first], rough[second])
+        print(f"bfloat16, batches of {first} and {second}: largest {largest}, mean {mean:.4f} of 255")
         assert mean <= 1
     largest, mean = differences(rough[1], exact)
     print(f"bfloat16 and float32: largest {largest}, mean {mean:.4f} of 255")
-    assert mean <= 2, "another picture, not a rounding"
+    assert mean <= 2, "a different image, not a rounding error"
 
 
-def test_a_gpu_draws_what_a_cpu_draws(exact: np.ndarray) -> None:
-    largest, mean = differences(pictures(DEMO, torch.float32, 1, torch.device("cpu")), exact)
+def test_a_gpu_gives_the_image_of_a_cpu(exact: np.ndarray) -> None:
+    largest, mean = differences(images_of(DEMO, torch.float32, 1, torch.device("cpu")), exact)
     print(f"float32, GPU and CPU: largest {largest}, mean {mean:.6f} of 255")
     assert mean <= 0.1
 
@@ -84,6 +84,6 @@ def test_weights_on_the_gpu_are_exported_and_proven(tmp_path: Path, exact: np.nd
     assert proof["max_difference"] <= 1e-5
     assert proof["picture_max_difference"] <= 1 / 255
     assert all(tensor.is_cuda and torch.equal(tensor, before[name]) for name, tensor in live.items()), "only read"
-    largest, mean = differences(pictures(out, torch.float32, 1), exact)
-    print(f"the export in {dtype}, drawn on the GPU: largest {largest}, mean {mean:.6f} of 255")
+    largest, mean = differences(images_of(out, torch.float32, 1), exact)
+    print(f"the export in {dtype}, sampled on the GPU: largest {largest}, mean {mean:.6f} of 255")
     assert mean <= (0.001 if dtype == torch.float32 else 2)

@@ -164,10 +164,10 @@ def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sample", "nowhere", "a prompt"), "nowhere is no diffusers folder"),
-        (("sample", "nowhere"), "no prompt given"),
+        (("sample", "nowhere", "a prompt"), "nowhere is not a diffusers folder"),
+        (("sample", "nowhere"), "no prompt; pass one"),
         (("sample", "nowhere", "--file", "prompts.txt"), "--file: prompts.txt does not exist"),
-        (("evaluate", "nowhere"), "nowhere is no diffusers folder"),
+        (("evaluate", "nowhere"), "nowhere is not a diffusers folder"),
         (("inspect", "nowhere"), "no cache at nowhere"),
         (("report", "nowhere"), "no such log"),
     ],

@@ -1,4 +1,4 @@
-"""Tensors known by their bytes: what is rearranged and written is what the safetensors library would write."""
+"""Tensors on disk: rearranged and written files equal those of the safetensors library."""
 
 import json
 import tracemalloc
@@ -23,13 +23,13 @@ METADATA = {"about": '{"a": "é"}'}
 
 @pytest.fixture(params=[1 << 24, 7])
 def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of the library's, read with chunks of many tensors or of a few bytes."""
+    """A file written by the library, read in large chunks or in chunks of 7 bytes."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", request.param)
     save_file(TENSORS, tmp_path / "file.safetensors", METADATA)
     return tmp_path / "file.safetensors"
 
 
-def test_tensors_and_metadata_of_the_librarys_files_are_read(file: Path) -> None:
+def test_files_of_the_library_are_read(file: Path) -> None:
     tensors, metadata = read_tensor_file(file)
     assert metadata == METADATA
     assert tensors.keys() == TENSORS.keys()
@@ -39,46 +39,46 @@ def test_tensors_and_metadata_of_the_librarys_files_are_read(file: Path) -> None
         assert loaded.contiguous().view(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
 
 
-def test_what_is_written_is_what_the_library_writes(file: Path) -> None:
+def test_written_files_equal_the_librarys(file: Path) -> None:
     tensors, _ = read_tensor_file(file)
     shuffled = dict(reversed(tensors.items()))
     write_tensor_file(file.with_name("copy"), shuffled, METADATA)
     assert file.with_name("copy").read_bytes() == save(TENSORS, METADATA)
 
 
-def test_rows_are_joined_cut_and_exchanged_without_loading(file: Path) -> None:
+def test_rows_are_joined_sliced_and_swapped_without_loading(file: Path) -> None:
     table = torch.arange(24.0).reshape(6, 4)
     save_file({"top": table[:4].contiguous(), "bottom": table[4:].contiguous()}, file)
     tensors, _ = read_tensor_file(file)
-    whole = joined([tensors["top"], tensors["bottom"]])
-    assert whole.load().equal(table)
-    assert [part.load().tolist() for part in whole.split(3)] == [part.tolist() for part in table.chunk(3)]
-    assert whole.rows(3, 5).load().equal(table[3:5]), "across the seam"
-    halves = joined(whole.split(2)[::-1])
+    full = joined([tensors["top"], tensors["bottom"]])
+    assert full.load().equal(table)
+    assert [part.load().tolist() for part in full.split(3)] == [part.tolist() for part in table.chunk(3)]
+    assert full.rows(3, 5).load().equal(table[3:5]), "across the seam"
+    halves = joined(full.split(2)[::-1])
     assert halves.load().equal(torch.cat([table[3:], table[:3]]))
     assert joined(halves.split(2)[::-1]).reshaped((3, 8)).load().equal(table.reshape(3, 8))
 
 
-def test_zeros_and_given_tensors_are_tensors_too(file: Path) -> None:
+def test_zeros_and_in_memory_tensors_are_written(file: Path) -> None:
     eye = torch.eye(3, dtype=torch.bfloat16)
     write_tensor_file(file, {"zeros": zeros("F16", (2, 3)), "eye": stored(eye)}, METADATA)
-    found = load_file(file)
-    assert found["zeros"].equal(torch.zeros(2, 3, dtype=torch.float16))
-    assert found["eye"].equal(eye)
+    tensors = load_file(file)
+    assert tensors["zeros"].equal(torch.zeros(2, 3, dtype=torch.float16))
+    assert tensors["eye"].equal(eye)
 
 
-def test_a_bit_a_shape_or_a_type_makes_a_difference(file: Path) -> None:
-    one = torch.ones(100)
-    other = one.clone()
-    other.view(torch.int32)[99] ^= 1
-    assert same(stored(one), joined(stored(one).split(4)))
-    assert not same(stored(one), stored(other))
-    assert not same(stored(one), stored(one.reshape(10, 10)))
-    assert not same(stored(one), stored(one.view(torch.int32)))
+def test_tensors_differ_by_a_bit_a_shape_or_a_dtype(file: Path) -> None:
+    ones = torch.ones(100)
+    flipped = ones.clone()
+    flipped.view(torch.int32)[99] ^= 1
+    assert same(stored(ones), joined(stored(ones).split(4)))
+    assert not same(stored(ones), stored(flipped))
+    assert not same(stored(ones), stored(ones.reshape(10, 10)))
+    assert not same(stored(ones), stored(ones.view(torch.int32)))
 
 
-def respelt(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
-    """The file with another header."""
+def with_header(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
+    """Return the file with a changed header."""
     end = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:end])
     change(entries)
@@ -87,13 +87,13 @@ def respelt(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
 
 
 def shift(entries, by: int) -> None:  # type: ignore[no-untyped-def]
-    """Let the first tensor begin elsewhere: in the next one, or before all values."""
-    first = min((entry for name, entry in entries.items() if name[:2] != "__"), key=lambda one: one["data_offsets"])
+    """Move the start of the first tensor: into the next one, or before all values."""
+    first = min((entry for name, entry in entries.items() if name[:2] != "__"), key=lambda entry: entry["data_offsets"])
     first["data_offsets"] = [offset + by for offset in first["data_offsets"]]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("damage", "reason"),
     [
         (lambda data: data[:5], "its header is longer than the file"),
         (lambda data: data[:40], "its header is longer than the file"),
@@ -104,34 +104,40 @@ def shift(entries, by: int) -> None:  # type: ignore[no-untyped-def]
         (lambda data: data.replace(b"data_offsets", b"data_0ffsets", 1), "not a safetensors header"),
         (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, but its shape needs \d+"),
         (lambda data: data.replace(b'"dtype":"F64"', b'"dtype":"F63"', 1), "tensors of type F63"),
-        (lambda data: respelt(data, lambda found: found.update(__metadata__=5)), "not a table of strings"),
-        (lambda data: respelt(data, lambda found: shift(found, 8)), "does not start where the previous tensor ends"),
-        (lambda data: respelt(data, lambda found: shift(found, -8)), "does not start where the previous tensor ends"),
+        (lambda data: with_header(data, lambda entries: entries.update(__metadata__=5)), "not a table of strings"),
+        (
+            lambda data: with_header(data, lambda entries: shift(entries, 8)),
+            "does not start where the previous tensor ends",
+        ),
+        (
+            lambda data: with_header(data, lambda entries: shift(entries, -8)),
+            "does not start where the previous tensor ends",
+        ),
     ],
 )
-def test_a_file_that_is_not_whole_says_why(file: Path, spoil, reason: str) -> None:  # type: ignore[no-untyped-def]
-    file.write_bytes(spoil(file.read_bytes()))
+def test_a_damaged_file_is_refused_with_the_reason(file: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ValueError, match=reason):
         read_tensor_file(file)
 
 
-def test_a_file_that_shrinks_meanwhile_is_noticed(file: Path) -> None:
+def test_a_file_that_shrinks_after_opening_is_detected(file: Path) -> None:
     tensors, _ = read_tensor_file(file)
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match="it is truncated"):
         tensors["a.F64"].load()
 
 
-def test_a_name_is_written_once() -> None:
+def test_a_name_cannot_be_written_twice() -> None:
     with pytest.raises(AssertionError, match="x is written twice"):
         header_bytes([("x", "F32", (1,)), ("x", "F32", (1,))])
 
 
-def test_values_begin_on_a_multiple_of_eight() -> None:
+def test_values_start_at_a_multiple_of_eight() -> None:
     for length in range(8):
-        beginning = header_bytes([("x" * length, "F32", (1,))])
-        assert len(beginning) % 8 == 0
-        assert json.loads(beginning[8:])["x" * length]["data_offsets"] == [0, 4]
+        header = header_bytes([("x" * length, "F32", (1,))])
+        assert len(header) % 8 == 0
+        assert json.loads(header[8:])["x" * length]["data_offsets"] == [0, 4]
 
 
 def test_a_file_is_rearranged_with_a_few_chunks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An adapter's export: its file, its card, and the proof that a clean process agrees."""
+"""Adapter exports: the file, its card, and the proof by a clean process."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A denoiser on disk whose every weight matters."""
+    """A denoiser on disk in which every weight matters."""
     folder = tmp_path_factory.mktemp("base") / "transformer"
     transformer = new_transformer(TINY, 0)
     generator = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ def named(kind: dict[str, Any]) -> Any:
     return pytest.param(kind, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
-@pytest.mark.parametrize("kind", map(named, KINDS))
+@pytest.mark.parametrize("kind", [named(kind) for kind in KINDS])
 def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: dict[str, Any]) -> None:
     spec = spec_of(base, torch.bfloat16, **kind)
     weights = trained(base, spec.adapter)
@@ -78,16 +78,18 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
     }
     proof = json.loads((out / "proof.json").read_text())
     assert proof["max_difference"] < 1e-4
-    assert proof["change_of_output"] > 0.005, "it is an adapter that does something"
+    assert proof["change_of_output"] > 0.005, "the adapter has an effect"
     facts = json.loads((out / "sd3_light.json").read_text())
     assert (facts["adapter"]["type"], facts["adapter"]["rank"], facts["step"]) == (kind["type"], 4, 7)
     card = (out / "README.md").read_text()
     assert ("load_lora_weights" in card) == (kind["type"] == "lora")
-    assert not any("default" in name for name in load_file(out / spec.file)), "readers do not know peft's name"
+    assert not any("default" in name for name in load_file(out / spec.file)), (
+        "readers do not expect peft's adapter name"
+    )
     back: Any = read_adapter(out, kind["type"])
-    mine: Any = adapter_modules(weights, spec.adapter)
-    assert set(back) == set(mine)
-    for name, module in mine.items():
+    expected: Any = adapter_modules(weights, spec.adapter)
+    assert set(back) == set(expected)
+    for name, module in expected.items():
         if isinstance(module, LycorisModule):
             for factor, tensor in module.with_unit_scale().factors.items():
                 assert torch.allclose(back[name].factors[factor].float(), tensor, rtol=1e-2)
@@ -95,30 +97,30 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
 
 
-def test_a_file_that_does_something_else_is_not_announced(
+def test_a_file_with_another_effect_is_not_published(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proof sees a scale that got lost."""
+    """The proof detects a wrong scale."""
     spec = spec_of(base, alpha=8.0)
     weights = trained(base, spec.adapter)
     real = export_adapter._write_file
 
-    def forgetful(path: Path, modules: Any, given: AdapterSpec) -> None:
-        wrong: Any = adapter_modules(weights, given.adapter.model_copy(update={"alpha": 4.0}))
-        real(path, wrong, given)
+    def wrong_scale(path: Path, modules: Any, spec: AdapterSpec) -> None:
+        wrong: Any = adapter_modules(weights, spec.adapter.model_copy(update={"alpha": 4.0}))
+        real(path, wrong, spec)
 
-    monkeypatch.setattr(export_adapter, "_write_file", forgetful)
+    monkeypatch.setattr(export_adapter, "_write_file", wrong_scale)
     with pytest.raises(ProofError, match="output differs by"):
         write_adapter(tmp_path / "out", weights, spec)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path, base: Path) -> None:
+def test_weights_that_cannot_be_saved_are_named(tmp_path: Path, base: Path) -> None:
     spec = spec_of(base, torch.float16)
     weights = trained(base, spec.adapter)
     name = next(iter(weights))
     with pytest.raises(ExportError, match=r"lora_A.* has values that torch.float16 cannot hold"):
         write_adapter(tmp_path / "out", {**weights, name: weights[name] + 1e6}, spec)
-    with pytest.raises(ExportError, match=f"{name} holds NaN"):
+    with pytest.raises(ExportError, match=f"{name} contains NaN"):
         write_adapter(tmp_path / "out", {**weights, name: weights[name] * float("nan")}, spec)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The model card: what the hub reads in it, what people read in it, and code that runs."""
+"""The model card: metadata for the hub, text for people, and code that runs."""
 
 import re
 from pathlib import Path
@@ -24,14 +24,14 @@ def card(base: Path, about: dict[str, Any] | None = None, **text: str) -> str:
     return model_card(spec(base, **text), {"weights": "ema", "step": 5000, "samples": 1280000}, about or {})
 
 
-def read(text: str, place: Path) -> dict[str, Any]:
-    """The metadata as the hub's own library reads it."""
-    (place / "card.md").write_text(text)
-    found: dict[str, Any] = ModelCard.load(place / "card.md").data.to_dict()
-    return found
+def read(text: str, folder: Path) -> dict[str, Any]:
+    """Return the metadata as the hub's library reads it."""
+    (folder / "card.md").write_text(text)
+    metadata: dict[str, Any] = ModelCard.load(folder / "card.md").data.to_dict()
+    return metadata
 
 
-def test_the_hub_reads_what_it_is(tmp_path: Path) -> None:
+def test_the_hub_reads_the_metadata(tmp_path: Path) -> None:
     data = read(card(tmp_path, {"name": "my-run", "losses": {"held_out": 0.25}, "scores": {"whole": 0.5}}), tmp_path)
     assert (data["library_name"], data["pipeline_tag"]) == ("diffusers", "text-to-image")
     assert "sd3-light" in data["tags"]
@@ -41,14 +41,14 @@ def test_the_hub_reads_what_it_is(tmp_path: Path) -> None:
     assert values == {("held_out", 0.25), ("composition prompts", 0.5)}
 
 
-def test_a_licence_is_to_be_filled_in(tmp_path: Path) -> None:
+def test_the_licence_must_be_filled_in(tmp_path: Path) -> None:
     text = card(tmp_path)
     data = read(text, tmp_path)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "not-stated", "LICENSE")
     assert "fill in `license`" in text
 
 
-def test_the_licence_of_the_base_is_taken_over(tmp_path: Path) -> None:
+def test_the_licence_of_the_base_is_copied(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md\n---\n# SD3\n"
     )
@@ -57,12 +57,12 @@ def test_the_licence_of_the_base_is_taken_over(tmp_path: Path) -> None:
     assert data["license_link"] == "LICENSE.md"
 
 
-def test_what_a_base_did_not_state_is_not_taken_over(tmp_path: Path) -> None:
+def test_an_unstated_licence_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(card(tmp_path))
     assert "fill in `license`" in card(tmp_path)
 
 
-def test_people_read_data_steps_sizes_and_scores(tmp_path: Path) -> None:
+def test_the_table_shows_data_steps_sizes_and_scores(tmp_path: Path) -> None:
     about = {
         "parameters": 1150784,
         "save_dtype": "float16",
@@ -95,7 +95,7 @@ def test_each_kind_of_text_has_its_own_call(tmp_path: Path) -> None:
     zero = card(tmp_path, uncond_text="zero")
     assert "negative_prompt_embeds" in zero
     real = card(tmp_path, text_tokens="real")
-    assert "is not the model that was trained" in " ".join(real.split())
+    assert "which differs from training" in " ".join(real.split())
     assert "max_sequence_length" not in real
     for text in (card(tmp_path), zero, real):
         (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

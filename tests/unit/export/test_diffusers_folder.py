@@ -1,4 +1,4 @@
-"""An export is the model that its config promises, whole and proven, or an error that names what is not."""
+"""An export is complete and proven and matches its config, or an error names what is wrong."""
 
 import ast
 import json
@@ -19,13 +19,11 @@ from torch import Tensor
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export import diffusers_folder as folder_module
-from sd3_light.export import part_links as frozen
-from sd3_light.export import proof as verify
-from sd3_light.export import proof_process as reload
-from sd3_light.export import real_pipeline
+from sd3_light.export import part_links, proof_process, real_pipeline
+from sd3_light.export import proof as proof_module
 from sd3_light.export.diffusers_folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.export.proof import ProofError, prove, weights_digest
+from sd3_light.export.proof import ProofError, combined_digest, prove
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.saver import model_spec
@@ -39,7 +37,7 @@ State = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def trained() -> State:
-    """A denoiser's weights and buffers, live in float32; gates and output are zero before training, here they act."""
+    """A denoiser's weights and buffers in float32; gates and output, zero before training, have values here."""
     return live_weights()
 
 
@@ -58,8 +56,8 @@ def state(trained: State) -> State:
 
 
 def spec(base: Path, **keys: Any) -> ExportSpec:
-    given = {"save_dtype": torch.float16, "shift": 3.0, "text": TEXT, "facts": {"weights": "ema", "step": 5}}
-    return ExportSpec(base, CONFIG, **{**given, **keys})
+    defaults = {"save_dtype": torch.float16, "shift": 3.0, "text": TEXT, "facts": {"weights": "ema", "step": 5}}
+    return ExportSpec(base, CONFIG, **{**defaults, **keys})
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +68,20 @@ def exported(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path, trained
 
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the proof's process, for tests of everything else."""
+    """Skip the proof, for tests of everything else."""
     monkeypatch.setattr(folder_module, "prove", lambda *_: {})
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- rejected weights --------------------------------------------------------------------------
 
 
-def lose(state: State) -> State:
+def remove_weight(state: State) -> State:
     del state[WEIGHT]
     return state
 
 
 FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
-    "missing": (lose, f"missing {WEIGHT}"),
+    "missing": (remove_weight, f"missing {WEIGHT}"),
     "missing buffer": (
         lambda state: {name: tensor for name, tensor in state.items() if name != "pos_embed.pos_embed"},
         "missing pos_embed.pos_embed",
@@ -106,10 +104,10 @@ FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
         lambda state: state | {WEIGHT: state[WEIGHT].bfloat16()},
         rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved type\)",
     ),
-    "NaN": (lambda state: state | {WEIGHT: state[WEIGHT] * float("nan")}, f"{WEIGHT} holds NaN or infinity"),
+    "NaN": (lambda state: state | {WEIGHT: state[WEIGHT] * float("nan")}, f"{WEIGHT} contains NaN or infinity"),
     "infinity": (
         lambda state: state | {"proj_out.bias": state["proj_out.bias"] / 0},
-        "proj_out.bias holds NaN or infinity",
+        "proj_out.bias contains NaN or infinity",
     ),
     "too large": (
         lambda state: state | {WEIGHT: torch.full((128, 128), 1e6)},
@@ -119,20 +117,20 @@ FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_are_not_the_models_are_named_and_nothing_is_replaced(
+def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, fault: str
 ) -> None:
-    spoil, message = FAULTS[fault]
+    damage, message = FAULTS[fault]
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("an earlier export")
     with pytest.raises(ExportError, match=rf"nothing was saved: .*{message}"):
-        write_folder(out, spoil(state), spec(demo_parts))
+        write_folder(out, damage(state), spec(demo_parts))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_what_cannot_be_proven_is_not_announced(
+def test_an_export_that_fails_its_proof_is_not_published(
     tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -140,17 +138,19 @@ def test_what_cannot_be_proven_is_not_announced(
     (out / "precious").write_text("an earlier export")
 
     def fail(folder: Path, *_: object) -> dict[str, Any]:
-        assert (folder / "model_index.json").is_file(), "it is whole when it is looked at"
+        assert (folder / "model_index.json").is_file(), "the folder is complete when it is proven"
         raise ProofError("not the same")
 
     monkeypatch.setattr(folder_module, "prove", fail)
     with pytest.raises(ProofError):
         write_folder(out, state, spec(demo_parts))
     assert (out / "precious").is_file()
-    assert os.listdir(tmp_path) == ["out"], "nothing half-written is left"
+    assert os.listdir(tmp_path) == ["out"], "nothing half-written remains"
 
 
-def test_a_whole_export_replaces_an_earlier_one(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
+def test_a_complete_export_replaces_an_earlier_one(
+    tmp_path: Path, demo_parts: Path, state: State, unproven: None
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "stale").touch()
@@ -159,7 +159,7 @@ def test_a_whole_export_replaces_an_earlier_one(tmp_path: Path, demo_parts: Path
     assert not (out / "stale").exists()
 
 
-# --- what is written ---------------------------------------------------------------------------
+# --- written files -----------------------------------------------------------------------------
 
 
 def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, state: State) -> None:
@@ -173,7 +173,7 @@ def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, s
         assert torch.equal(tensor, before[name])
 
 
-def test_even_in_their_own_type_the_weights_are_copied(demo_parts: Path, state: State) -> None:
+def test_weights_are_copied_even_without_a_cast(demo_parts: Path, state: State) -> None:
     copy = checked_copy(state, spec(demo_parts, save_dtype=torch.float32))
     copy[WEIGHT].zero_()
     assert state[WEIGHT].abs().sum() > 0
@@ -189,14 +189,14 @@ def test_a_float16_export_leaves_the_live_weights_alone(exported: Path, trained:
     assert all(torch.equal(trained[name], fresh[name]) for name in trained)
 
 
-def test_the_proof_is_on_record(exported: Path, trained: State) -> None:
+def test_the_proof_is_recorded(exported: Path, trained: State) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert proof["tensors"] == len(trained)
     assert proof["max_difference"] <= 1e-5
     assert proof["picture_max_difference"] <= 1 / 255
     assert proof["diffusers"].startswith("0.")
     assert {"torch", "transformers", "safetensors", "seconds", "output_sha256", "picture_sha256"} <= set(proof)
-    assert proof["weights_sha256"] == weights_digest({name: tensor.half() for name, tensor in trained.items()})
+    assert proof["weights_sha256"] == digest({name: tensor.half() for name, tensor in trained.items()})
 
 
 def test_stock_diffusers_loads_it(exported: Path, trained: State) -> None:
@@ -209,17 +209,17 @@ def test_stock_diffusers_loads_it(exported: Path, trained: State) -> None:
     assert pipe.scheduler.config.shift == 3.0
 
 
-def test_frozen_parts_are_linked_not_repeated(exported: Path, demo_parts: Path) -> None:
+def test_frozen_parts_are_linked_not_copied(exported: Path, demo_parts: Path) -> None:
     weights = [path for part in FROZEN for path in (demo_parts / part).iterdir()]
     assert len(weights) > 10
     for path in weights:
         assert (exported / path.relative_to(demo_parts)).samefile(path)
 
 
-def test_where_links_are_impossible_parts_are_copied_once_for_a_series(
+def test_without_links_parts_are_copied_once_per_series(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the run lies on another disk than the model it started from."""
+    """E.g. when the run is on another disk than the model it started from."""
     link = os.link
 
     def within_a_disk(source: Path, target: Path) -> None:
@@ -227,17 +227,17 @@ def test_where_links_are_impossible_parts_are_copied_once_for_a_series(
             raise OSError(18, "Invalid cross-device link")
         link(source, target)
 
-    monkeypatch.setattr(frozen.os, "link", within_a_disk)
+    monkeypatch.setattr(part_links.os, "link", within_a_disk)
     first, second = (write_folder(tmp_path / "series" / name, state, spec(demo_parts)) for name in ("step-1", "step-2"))
     for part in FROZEN:
         for path in (demo_parts / part).iterdir():
-            one, two = first / part / path.name, second / part / path.name
-            assert not one.samefile(path)
-            assert one.read_bytes() == path.read_bytes()
-            assert two.samefile(one), "the second has the first one's copy"
+            copy, link_to_copy = first / part / path.name, second / part / path.name
+            assert not copy.samefile(path)
+            assert copy.read_bytes() == path.read_bytes()
+            assert link_to_copy.samefile(copy), "the second export links to the first one's copy"
 
 
-def test_a_frozen_part_that_changed_is_not_taken_from_an_earlier_export(
+def test_a_changed_frozen_part_is_not_linked_to_an_earlier_export(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = Path(shutil.copytree(demo_parts, tmp_path / "base"))
@@ -248,46 +248,48 @@ def test_a_frozen_part_that_changed_is_not_taken_from_an_earlier_export(
             raise OSError(18, "Invalid cross-device link")
         link(source, target)
 
-    monkeypatch.setattr(frozen.os, "link", within_a_disk)
+    monkeypatch.setattr(part_links.os, "link", within_a_disk)
     write_folder(tmp_path / "series" / "step-1", state, spec(base))
     (base / "vae" / "config.json").write_text((base / "vae" / "config.json").read_text() + " ")
     second = write_folder(tmp_path / "series" / "step-2", state, spec(base))
     assert (second / "vae" / "config.json").read_bytes() == (base / "vae" / "config.json").read_bytes()
 
 
-def test_what_a_killed_process_left_goes(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
+def test_leftovers_of_a_killed_process_are_removed(
+    tmp_path: Path, demo_parts: Path, state: State, unproven: None
+) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    killed, living = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
-    for name in (f".out.{killed}", f".out.{living}", f".other.{killed}"):
+    killed, running = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
+    for name in (f".out.{killed}", f".out.{running}", f".other.{killed}"):
         (tmp_path / name / "vae").mkdir(parents=True)
     write_folder(tmp_path / "out", state, spec(demo_parts))
-    assert sorted(os.listdir(tmp_path)) == sorted([f".other.{killed}", f".out.{living}", "out"])
+    assert sorted(os.listdir(tmp_path)) == sorted([f".other.{killed}", f".out.{running}", "out"])
 
 
-def test_a_disk_that_fills_up_leaves_the_earlier_export(
+def test_a_full_disk_keeps_the_earlier_export(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_folder(tmp_path / "out", state, spec(demo_parts))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
 
-    def full(*_: object, **__: object) -> None:
+    def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder_module.SD3Transformer2DModel, "save_pretrained", full)
+    monkeypatch.setattr(folder_module.SD3Transformer2DModel, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
         write_folder(tmp_path / "out", {name: tensor + 1 for name, tensor in state.items()}, spec(demo_parts))
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
+def test_the_folder_records_its_text_policy(exported: Path) -> None:
     facts = read_facts(exported)
     assert facts["text"] == TEXT
     assert (facts["weights"], facts["step"]) == ("ema", 5)
     card = (exported / "README.md").read_text()
     assert "max_sequence_length=16" in card
-    assert "negative_prompt_embeds" in card, "zeros are not what stock guidance uses: the card says so"
+    assert "negative_prompt_embeds" in card, "stock guidance does not use zeros: the card explains it"
     _, policy = open_pipeline(exported, torch.device("cpu"))
     assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
 
@@ -298,69 +300,69 @@ def test_the_folder_says_how_its_text_was_shown(exported: Path) -> None:
 def test_the_scheduler_is_that_of_training(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None, keys: dict[str, Any], shift: float, dynamic: bool
 ) -> None:
-    asked = ModelConfig(diffusers_path=demo_parts, train_type="sd3_light_pretrain", size="tiny2", **keys)
-    out = write_folder(tmp_path / "out", state, model_spec(asked, CONFIG))
-    said = json.loads((out / "scheduler" / "scheduler_config.json").read_text())
-    assert said["_class_name"] == "FlowMatchEulerDiscreteScheduler"
-    assert (said["shift"], said["use_dynamic_shifting"]) == (shift, dynamic)
+    model = ModelConfig(diffusers_path=demo_parts, train_type="sd3_light_pretrain", size="tiny2", **keys)
+    out = write_folder(tmp_path / "out", state, model_spec(model, CONFIG))
+    scheduler = json.loads((out / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    assert (scheduler["shift"], scheduler["use_dynamic_shifting"]) == (shift, dynamic)
 
 
-def test_a_large_denoiser_is_cut_into_files(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
+def test_a_large_denoiser_is_split_into_files(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
     out = write_folder(tmp_path / "out", state, spec(demo_parts, max_shard_size="2MB"))
     files = sorted(path.name for path in (out / "transformer").glob("*.safetensors"))
     assert len(files) > 1
     assert sum(len(load_file(out / "transformer" / name)) for name in files) == len(state)
 
 
-def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no diffusers folder"):
+def test_a_folder_that_is_not_a_diffusers_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not a diffusers folder"):
         open_pipeline(tmp_path, torch.device("cpu"))
 
 
 # --- the proof ---------------------------------------------------------------------------------
 
 
-def one_weight(folder: Path) -> None:
-    """The last bit of one number of one weight."""
+def flip_a_bit(folder: Path) -> None:
+    """Flip the last bit of one number."""
     saved = load_file(folder / FILE)
     saved[WEIGHT].view(torch.int16)[3, 5] ^= 1
     save_file(saved, folder / FILE, {"format": "pt"})
 
 
-def one_layer_more(folder: Path) -> None:
-    """An earlier program's config said 24 layers for the weights of 15."""
+def add_a_layer(folder: Path) -> None:
+    """The config has more layers than the weights."""
     path = folder / "transformer" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_layers": 3}))
 
 
-def another_table(folder: Path) -> None:
-    """Another table of positions than the one that was saved."""
+def change_positions(folder: Path) -> None:
+    """The config has another position table than the weights."""
     path = folder / "transformer" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "pos_embed_max_size": 4 * config["pos_embed_max_size"]}))
 
 
-def another_shift(folder: Path) -> None:
+def change_shift(folder: Path) -> None:
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shift": 9.0}))
 
 
-def half_an_encoder(folder: Path) -> None:
+def remove_encoder_weights(folder: Path) -> None:
     (folder / "text_encoder_3" / "model.safetensors").unlink()
 
 
 TAMPERED: list[tuple[Callable[[Path], None], str]] = [
-    (one_weight, rf"reloaded weights differ in value: \['{WEIGHT}'\]"),
-    (one_layer_more, "stock diffusers does not load .*transformer_blocks"),
-    (another_table, "pos_embed"),
-    (another_shift, "a picture of the reloaded pipeline differs by"),
-    (half_an_encoder, "lacks text_encoder_3/model.safetensors"),
+    (flip_a_bit, rf"reloaded weights differ in value: \['{WEIGHT}'\]"),
+    (add_a_layer, "a clean process cannot load .*transformer_blocks"),
+    (change_positions, "pos_embed"),
+    (change_shift, "an image of the reloaded pipeline differs by"),
+    (remove_encoder_weights, "lacks text_encoder_3/model.safetensors"),
 ]
 
 
 @pytest.mark.parametrize(("tamper", "message"), TAMPERED, ids=[tamper.__name__ for tamper, _ in TAMPERED])
-def test_a_folder_tampered_with_is_not_proven(
+def test_a_modified_folder_fails_the_proof(
     tmp_path: Path,
     exported: Path,
     demo_parts: Path,
@@ -374,33 +376,35 @@ def test_a_folder_tampered_with_is_not_proven(
         prove(copy, spec(demo_parts), {name: tensor.half() for name, tensor in trained.items()})
 
 
-def test_names_configs_and_outputs_are_compared_too() -> None:
-    verify._compare_weights({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
+def test_names_configs_and_outputs_are_compared() -> None:
+    proof_module._compare_weights({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
     with pytest.raises(ProofError, match=r"differ in \['b'\]"):
-        verify._compare_weights({"a": "1"}, {"a": "1", "b": "2"})
-    verify._compare_config({"layers": [1, 2], "more": 1}, {"layers": (1, 2)})
+        proof_module._compare_weights({"a": "1"}, {"a": "1", "b": "2"})
+    proof_module._compare_config({"layers": [1, 2], "more": 1}, {"layers": (1, 2)})
     with pytest.raises(ProofError, match=r"config.json says num_layers = 24, not 15"):
-        verify._compare_config({"num_layers": 24}, {"num_layers": 15})
+        proof_module._compare_config({"num_layers": 24}, {"num_layers": 15})
     output = torch.full((3,), 2.0)
-    assert verify._difference("it", output, output, 1e-5) == 0.0
+    assert proof_module._difference("it", output, output, 1e-5) == 0.0
     for other in (output + 1e-3, torch.full((3,), float("nan")), torch.zeros(2)):
         with pytest.raises(ProofError, match=r"it (differs by|has shape)"):
-            verify._difference("it", other, output, 1e-5)
+            proof_module._difference("it", other, output, 1e-5)
 
 
-def test_the_proof_widens_one_layer_at_a_time_and_leaves_the_weights() -> None:
+def test_the_proof_casts_one_layer_at_a_time_and_restores_the_weights() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).half()
     stored = [parameter.data_ptr() for parameter in layers.parameters()]
     wide: list[list[torch.dtype]] = []
-    reload.compute_in_float32(layers)
-    layers[1].register_forward_pre_hook(lambda *_: wide.append([p.dtype for p in layers.parameters()]))
-    assert layers(torch.ones(1, 4)).dtype == torch.float32
+    with proof_process.compute_in_float32(layers):
+        layers[1].register_forward_pre_hook(lambda *_: wide.append([p.dtype for p in layers.parameters()]))
+        assert layers(torch.ones(1, 4)).dtype == torch.float32
+    assert layers(torch.ones(1, 4).half()).dtype == torch.float16, "afterwards it computes as stored"
+    wide.pop()
     assert wide == [[torch.float16, torch.float16, torch.float32, torch.float32]]
     assert [parameter.data_ptr() for parameter in layers.parameters()] == stored
 
 
-@pytest.mark.parametrize("module", [reload, real_pipeline])
-def test_what_runs_elsewhere_imports_nothing_of_ours(module: ModuleType) -> None:
+@pytest.mark.parametrize("module", [proof_process, real_pipeline])
+def test_standalone_files_import_nothing_of_this_package(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -408,13 +412,17 @@ def test_what_runs_elsewhere_imports_nothing_of_ours(module: ModuleType) -> None
     assert outside <= {"torch", "diffusers", "transformers", "safetensors"}
 
 
-def test_the_digest_sees_names_types_and_bits() -> None:
+def digest(weights: State) -> str:
+    return combined_digest(proof_process.digests(weights))
+
+
+def test_the_digest_depends_on_names_types_and_bits() -> None:
     weights = {"a": torch.zeros(2), "b": torch.ones(2)}
     digests = {
-        weights_digest(weights),
-        weights_digest({"a": torch.ones(2), "b": torch.zeros(2)}),
-        weights_digest({name: tensor.half() for name, tensor in weights.items()}),
-        weights_digest({"a": torch.zeros(2, 1), "b": torch.ones(2)}),
+        digest(weights),
+        digest({"a": torch.ones(2), "b": torch.zeros(2)}),
+        digest({name: tensor.half() for name, tensor in weights.items()}),
+        digest({"a": torch.zeros(2, 1), "b": torch.ones(2)}),
     }
     assert len(digests) == 4
-    assert weights_digest(dict(reversed(weights.items()))) in digests
+    assert digest(dict(reversed(weights.items()))) in digests

@@ -1,4 +1,4 @@
-"""Pushing to the hub, without one: the library's offline mode, and a stand-in that has the real calls' signatures."""
+"""Uploads to the hub without network: the library's offline mode, and a fake with the real signatures."""
 
 import inspect
 from pathlib import Path
@@ -17,28 +17,28 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 
 
 class FakeHub(HfApi):
-    """Takes the calls that the real one takes, and no others."""
+    """Accepts exactly the calls that the real API accepts."""
 
-    def __init__(self, fault: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         super().__init__(token="hf_x")
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.fault = fault
+        self.error = error
 
-    def _take(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(getattr(HfApi, name)).bind(self, *args, **kwargs)
         self.calls.append((name, {key: value for key, value in bound.arguments.items() if key != "self"}))
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
 
     def whoami(self, *args: Any, **kwargs: Any) -> Any:
-        self._take("whoami", *args, **kwargs)
+        self._record("whoami", *args, **kwargs)
 
     def create_repo(self, *args: Any, **kwargs: Any) -> Any:
-        self._take("create_repo", *args, **kwargs)
+        self._record("create_repo", *args, **kwargs)
         return "https://huggingface.co/me/model"
 
     def upload_folder(self, *args: Any, **kwargs: Any) -> Any:
-        self._take("upload_folder", *args, **kwargs)
+        self._record("upload_folder", *args, **kwargs)
 
 
 def refusal(status: int, message: str) -> HfHubHTTPError:
@@ -51,23 +51,23 @@ def refusal(status: int, message: str) -> HfHubHTTPError:
 def test_a_folder_becomes_a_repository(tmp_path: Path) -> None:
     hub = FakeHub()
     assert push(tmp_path, "me/model", api=hub) == "https://huggingface.co/me/model"
-    (first, made), (second, uploaded) = hub.calls
+    (first, created), (second, uploaded) = hub.calls
     assert (first, second) == ("create_repo", "upload_folder")
-    assert (made["repo_id"], made["exist_ok"], made["private"]) == ("me/model", True, False)
+    assert (created["repo_id"], created["exist_ok"], created["private"]) == ("me/model", True, False)
     assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
-    assert uploaded["ignore_patterns"] == ["config.toml"], "it names folders of the machine that trained"
+    assert uploaded["ignore_patterns"] == ["config.toml"], "it contains paths of the training machine"
 
 
-def test_a_private_one(tmp_path: Path) -> None:
+def test_a_private_repository(tmp_path: Path) -> None:
     hub = FakeHub()
     push(tmp_path, "me/model", private=True, api=hub)
     assert hub.calls[0][1]["private"] is True
 
 
 @pytest.mark.parametrize("repo", ["a/b/c", "me/", "bad name", "--x"])
-def test_a_bad_name_is_refused_before_the_hub_is_asked(repo: str) -> None:
+def test_an_invalid_name_is_refused_before_any_request(repo: str) -> None:
     hub = FakeHub()
-    with pytest.raises(UserError, match=r"no name of a repository; give USER/NAME"):
+    with pytest.raises(UserError, match=r"not a valid repository name; pass USER/NAME"):
         check_push(repo, hub)
     assert not hub.calls
 
@@ -83,9 +83,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offline_is_one_line(tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     for action in (lambda: check_push("me/model"), lambda: push(tmp_path, "me/model")):
-        with pytest.raises(UserError, match=r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$") as fault:
+        with pytest.raises(UserError, match=r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$") as error:
             action()
-        assert "\n" not in str(fault.value)
+        assert "\n" not in str(error.value)
 
 
 def test_not_logged_in_is_one_line() -> None:
@@ -93,14 +93,16 @@ def test_not_logged_in_is_one_line() -> None:
         check_push("me/model", FakeHub(LocalTokenNotFoundError("no token\nat all")))
 
 
-def test_a_refusal_says_what_the_hub_said_and_where_the_export_is(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the hub refused: You have no right .*whole: .*hf upload me/model") as fault:
+def test_a_refusal_contains_the_hubs_message_and_the_path_of_the_export(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"the hub refused: You have no right .*complete: .*hf upload me/model"
+    ) as error:
         push(tmp_path, "me/model", api=FakeHub(refusal(403, "You have no\nright")))
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("fault", [HTTP_ERROR("Name or service\nnot known"), ConnectionResetError("reset")])
-def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path, fault: Exception) -> None:
-    with pytest.raises(UserError, match="the hub cannot be reached: ") as found:
-        push(tmp_path, "me/model", api=FakeHub(fault))
-    assert "\n" not in str(found.value)
+@pytest.mark.parametrize("failure", [HTTP_ERROR("Name or service\nnot known"), ConnectionResetError("reset")])
+def test_an_unreachable_hub_is_one_line(tmp_path: Path, failure: Exception) -> None:
+    with pytest.raises(UserError, match="cannot reach the hub: ") as error:
+        push(tmp_path, "me/model", api=FakeHub(failure))
+    assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""LoRA files: what stock diffusers and ComfyUI's rules make of them is the model that was trained."""
+"""LoRA files: loaded by stock diffusers or by ComfyUI's rules, they give the trained model."""
 
 import json
 from collections.abc import Mapping
@@ -17,18 +17,19 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_file import METADATA_KEY, from_peft, read_lora, write_lora
+from sd3_light.export.lora_file import from_peft, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, is_lora_name, load_lora, lora_modules
 from sd3_light.model.random_weights import new_transformer
+from sd3_light.tensor_file import METADATA_KEY
 
 State = dict[str, Tensor]
 RANK, ALPHA = 4, 6.0
 LAYERS = 2
 CONFIG = {**SIZES["tiny2"].transformer_config(), "dual_attention_layers": (0,)}
-EVERYWHERE = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "linear")
-EVERYWHERE += ("proj_out", "context_embedder", "net.0.proj", "net.2", "linear_1", "linear_2")
+ALL_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "linear")
+ALL_LAYERS += ("proj_out", "context_embedder", "net.0.proj", "net.2", "linear_1", "linear_2")
 KINDS: dict[str, dict[str, Any]] = {"alpha": {}, "rslora": {"use_rslora": True}}
 Q, K, V = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
 KOHYA_QKV = "lora_unet_joint_blocks_0_x_block_attn_qkv"
@@ -44,7 +45,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stock() -> SD3Transformer2DModel:
-    """A model whose every weight matters: gates and output are not left at zero."""
+    """A model in which every weight matters: gates and output are not zero."""
     transformer = new_transformer(CONFIG, 0)
     with torch.no_grad():
         for seed, parameter in enumerate(transformer.parameters()):
@@ -68,10 +69,10 @@ def lora_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in transformer.state_dict().items() if is_lora_name(name)}
 
 
-def trained(targets: tuple[str, ...] = EVERYWHERE, **how: Any) -> SD3Transformer2DModel:
-    """The model with a LoRA that has learned something."""
+def trained(targets: tuple[str, ...] = ALL_LAYERS, **options: Any) -> SD3Transformer2DModel:
+    """The model with a LoRA that changes its output."""
     transformer = stock()
-    add_lora(transformer, RANK, ALPHA, targets, **how)
+    add_lora(transformer, RANK, ALPHA, targets, **options)
     with torch.no_grad():
         for seed, tensor in enumerate(lora_state(transformer).values()):
             tensor += 0.05 * noise(*tensor.shape, seed=1000 + seed)
@@ -102,13 +103,13 @@ def modules() -> dict[str, LoraModule]:
     return lora_modules(trained())
 
 
-def same(one: Mapping[str, LoraModule], two: Mapping[str, LoraModule]) -> bool:
-    """Bit for bit."""
-    return one.keys() == two.keys() and all(
-        torch.equal(one[name].down, two[name].down)
-        and torch.equal(one[name].up, two[name].up)
-        and one[name].scale == two[name].scale
-        for name in one
+def same(first: Mapping[str, LoraModule], second: Mapping[str, LoraModule]) -> bool:
+    """Return whether two LoRAs are equal bit for bit."""
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name].down, second[name].down)
+        and torch.equal(first[name].up, second[name].up)
+        and first[name].scale == second[name].scale
+        for name in first
     )
 
 
@@ -121,7 +122,7 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 
 def stock_with(path: Path) -> SD3Transformer2DModel:
-    """What `pipe.load_lora_weights(file)` of stock diffusers makes of a stock model."""
+    """Load a file into a stock model with `pipe.load_lora_weights` of stock diffusers."""
     parts = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
     scheduler = FlowMatchEulerDiscreteScheduler()
     pipe = StableDiffusion3Pipeline(transformer=stock(), scheduler=scheduler, **dict.fromkeys(parts))
@@ -130,16 +131,16 @@ def stock_with(path: Path) -> SD3Transformer2DModel:
     return transformer
 
 
-def test_the_default_file_is_right_in_stock_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+def test_the_default_file_works_in_stock_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
     loaded = stock_with(write_lora(tmp_path / "lora.safetensors", lora_modules(live)))
     layers = [layer for layer in loaded.modules() if isinstance(layer, LoraLayer)]
-    assert len(layers) == sum(isinstance(layer, torch.nn.Linear) for layer in stock().modules()), "each linear layer"
+    assert len(layers) == sum(isinstance(layer, torch.nn.Linear) for layer in stock().modules()), "every linear layer"
     assert {scale for layer in layers for scale in layer.scaling.values()} == {1.0}
     assert (forward(loaded) - forward(live)).abs().max() < 1e-5
     assert (forward(loaded) - forward(stock())).abs().max() > 1e-2
 
 
-def test_layers_of_different_ranks_are_right_in_stock_diffusers(tmp_path: Path) -> None:
+def test_layers_of_different_ranks_work_in_stock_diffusers(tmp_path: Path) -> None:
     lora = {Q: LoraModule(noise(2, 128), noise(128, 2), 0.1), V: LoraModule(noise(5, 128), noise(128, 5), 0.02)}
     loaded = stock_with(write_lora(tmp_path / "lora.safetensors", lora))
     for name, module in lora.items():
@@ -158,20 +159,20 @@ def test_names_and_metadata_of_the_default_file(modules: dict[str, LoraModule], 
 def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
     live = trained(("attn.to_q", "attn.to_k", "ff.net.2"), use_dora=True)
     for layout in ("diffusers", "kohya"):
-        with pytest.raises(UserError, match=rf"{Q} has a DoRA magnitude, which ComfyUI would leave out"):
+        with pytest.raises(UserError, match=rf"{Q} has a DoRA magnitude, which ComfyUI silently ignores"):
             write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout=layout)
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="peft")
     assert (forward(stock_with(path)) - forward(live)).abs().max() < 1e-5
-    again = read_lora(path).modules[Q].magnitude
-    assert again is not None
-    assert torch.equal(again, lora_modules(live)[Q].magnitude)
+    magnitude = read_lora(path).modules[Q].magnitude
+    assert magnitude is not None
+    assert torch.equal(magnitude, lora_modules(live)[Q].magnitude)
 
 
-# --- ComfyUI: its rules, written down once more -------------------------------------------------
+# --- ComfyUI: an independent copy of its rules --------------------------------------------------
 
 
 def comfy_map(depth: int) -> dict[str, tuple[str, tuple[int, int] | None, bool]]:
-    """diffusers layer -> its single-file weight, the rows (start, count) in it, whether halves are swapped."""
+    """Return diffusers layer -> (single-file weight, rows (start, count) in it, whether halves are swapped)."""
     table: dict[str, tuple[str, tuple[int, int] | None, bool]] = {
         "context_embedder": ("context_embedder", None, False),
         "pos_embed.proj": ("x_embedder.proj", None, False),
@@ -179,9 +180,9 @@ def comfy_map(depth: int) -> dict[str, tuple[str, tuple[int, int] | None, bool]]
         "proj_out": ("final_layer.linear", None, False),
     }
     for ours, theirs in (("timestep_embedder", "t_embedder"), ("text_embedder", "y_embedder")):
-        for number, place in ((1, 0), (2, 2)):
-            table[f"time_text_embed.{ours}.linear_{number}"] = (f"{theirs}.mlp.{place}", None, False)
-    width = 128  # ComfyUI: depth * 64; the padded file of this test is wider in depth than it is in heads
+        for number, index in ((1, 0), (2, 2)):
+            table[f"time_text_embed.{ours}.linear_{number}"] = (f"{theirs}.mlp.{index}", None, False)
+    width = 128  # ComfyUI: depth * 64; the padded file of this test has more blocks than heads
     for i in range(depth):
         b, j = f"transformer_blocks.{i}", f"joint_blocks.{i}"
         for index, part in enumerate("qkv"):
@@ -210,38 +211,38 @@ def swapped(tensor: Tensor) -> Tensor:
 
 
 def single_file(state: State, depth: int) -> State:
-    """Weights of linear layers by single-file names."""
+    """Return the weights of linear layers by single-file names."""
     single: dict[str, dict[int, Tensor]] = {}
-    for name, (place, rows, swap) in comfy_map(depth).items():
+    for name, (weight_name, rows, swap) in comfy_map(depth).items():
         if f"{name}.weight" in state:
             tensor = state[f"{name}.weight"]
-            single.setdefault(place, {})[rows[0] if rows else 0] = swapped(tensor) if swap else tensor
-    return {place: torch.cat([parts[start] for start in sorted(parts)]) for place, parts in single.items()}
+            single.setdefault(weight_name, {})[rows[0] if rows else 0] = swapped(tensor) if swap else tensor
+    return {weight_name: torch.cat([parts[start] for start in sorted(parts)]) for weight_name, parts in single.items()}
 
 
 def comfy_applies(single: State, file: State, depth: int) -> State:
-    """ComfyUI: W + alpha / rank * up @ down, alpha from `.alpha` or else the rank; every key must be used."""
+    """Apply a file as ComfyUI does: W + alpha / rank * up @ down, alpha defaults to the rank; all keys are used."""
     targets: dict[str, tuple[str, tuple[int, int] | None, bool]] = {}
-    for place in single:
-        targets[f"lora_unet_{place.replace('.', '_')}"] = (place, None, False)
-        targets[f"diffusion_model.{place}"] = (place, None, False)
-    targets |= {f"transformer.{name}": place for name, place in comfy_map(depth).items()}
-    patched, left = {place: weight.clone() for place, weight in single.items()}, dict(file)
-    for key, (place, rows, swap) in targets.items():
+    for weight_name in single:
+        targets[f"lora_unet_{weight_name.replace('.', '_')}"] = (weight_name, None, False)
+        targets[f"diffusion_model.{weight_name}"] = (weight_name, None, False)
+    targets |= {f"transformer.{name}": weight_name for name, weight_name in comfy_map(depth).items()}
+    patched, unused = {weight_name: weight.clone() for weight_name, weight in single.items()}, dict(file)
+    for key, (weight_name, rows, swap) in targets.items():
         for down_name, up_name in (("lora_down", "lora_up"), ("lora_A", "lora_B")):
             if f"{key}.{up_name}.weight" not in file:
                 continue
-            up, down = left.pop(f"{key}.{up_name}.weight"), left.pop(f"{key}.{down_name}.weight")
-            alpha = left.pop(f"{key}.alpha", torch.tensor(float(down.shape[0]))).item()
+            up, down = unused.pop(f"{key}.{up_name}.weight"), unused.pop(f"{key}.{down_name}.weight")
+            alpha = unused.pop(f"{key}.alpha", torch.tensor(float(down.shape[0]))).item()
             change = alpha / down.shape[0] * (up.float() @ down.float())
-            start, count = rows or (0, len(patched[place]))
-            patched[place][start : start + count] += swapped(change) if swap else change
-    assert not left, "keys that ComfyUI does not load"
+            start, count = rows or (0, len(patched[weight_name]))
+            patched[weight_name][start : start + count] += swapped(change) if swap else change
+    assert not unused, "keys that ComfyUI does not load"
     return patched
 
 
 def merged_state(live: SD3Transformer2DModel) -> State:
-    """The stock model with the LoRA of `live` merged by the model's own means."""
+    """Merge the LoRA of `live` into the stock model without the code under test."""
     copy = stock()
     for name, module in lora_modules(live).items():
         with torch.no_grad():
@@ -251,16 +252,16 @@ def merged_state(live: SD3Transformer2DModel) -> State:
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
-def test_both_layouts_are_right_in_comfyui(live: SD3Transformer2DModel, layout: Any, tmp_path: Path) -> None:
+def test_both_layouts_work_in_comfyui(live: SD3Transformer2DModel, layout: Any, tmp_path: Path) -> None:
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout=layout)
-    found = comfy_applies(single_file(stock().state_dict(), LAYERS), load_file(path), LAYERS)
+    patched = comfy_applies(single_file(stock().state_dict(), LAYERS), load_file(path), LAYERS)
     expected = single_file(merged_state(live), LAYERS)
-    assert found.keys() == expected.keys()
-    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+    assert patched.keys() == expected.keys()
+    assert max((patched[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
 
 
-def test_the_rules_of_this_test_are_those_of_stock_conversion() -> None:
-    """Whole single files of this naming, brought back by diffusers' own converter, are the model."""
+def test_the_rules_of_this_test_match_the_stock_converter() -> None:
+    """A single file in this naming, converted by diffusers, gives back the model."""
     state = stock().state_dict()
     single = {f"{name}.weight": tensor for name, tensor in single_file(state, LAYERS).items()}
     biases = {name.replace(".bias", ".weight"): tensor for name, tensor in state.items() if name.endswith(".bias")}
@@ -289,12 +290,12 @@ def test_a_padded_single_file_gets_a_renumbered_lora(
     padding, last = Padding(LAYERS, 5), f"transformer_blocks.{LAYERS - 1}."
     path = write_lora(tmp_path / "lora.safetensors", modules, layout=layout, padding=padding)
     renumbered = {name.replace(last, "transformer_blocks.4."): tensor for name, tensor in stock().state_dict().items()}
-    found = comfy_applies(single_file(renumbered, 5), load_file(path), 5)
+    patched = comfy_applies(single_file(renumbered, 5), load_file(path), 5)
     merged = merged_state(trained())
     expected = single_file({name.replace(last, "transformer_blocks.4."): t for name, t in merged.items()}, 5)
-    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+    assert max((patched[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
     plain = write_lora(tmp_path / "plain.safetensors", modules)
-    assert same(read_lora(path).modules, read_lora(plain).modules), "our files know their padding"
+    assert same(read_lora(path).modules, read_lora(plain).modules), "our files record their padding"
 
 
 def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -314,18 +315,18 @@ def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "transformer_blocks.1.attn.to_out.0" in read_lora(foreign, Padding(2, 3)).modules
 
 
-# --- from one layout to the other ----------------------------------------------------------------
+# --- layout conversion ---------------------------------------------------------------------------
 
 
-def test_layouts_turn_into_each_other_bit_for_bit(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+def test_layouts_convert_into_each_other_bit_for_bit(live: SD3Transformer2DModel, tmp_path: Path) -> None:
     source = lora_modules(live)
-    one = write_lora(tmp_path / "1.safetensors", source, layout="kohya")
-    two = write_lora(tmp_path / "2.safetensors", read_lora(one).modules, layout="diffusers")
-    three = write_lora(tmp_path / "3.safetensors", read_lora(two).modules, layout="kohya")
+    kohya = write_lora(tmp_path / "1.safetensors", source, layout="kohya")
+    diffusers = write_lora(tmp_path / "2.safetensors", read_lora(kohya).modules, layout="diffusers")
+    kohya_again = write_lora(tmp_path / "3.safetensors", read_lora(diffusers).modules, layout="kohya")
     direct = write_lora(tmp_path / "4.safetensors", source, layout="diffusers")
-    assert one.read_bytes() == three.read_bytes()
-    assert two.read_bytes() == direct.read_bytes()
-    assert [read_lora(path).naming for path in (one, two)] == ["single file", "diffusers"]
+    assert kohya.read_bytes() == kohya_again.read_bytes()
+    assert diffusers.read_bytes() == direct.read_bytes()
+    assert [read_lora(path).naming for path in (kohya, diffusers)] == ["single file", "diffusers"]
 
 
 def test_fusing_concatenates_and_is_block_diagonal(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("ranks", UNEQUAL.values(), ids=UNEQUAL)
-def test_unequal_ranks_come_back_exactly(ranks: dict[str, int], tmp_path: Path) -> None:
+def test_unequal_ranks_round_trip_exactly(ranks: dict[str, int], tmp_path: Path) -> None:
     lora = {name: LoraModule(noise(rank, 128), noise(128, rank, seed=1)) for name, rank in ranks.items()}
     path = write_lora(tmp_path / "lora.safetensors", lora, layout="kohya")
     assert same(read_lora(path).modules, lora)
@@ -360,13 +361,13 @@ def test_unequal_ranks_come_back_exactly(ranks: dict[str, int], tmp_path: Path) 
         assert (bare[name].delta() - expected).abs().max() < 1e-5
 
 
-def test_a_lora_trained_on_the_fused_layer_is_shared_out(tmp_path: Path) -> None:
+def test_a_lora_trained_on_the_fused_layer_is_split(tmp_path: Path) -> None:
     down, up = noise(6, 128), noise(384, 6, seed=1)
     tensors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(3.0)}
     save_file({f"{KOHYA_QKV}.{end}": tensor for end, tensor in tensors.items()}, tmp_path / "kohya.safetensors")
-    found = read_lora(tmp_path / "kohya.safetensors").modules
-    assert found.keys() == {Q, K, V}
-    assert torch.equal(torch.cat([found[name].delta() for name in (Q, K, V)]), 0.5 * (up @ down))
+    parts = read_lora(tmp_path / "kohya.safetensors").modules
+    assert parts.keys() == {Q, K, V}
+    assert torch.equal(torch.cat([parts[name].delta() for name in (Q, K, V)]), 0.5 * (up @ down))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -393,10 +394,10 @@ def test_spellings_of_other_programs(layer: str, down: str, up: str, alpha: floa
     if alpha is not None:
         tensors[f"{layer}.alpha"] = torch.tensor(alpha)
     save_file(tensors, tmp_path / "lora.safetensors")
-    found = read_lora(tmp_path / "lora.safetensors")
+    lora = read_lora(tmp_path / "lora.safetensors")
     expected = LoraModule(noise(2, 128), noise(128, 2, seed=1), 1.0 if alpha is None else 1.5)
-    assert same(found.modules, {OUT: expected})
-    assert found.facts == {}
+    assert same(lora.modules, {OUT: expected})
+    assert lora.facts == {}
 
 
 def test_the_state_of_a_model_in_memory(live: SD3Transformer2DModel) -> None:
@@ -404,8 +405,8 @@ def test_the_state_of_a_model_in_memory(live: SD3Transformer2DModel) -> None:
     assert same(from_peft(lora_state(live), ALPHA, rslora), lora_modules(live))
 
 
-def test_files_that_diffusers_wrote(live: SD3Transformer2DModel, tmp_path: Path) -> None:
-    """Its metadata say alpha; ComfyUI does not read them, we do."""
+def test_files_written_by_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    """Their metadata contains alpha; ComfyUI does not read it, we do."""
     state = get_peft_model_state_dict(live)
     StableDiffusion3Pipeline.save_lora_weights(
         tmp_path / "with", state, transformer_lora_adapter_metadata=live.peft_config["default"].to_dict()
@@ -415,7 +416,7 @@ def test_files_that_diffusers_wrote(live: SD3Transformer2DModel, tmp_path: Path)
     assert {module.scale for module in read_lora(tmp_path / "without").modules.values()} == {1.0}
 
 
-def test_a_folder_that_peft_wrote(tmp_path: Path) -> None:
+def test_a_folder_written_by_peft(tmp_path: Path) -> None:
     save_file({f"base_model.model.{Q}.{end}": noise(4, 4) for end in PAIR}, tmp_path / "adapter_model.safetensors")
     config = {"lora_alpha": 8, "use_rslora": True, "alpha_pattern": {f"^{K}": 2}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
@@ -427,56 +428,60 @@ def test_a_folder_that_peft_wrote(tmp_path: Path) -> None:
         read_lora(tmp_path)
 
 
-GOOD = {f"transformer.{OUT}.{end}": noise(2, 2) for end in PAIR}
-BAD: dict[str, tuple[dict[str, Tensor], str]] = {
-    "unknown-layer": ({**GOOD, "transformer.attn.lora_A.weight": noise(2, 2)}, r"denoiser: transformer\.attn\.lora_A"),
+VALID = {f"transformer.{OUT}.{end}": noise(2, 2) for end in PAIR}
+INVALID: dict[str, tuple[dict[str, Tensor], str]] = {
+    "unknown-layer": ({**VALID, "transformer.attn.lora_A.weight": noise(2, 2)}, r"denoiser: transformer\.attn\.lora_A"),
     "another-model": (
         {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": noise(2, 2)},
-        r"no layers of an SD3 denoiser: transformer\.single_transformer_blocks",
+        r"not layers of an SD3 denoiser: transformer\.single_transformer_blocks",
     ),
-    "unknown-key": ({**GOOD, f"transformer.{OUT}.bias": noise(2)}, r"to_out\.0\.bias is no key of a LoRA"),
+    "unknown-key": ({**VALID, f"transformer.{OUT}.bias": noise(2)}, r"to_out\.0\.bias is not a key of a LoRA"),
     "no-up": ({f"transformer.{OUT}.lora_A.weight": noise(2, 2)}, r"to_out\.0 has no lora_B"),
     "no-down": ({f"transformer.{OUT}.lora_B.weight": noise(2, 2)}, r"to_out\.0 has no lora_A"),
-    "alpha-alone": ({**GOOD, f"transformer.{Q}.alpha": noise(1)}, r"to_q has no lora_A"),
-    "twice": ({**GOOD, f"{OUT}.lora_down.weight": noise(2, 2)}, r"to_out\.0\.lora.* says again"),
+    "alpha-alone": ({**VALID, f"transformer.{Q}.alpha": noise(1)}, r"to_q has no lora_A"),
+    "twice": ({**VALID, f"{OUT}.lora_down.weight": noise(2, 2)}, r"to_out\.0\.lora.* repeats another key"),
     "two-names": (
-        {**GOOD, **{f"lora_unet_joint_blocks_0_x_block_attn_proj.{end}": noise(2, 2) for end in PAIR}},
+        {**VALID, **{f"lora_unet_joint_blocks_0_x_block_attn_proj.{end}": noise(2, 2) for end in PAIR}},
         r"to_out\.0 has two LoRAs, one of them under the name",
     ),
     "ranks": (
         {f"{OUT}.lora_A.weight": noise(2, 4), f"{OUT}.lora_B.weight": noise(4, 3)},
-        r"to_out\.0: \[2, 4\] and \[4, 3\] are no pair",
+        r"to_out\.0: \[2, 4\] and \[4, 3\] are not a pair",
     ),
     "no-thirds": (
         {f"{KOHYA_QKV}.lora_down.weight": noise(3, 4), f"{KOHYA_QKV}.lora_up.weight": noise(8, 3)},
-        r"x_block\.attn\.qkv: \[8, 3\] is no update of three layers",
+        r"x_block\.attn\.qkv: \[8, 3\] is not an update of three layers",
     ),
     "lokr": ({f"transformer.{Q}.lokr_w1": noise(2, 2)}, r"to_q\.lokr_w1 is a LoKr"),
     "loha": ({f"lora_unet_{KOHYA_QKV}.hada_w1_a": noise(2, 2)}, r"hada_w1_a is a LoHa"),
-    "dora-scale": ({**GOOD, f"transformer.{OUT}.dora_scale": noise(2)}, r"dora_scale is LyCORIS's DoRA"),
+    "dora-scale": ({**VALID, f"transformer.{OUT}.dora_scale": noise(2)}, r"dora_scale is LyCORIS' DoRA"),
     "text-encoder": ({"lora_te1_text_model.lora_up.weight": noise(2, 2)}, r"lora_te1_\S+ belongs to a text encoder"),
     "empty": ({}, "it is empty"),
 }
 
 
-@pytest.mark.parametrize(("tensors", "message"), BAD.values(), ids=BAD)
-def test_what_is_not_understood_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensors", "message"), INVALID.values(), ids=INVALID)
+def test_unsupported_content_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "lora.safetensors")
     with pytest.raises(UserError, match=rf"lora\.safetensors: .*{message}"):
         read_lora(tmp_path / "lora.safetensors")
 
 
 @pytest.mark.parametrize("key", [METADATA_KEY, "lora_adapter_metadata"])
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "is no JSON object")])
-def test_metadata_that_are_no_json_are_named(key: str, text: str, message: str, tmp_path: Path) -> None:
-    save_file(GOOD, tmp_path / "lora.safetensors", {key: text})
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is not a JSON object")])
+def test_metadata_that_is_not_json_is_named(key: str, text: str, message: str, tmp_path: Path) -> None:
+    save_file(VALID, tmp_path / "lora.safetensors", {key: text})
     with pytest.raises(UserError, match=rf"{key} {message}"):
         read_lora(tmp_path / "lora.safetensors")
 
 
 def test_only_safetensors_are_read(tmp_path: Path) -> None:
-    torch.save(GOOD, tmp_path / "lora.pt")
-    for name, message in (("lora.pt", "cannot be read as safetensors"), ("none", "cannot be read"), ("", "holds no")):
+    torch.save(VALID, tmp_path / "lora.pt")
+    for name, message in (
+        ("lora.pt", "cannot be read as safetensors"),
+        ("none", "cannot be read"),
+        ("", "contains no"),
+    ):
         with pytest.raises(UserError, match=message):
             read_lora(tmp_path / name)
 
@@ -484,12 +489,12 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
 # --- writing -------------------------------------------------------------------------------------
 
 PLAIN = LoraModule(noise(2, 128), noise(128, 2))
-SPOILT: dict[str, tuple[dict[str, LoraModule], str]] = {
+UNWRITABLE: dict[str, tuple[dict[str, LoraModule], str]] = {
     "empty": ({}, "no LoRA to write"),
-    "unknown": ({"transformer_blocks.0.attn.norm_q": PLAIN}, r"attn\.norm_q is no layer of an SD3 denoiser"),
+    "unknown": ({"transformer_blocks.0.attn.norm_q": PLAIN}, r"attn\.norm_q is not a layer of an SD3 denoiser"),
     "meta": ({Q: LoraModule(PLAIN.down, PLAIN.up.to("meta"))}, rf"{Q}: its LoRA holds no data"),
-    "rank-0": ({Q: LoraModule(noise(0, 128), noise(128, 0))}, rf"{Q}: \[0, 128\] and \[128, 0\] are no pair"),
-    "ranks": ({Q: LoraModule(PLAIN.down, noise(128, 3))}, rf"{Q}: .* are no pair"),
+    "rank-0": ({Q: LoraModule(noise(0, 128), noise(128, 0))}, rf"{Q}: \[0, 128\] and \[128, 0\] are not a pair"),
+    "ranks": ({Q: LoraModule(PLAIN.down, noise(128, 3))}, rf"{Q}: .* are not a pair"),
     "nan": ({Q: LoraModule(PLAIN.down, PLAIN.up * float("nan"))}, "has values that are not finite"),
     "too-large": ({Q: LoraModule(PLAIN.down, PLAIN.up * 1e6)}, r"has values that torch\.float16 cannot hold"),
     "widths": (
@@ -499,25 +504,25 @@ SPOILT: dict[str, tuple[dict[str, LoraModule], str]] = {
 }
 
 
-@pytest.mark.parametrize(("lora", "message"), SPOILT.values(), ids=SPOILT)
-def test_what_cannot_be_saved_is_named(lora: dict[str, LoraModule], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lora", "message"), UNWRITABLE.values(), ids=UNWRITABLE)
+def test_unwritable_loras_are_named(lora: dict[str, LoraModule], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         write_lora(tmp_path / "lora.safetensors", lora, layout="kohya", save_dtype=torch.float16)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_text("precious")
     with pytest.raises(UserError, match=r"lora\.safetensors already exists"):
         write_lora(path, {Q: PLAIN})
     assert path.read_text() == "precious"
 
-    def full(tensors: object, file: Path, metadata: object) -> None:
+    def disk_full(tensors: object, file: Path, metadata: object) -> None:
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sd3_light.export.lora_file.save_file", full)
+    monkeypatch.setattr("sd3_light.export.lora_file.save_file", disk_full)
     with pytest.raises(UserError, match=r"cannot write .*other\.safetensors: No space"):
         write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
@@ -525,11 +530,11 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, m
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
 def test_the_same_lora_gives_the_same_bytes(modules: dict[str, LoraModule], layout: Any, tmp_path: Path) -> None:
-    facts = {"steps": 7, "data": "pictures"}
-    other = dict(reversed(modules.items()))
-    one = write_lora(tmp_path / "1.safetensors", modules, layout=layout, facts=facts)
-    two = write_lora(tmp_path / "2.safetensors", other, layout=layout, facts=dict(reversed(facts.items())))
-    assert one.read_bytes() == two.read_bytes()
+    facts = {"steps": 7, "data": "images"}
+    reordered = dict(reversed(modules.items()))
+    first = write_lora(tmp_path / "1.safetensors", modules, layout=layout, facts=facts)
+    second = write_lora(tmp_path / "2.safetensors", reordered, layout=layout, facts=dict(reversed(facts.items())))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_scale_is_multiplied_in_before_the_cast(tmp_path: Path) -> None:
@@ -543,10 +548,10 @@ def test_the_scale_is_multiplied_in_before_the_cast(tmp_path: Path) -> None:
     assert kohya[f"{KOHYA_QKV}.alpha"].dtype == torch.float32
 
 
-def test_a_file_goes_back_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+def test_a_file_is_loaded_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
     expected = forward(live)
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="kohya")
     transformer = stock()
-    add_lora(transformer, RANK, 1.0, EVERYWHERE)
+    add_lora(transformer, RANK, 1.0, ALL_LAYERS)
     load_lora(transformer, read_lora(path).modules)
     assert (forward(transformer) - expected).abs().max() < 1e-5

@@ -1,5 +1,4 @@
-"""A model of real text tokens: its folder's own pipeline gives the pictures of `sd3-light sample`, from code on disk or
-from ours."""
+"""A model of real text tokens: its folder's own pipeline and this package's give the images of `sd3-light sample`."""
 
 import json
 import re
@@ -46,12 +45,12 @@ def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> dict[tuple[str, str], Path]:
-    """One export for each text policy, all of the same weights. Read only."""
-    place, weights = tmp_path_factory.mktemp("exports"), live_weights()
+    """One export per text policy, all of the same weights. Read only."""
+    root, weights = tmp_path_factory.mktemp("exports"), live_weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_module, "prove", lambda *_: {})
         return {
-            (tokens, uncond): write_folder(place / f"{tokens}-{uncond}", weights, spec(demo_parts, tokens, uncond))
+            (tokens, uncond): write_folder(root / f"{tokens}-{uncond}", weights, spec(demo_parts, tokens, uncond))
             for tokens in ("padded", "real")
             for uncond in ("zero", "empty")
         }
@@ -59,7 +58,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> dict[
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers copies a folder's pipeline file here, not to the home of who runs the tests."""
+    """Let diffusers copy a folder's pipeline file here, not to the user's home."""
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
 
@@ -68,22 +67,22 @@ def seeded(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
 
-def distance(one: Image.Image, other: Image.Image) -> int:
-    return int(np.abs(np.asarray(one, dtype=int) - np.asarray(other, dtype=int)).max())
+def distance(first: Image.Image, second: Image.Image) -> int:
+    return int(np.abs(np.asarray(first, dtype=int) - np.asarray(second, dtype=int)).max())
 
 
 def ours(folder: Path, uncond: Any, prompts: list[str]) -> list[Image.Image]:
-    """As `sd3-light sample` draws them, with the stock pipeline under the text policy."""
+    """Generate images as `sd3-light sample` does, with the stock pipeline and the text policy."""
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(prompts)]
     return generate(pipe, requests, TextPolicy(16, uncond, "real"), steps=2, guidance=4.0)
 
 
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
-def test_the_folders_pipeline_draws_what_sd3_light_draws(
+def test_the_folders_pipeline_equals_sd3_light_sample(
     exports: dict[tuple[str, str], Path], uncond: str, modules: None
 ) -> None:
-    """Loaded in diffusers' documented way, with prompts of different lengths in one batch."""
+    """Loaded as diffusers documents, with prompts of different lengths in one batch."""
     folder = exports["real", uncond]
     pipe = DiffusionPipeline.from_pretrained(
         folder, custom_pipeline="pipeline", trust_remote_code=True, dtype=torch.float32, local_files_only=True
@@ -91,23 +90,23 @@ def test_the_folders_pipeline_draws_what_sd3_light_draws(
     assert type(pipe).__name__ == "RealTextPipeline"
     assert type(pipe) is not RealTextPipeline, "it is the folder's own class"
     assert (pipe.config.t5_max_length, pipe.config.uncond_text) == (16, uncond)
-    pictures = pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images
-    wanted = ours(folder, uncond, PROMPTS)
-    assert max(map(distance, pictures, wanted)) <= 1
+    images = pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images
+    expected = ours(folder, uncond, PROMPTS)
+    assert max(map(distance, images, expected)) <= 1
     alone = [pipe(prompt, generator=seeded(seed), **SETTINGS).images[0] for seed, prompt in enumerate(PROMPTS)]
-    assert max(map(distance, alone, wanted)) <= 1, "whatever else is in the batch"
-    assert distance(*pictures) > 8
+    assert max(map(distance, alone, expected)) <= 1, "in any batch"
+    assert distance(*images) > 8
 
 
-def test_the_stock_class_still_loads_it_and_draws_something_else(exports: dict[tuple[str, str], Path]) -> None:
-    """Which is why the card warns of it."""
+def test_the_stock_class_loads_it_with_different_results(exports: dict[tuple[str, str], Path]) -> None:
+    """The card warns about this."""
     folder = exports["real", "empty"]
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     stock = pipe(PROMPTS[0], max_sequence_length=16, generator=seeded(0), **SETTINGS).images[0]
     assert distance(stock, ours(folder, "empty", PROMPTS[:1])[0]) > 1
 
 
-def test_we_open_it_with_our_own_class_and_do_not_run_its_file(
+def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(
     exports: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
     folder, trap = exports["real", "zero"], tmp_path / "trap"
@@ -119,17 +118,17 @@ def test_we_open_it_with_our_own_class_and_do_not_run_its_file(
     pipe, policy = open_pipeline(trap, CPU)
     assert isinstance(pipe, RealTextPipeline)
     assert (policy.text_tokens, policy.uncond_text, policy.t5_max_length) == ("real", "zero", 16)
-    wanted = ours(folder, "zero", PROMPTS)
-    assert max(map(distance, pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images, wanted)) <= 1
+    expected = ours(folder, "zero", PROMPTS)
+    assert max(map(distance, pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images, expected)) <= 1
     requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(PROMPTS)]
-    assert max(map(distance, generate(pipe, requests, policy, steps=2, guidance=4.0), wanted)) == 0, "and we sample"
+    assert max(map(distance, generate(pipe, requests, policy, steps=2, guidance=4.0), expected)) == 0, "sampling too"
 
 
-def test_its_file_is_ours_and_a_padded_model_has_none(exports: dict[tuple[str, str], Path]) -> None:
+def test_the_pipeline_file_is_a_copy_and_padded_models_have_none(exports: dict[tuple[str, str], Path]) -> None:
     assert (exports["real", "zero"] / "pipeline.py").read_bytes() == Path(real_pipeline.__file__).read_bytes()
     assert not (exports["padded", "zero"] / "pipeline.py").exists()
     index = json.loads((exports["real", "zero"] / "model_index.json").read_text())
-    assert index["_class_name"] == "StableDiffusion3Pipeline", "with another, stock diffusers would refuse the folder"
+    assert index["_class_name"] == "StableDiffusion3Pipeline", "stock diffusers refuses folders with another class"
 
 
 def test_a_padded_model_made_from_a_real_one_does_not_inherit_its_pipeline(
@@ -144,25 +143,25 @@ def test_a_padded_model_made_from_a_real_one_does_not_inherit_its_pipeline(
 # --- the proof ---------------------------------------------------------------------------------
 
 
-def test_the_proof_goes_through_the_folders_pipeline(
+def test_the_proof_uses_the_folders_pipeline(
     exports: dict[tuple[str, str], Path], demo_parts: Path, tmp_path: Path
 ) -> None:
-    promised, weights = spec(demo_parts, "real", "zero"), live_weights()
-    proof = prove(exports["real", "zero"], promised, weights)
+    real_spec, weights = spec(demo_parts, "real", "zero"), live_weights()
+    proof = prove(exports["real", "zero"], real_spec, weights)
     assert proof["pipeline"] == "pipeline.py of this folder"
     assert proof["picture_max_difference"] <= 1 / 255
-    blind = tmp_path / "blind"
-    blind.mkdir()
+    unmasked = tmp_path / "unmasked"
+    unmasked.mkdir()
     for path in exports["real", "zero"].iterdir():
-        (blind / path.name).symlink_to(path)
-    source = (blind / "pipeline.py").read_text()
-    (blind / "pipeline.py").unlink()
-    (blind / "pipeline.py").write_text(source.replace("attn_mask=mask", "attn_mask=None"))
-    with pytest.raises(ProofError, match="a picture of the reloaded pipeline differs by"):
-        prove(blind, promised, weights)
+        (unmasked / path.name).symlink_to(path)
+    source = (unmasked / "pipeline.py").read_text()
+    (unmasked / "pipeline.py").unlink()
+    (unmasked / "pipeline.py").write_text(source.replace("attn_mask=mask", "attn_mask=None"))
+    with pytest.raises(ProofError, match="an image of the reloaded pipeline differs by"):
+        prove(unmasked, real_spec, weights)
 
 
-# --- its parts ---------------------------------------------------------------------------------
+# --- the class ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +169,7 @@ def real(exports: dict[tuple[str, str], Path]) -> Any:
     return open_pipeline(exports["real", "empty"], CPU)[0]
 
 
-def test_its_attention_is_that_of_training() -> None:
+def test_its_attention_equals_that_of_training() -> None:
     transformer = new_transformer(CONFIG, 0)
     transformer.load_state_dict(live_weights())
     generator = torch.Generator().manual_seed(1)
@@ -182,56 +181,56 @@ def test_its_attention_is_that_of_training() -> None:
         "pooled_projections": torch.randn(2, CONFIG["pooled_projection_dim"], generator=generator),
     }
     outputs = []
-    for processor, told in (
+    for processor, options in (
         (MaskedJointAttention(), {"attention_mask": real_text_mask(lengths, 5, 16)}),
         (RealTextAttention(), {"text_lengths": lengths}),
     ):
         transformer.set_attn_processor(processor)
         with torch.no_grad():
-            outputs.append(transformer(**inputs, joint_attention_kwargs=told, return_dict=False)[0])
+            outputs.append(transformer(**inputs, joint_attention_kwargs=options, return_dict=False)[0])
     assert torch.equal(*outputs)
 
 
-def test_given_texts_count_whole_or_as_their_lengths_say(real: Any) -> None:
+def test_custom_embeddings_use_all_rows_or_the_given_lengths(real: Any) -> None:
     text, negative, pooled, negative_pooled = real.encode_prompt([PROMPTS[0]], None, None)
     lengths = real._text_lengths
     assert lengths.tolist()[0] < lengths.tolist()[1] == text.shape[1] == negative.shape[1]
     garbage = torch.cat([negative[:, : lengths[0]], torch.full_like(negative[:, lengths[0] :], 7.0)], dim=1)
-    given = {
+    embeds = {
         "prompt_embeds": text,
         "pooled_prompt_embeds": pooled,
         "negative_prompt_embeds": garbage,
         "negative_pooled_prompt_embeds": negative_pooled,
     }
-    told = {"joint_attention_kwargs": {"text_lengths": lengths}}
-    wanted = real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]
-    assert distance(real(**given, **told, generator=seeded(0), **SETTINGS).images[0], wanted) == 0
-    assert distance(real(**given, generator=seeded(0), **SETTINGS).images[0], wanted) > 0
+    options = {"joint_attention_kwargs": {"text_lengths": lengths}}
+    expected = real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]
+    assert distance(real(**embeds, **options, generator=seeded(0), **SETTINGS).images[0], expected) == 0
+    assert distance(real(**embeds, generator=seeded(0), **SETTINGS).images[0], expected) > 0
 
 
-def test_several_pictures_of_a_prompt_and_no_guidance(real: Any) -> None:
-    pictures = real(PROMPTS, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **SETTINGS).images
+def test_several_images_per_prompt_and_no_guidance(real: Any) -> None:
+    images = real(PROMPTS, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **SETTINGS).images
     again = real(PROMPTS[1], generator=seeded(2), **SETTINGS).images[0]
-    assert distance(pictures[2], again) <= 1
+    assert distance(images[2], again) <= 1
     real(PROMPTS, **{**SETTINGS, "guidance_scale": 1.0})
     assert len(real._text_lengths) == 2
 
 
-def test_a_negative_prompt(real: Any) -> None:
-    away = real(PROMPTS[0], negative_prompt="a blue square", generator=seeded(0), **SETTINGS).images[0]
-    assert distance(away, real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]) > 1
+def test_a_negative_prompt_changes_the_image(real: Any) -> None:
+    guided = real(PROMPTS[0], negative_prompt="a blue square", generator=seeded(0), **SETTINGS).images[0]
+    assert distance(guided, real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]) > 1
 
 
 def test_without_t5_its_tokens_are_left_out(exports: dict[tuple[str, str], Path], real: Any) -> None:
     pipe = RealTextPipeline.from_pretrained(
         exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True
     )
-    less, whole = (one.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False)[0] for one in (pipe, real))
-    assert less.shape[1] < whole.shape[1]
-    assert torch.equal(less, whole[:, : less.shape[1]])
+    clip_only, full = (p.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False)[0] for p in (pipe, real))
+    assert clip_only.shape[1] < full.shape[1]
+    assert torch.equal(clip_only, full[:, : clip_only.shape[1]])
 
 
-def test_what_training_did_not_have_is_refused(exports: dict[tuple[str, str], Path], real: Any) -> None:
+def test_options_that_training_did_not_use_are_refused(exports: dict[tuple[str, str], Path], real: Any) -> None:
     with pytest.raises(ValueError, match="clip_skip"):
         real(PROMPTS[0], clip_skip=1, **SETTINGS)
     zero, _ = open_pipeline(exports["real", "zero"], CPU)
@@ -244,15 +243,15 @@ def test_what_training_did_not_have_is_refused(exports: dict[tuple[str, str], Pa
 
 
 @pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])
-def test_the_lines_of_the_card_draw_what_sd3_light_draws(
+def test_the_code_of_the_card_equals_sd3_light_sample(
     exports: dict[tuple[str, str], Path], tokens: Any, uncond: Any, modules: None
 ) -> None:
     folder = exports[tokens, uncond]
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 5
-    found: dict[str, Any] = {}
-    exec(code.replace("this folder", str(folder)), found)
+    names: dict[str, Any] = {}
+    exec(code.replace("this folder", str(folder)), names)
     pipe, policy = open_pipeline(folder, CPU)
     side = CONFIG["sample_size"] * pipe.vae_scale_factor
-    (wanted,) = generate(pipe, [ImageRequest("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
-    assert distance(found["image"], wanted) <= 1
+    (expected,) = generate(pipe, [ImageRequest("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
+    assert distance(names["image"], expected) <= 1

@@ -1,4 +1,4 @@
-"""A single file is the folder in another layout: every tensor once, back bit for bit, and stock diffusers reads it."""
+"""A single file contains every tensor of a folder once, converts back bit for bit, and stock diffusers reads it."""
 
 import json
 import os
@@ -19,8 +19,9 @@ from sd3_light.config import SIZES, ModelSize, UserError
 from sd3_light.export import single_file
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import read_single_file, transformer_from_single_file, write_single_file
-from sd3_light.export.single_names import deduced_config, denoiser_rules, fused, vae_name
-from sd3_light.export.single_parts import promised_shapes
+from sd3_light.export.single_names import denoiser_rules, fuse, vae_name
+from sd3_light.export.single_parts import expected_shapes
+from sd3_light.model.single_file_config import config_of_shapes
 from sd3_light.tensor_file import zeros
 
 TINY = replace(SIZES["tiny2"], pos_embed_max_size=8)
@@ -49,13 +50,13 @@ FolderOf = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> FolderOf:
-    """A complete folder of each shape: random weights in float16 beside the demo's frozen parts. Read only."""
-    place, made = tmp_path_factory.mktemp("folders"), dict[str, Path]()
+    """A complete folder of each shape: random float16 weights with the demo's frozen parts. Read only."""
+    root, folders = tmp_path_factory.mktemp("folders"), dict[str, Path]()
 
     def of(shape: str) -> Path:
-        if shape not in made:
-            made[shape] = write_stock(place / shape.replace(" ", "_"), demo_parts, SHAPES[shape])
-        return made[shape]
+        if shape not in folders:
+            folders[shape] = write_stock(root / shape.replace(" ", "_"), demo_parts, SHAPES[shape])
+        return folders[shape]
 
     return of
 
@@ -73,7 +74,7 @@ def write_stock(folder: Path, parts: Path, size: ModelSize, dtype: torch.dtype =
 
 
 def single(folder: Path, out: Path, **keys: bool) -> dict[str, Tensor]:
-    """The tensors of the written file, as the library reads them."""
+    """Write a single file and return its tensors as the library reads them."""
     return load_file(write_single_file(folder, out, **keys).path)
 
 
@@ -94,12 +95,12 @@ def stock(folder: Path) -> SD3Transformer2DModel:
     return SD3Transformer2DModel.from_pretrained(folder / "transformer", local_files_only=True)
 
 
-# --- there and back ----------------------------------------------------------------------------
+# --- round trip --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pad_blocks", [True, False], ids=["padded", "unpadded"])
-def test_there_and_back_is_bit_for_bit(
+def test_a_round_trip_is_bit_for_bit(
     tmp_path: Path, folder_of: FolderOf, demo_parts: Path, shape: str, pad_blocks: bool
 ) -> None:
     folder = folder_of(shape)
@@ -116,12 +117,12 @@ def test_there_and_back_is_bit_for_bit(
     StableDiffusion3Pipeline.from_pretrained(back.path, local_files_only=True)
 
 
-def test_a_folder_in_several_files_and_types_comes_back(tmp_path: Path, demo_parts: Path) -> None:
+def test_a_folder_of_several_files_and_types_round_trips(tmp_path: Path, demo_parts: Path) -> None:
     folder = write_stock(tmp_path / "folder", demo_parts, TINY, torch.bfloat16, max_shard_size="1MB")
     files = sorted((folder / "transformer").glob("*.safetensors"))
     assert len(files) > 1
     first = load_file(files[0])
-    first["pos_embed.pos_embed"] = first["pos_embed.pos_embed"].float()  # another type than its neighbours
+    first["pos_embed.pos_embed"] = first["pos_embed.pos_embed"].float()  # another type than the other tensors
     save_file(first, files[0], {"format": "pt"})
     before = {name: tensor for file in files for name, tensor in load_file(file).items()}
     file = write_single_file(folder, tmp_path / "m.safetensors").path
@@ -130,11 +131,11 @@ def test_a_folder_in_several_files_and_types_comes_back(tmp_path: Path, demo_par
     assert all(after[name].dtype == tensor.dtype and after[name].equal(tensor) for name, tensor in before.items())
 
 
-def test_what_the_file_lacks_is_the_bases(tmp_path: Path, folder_of: FolderOf, demo_parts: Path) -> None:
+def test_parts_that_the_file_lacks_come_from_the_base(tmp_path: Path, folder_of: FolderOf, demo_parts: Path) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
     assert all(name.startswith(PREFIX) for name in load_file(file))
     back = read_single_file(file, demo_parts, tmp_path / "back").path
-    assert (back / "vae" / "config.json").samefile(demo_parts / "vae" / "config.json"), "linked, not repeated"
+    assert (back / "vae" / "config.json").samefile(demo_parts / "vae" / "config.json"), "linked, not copied"
     assert {path.name for path in demo_parts.iterdir() if path.is_dir()} < {path.name for path in back.iterdir()}
 
 
@@ -142,9 +143,7 @@ def test_without_a_base_the_parts_of_the_file_are_written(tmp_path: Path, folder
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
     back = read_single_file(file, None, tmp_path / "back")
     assert {path.name for path in back.path.iterdir()} == {"transformer", "vae", "scheduler", "sd3_light.json"}
-    assert back.notes == (
-        "without a base folder there are no tokenizers: this is a denoiser to start from, no pipeline",
-    )
+    assert back.notes == ("without a base folder there are no tokenizers: use the folder to initialize training",)
 
 
 # --- the layout --------------------------------------------------------------------------------
@@ -152,9 +151,9 @@ def test_without_a_base_the_parts_of_the_file_are_written(tmp_path: Path, folder
 
 def test_rows_are_fused_and_halves_swapped(tmp_path: Path, folder_of: FolderOf) -> None:
     folder = folder_of("dual")
-    weights, found = load_file(folder / WEIGHTS), single(folder, tmp_path / "m.safetensors", vae=False)
+    weights, tensors = load_file(folder / WEIGHTS), single(folder, tmp_path / "m.safetensors", vae=False)
     block, last = "transformer_blocks.1", "transformer_blocks.2"
-    there, end = f"{PREFIX}joint_blocks.1", f"{PREFIX}joint_blocks.2"
+    single_block, single_last = f"{PREFIX}joint_blocks.1", f"{PREFIX}joint_blocks.2"
     for kind in ("weight", "bias"):
         for name, parts in {
             "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -166,17 +165,17 @@ def test_rows_are_fused_and_halves_swapped(tmp_path: Path, folder_of: FolderOf) 
             "x_block.mlp.fc2": ("ff.net.2",),
         }.items():
             joined = torch.cat([weights[f"{block}.{part}.{kind}"] for part in parts])
-            assert found[f"{there}.{name}.{kind}"].equal(joined), name
+            assert tensors[f"{single_block}.{name}.{kind}"].equal(joined), name
         for name, part in {
             f"{PREFIX}final_layer.adaLN_modulation.1": "norm_out.linear",
-            f"{end}.context_block.adaLN_modulation.1": f"{last}.norm1_context.linear",
+            f"{single_last}.context_block.adaLN_modulation.1": f"{last}.norm1_context.linear",
         }.items():
             scale, shift = weights[f"{part}.{kind}"].chunk(2)
-            assert found[f"{name}.{kind}"].equal(torch.cat([shift, scale])), name
-    assert found[f"{PREFIX}pos_embed"].equal(weights["pos_embed.pos_embed"])
-    assert found[f"{there}.x_block.attn2.ln_k.weight"].equal(weights[f"{block}.attn2.norm_k.weight"])
-    assert found[f"{there}.context_block.attn.ln_q.weight"].equal(weights[f"{block}.attn.norm_added_q.weight"])
-    assert not any(f"{end}.context_block.{part}" in name for name in found for part in ("mlp", "attn.proj"))
+            assert tensors[f"{name}.{kind}"].equal(torch.cat([shift, scale])), name
+    assert tensors[f"{PREFIX}pos_embed"].equal(weights["pos_embed.pos_embed"])
+    assert tensors[f"{single_block}.x_block.attn2.ln_k.weight"].equal(weights[f"{block}.attn2.norm_k.weight"])
+    assert tensors[f"{single_block}.context_block.attn.ln_q.weight"].equal(weights[f"{block}.attn.norm_added_q.weight"])
+    assert not any(f"{single_last}.context_block.{part}" in name for name in tensors for part in ("mlp", "attn.proj"))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *SIZES])
@@ -184,28 +183,30 @@ def test_every_tensor_is_covered_exactly_once(shape: str) -> None:
     config = (SHAPES | SIZES)[shape].transformer_config()
     rules = list(denoiser_rules(config))
     stock_names = [name for rule in rules for name in rule.stock]
-    assert sorted(stock_names) == sorted(promised_shapes("transformer", config)), "all of them, none twice"
+    assert sorted(stock_names) == sorted(expected_shapes("transformer", config)), "each exactly once"
     assert len({rule.single for rule in rules}) == len(rules)
 
 
 @pytest.mark.parametrize("shape", ["three", "dual", "wide"])
-def test_no_number_of_the_folder_is_lost_or_repeated(tmp_path: Path, folder_of: FolderOf, shape: str) -> None:
+def test_no_value_of_the_folder_is_lost_or_repeated(tmp_path: Path, folder_of: FolderOf, shape: str) -> None:
     folder = folder_of(shape)
-    found = single(folder, tmp_path / "m.safetensors", text_encoders=True, pad_blocks=False)
+    tensors = single(folder, tmp_path / "m.safetensors", text_encoders=True, pad_blocks=False)
     before = [load_file(path) for part in PARTS for path in (folder / part).glob("*.safetensors")]
-    assert sum(tensor.numel() for tensor in found.values()) == sum(t.numel() for part in before for t in part.values())
+    assert sum(tensor.numel() for tensor in tensors.values()) == sum(
+        t.numel() for part in before for t in part.values()
+    )
 
 
-def test_the_file_is_the_librarys_and_equal_models_are_equal_bytes(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_the_file_equals_the_librarys_and_equal_models_are_equal_bytes(tmp_path: Path, folder_of: FolderOf) -> None:
     folder = folder_of("wide")
-    one, two = (write_single_file(folder, tmp_path / name).path for name in ("1.safetensors", "2.safetensors"))
-    data = one.read_bytes()
-    assert data == two.read_bytes()
+    first, second = (write_single_file(folder, tmp_path / name).path for name in ("1.safetensors", "2.safetensors"))
+    data = first.read_bytes()
+    assert data == second.read_bytes()
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-    assert data == save(load_file(one), metadata)
+    assert data == save(load_file(first), metadata)
     about = json.loads(metadata.pop("sd3_light"))
-    assert not metadata, "one entry: the library writes several in an order of chance"
+    assert not metadata, "one entry: the library writes several in random order"
     assert list(about) == sorted(about)
     assert about["config"] == json.loads((folder / "transformer" / "config.json").read_text())
     assert (about["true_blocks"], about["blocks_in_file"]) == (2, 4)
@@ -213,7 +214,7 @@ def test_the_file_is_the_librarys_and_equal_models_are_equal_bytes(tmp_path: Pat
     assert about["other_configs"]["vae"]["latent_channels"] == 16
 
 
-# --- as others read it -------------------------------------------------------------------------
+# --- other readers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["square", "three", "dual", "wide", "one block", "deep"])
@@ -230,7 +231,7 @@ def test_stock_diffusers_reads_the_unpadded_file(tmp_path: Path, folder_of: Fold
     assert output(loaded).equal(output(stock(folder)))
 
 
-def test_stock_diffusers_reads_the_whole_pipeline(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_stock_diffusers_reads_the_full_pipeline(tmp_path: Path, folder_of: FolderOf) -> None:
     folder = folder_of("square")
     file = write_single_file(folder, tmp_path / "m.safetensors", text_encoders=True).path
     pipe = StableDiffusion3Pipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
@@ -238,13 +239,13 @@ def test_stock_diffusers_reads_the_whole_pipeline(tmp_path: Path, folder_of: Fol
         (path,) = (folder / part).glob("*.safetensors")
         state = getattr(pipe, part).state_dict()
         for name, tensor in load_file(path).items():
-            if (part, name) != ("text_encoder", "text_projection.weight"):  # diffusers takes the identity there
+            if (part, name) != ("text_encoder", "text_projection.weight"):  # diffusers uses the identity there
                 assert state[name].to(tensor.dtype).equal(tensor), (part, name)
 
 
 @pytest.mark.parametrize("levels", [2, 4])
 def test_the_vae_is_named_as_diffusers_converter_expects(levels: int) -> None:
-    """At another depth too, with quant convolutions, and with the attention's matrices as convolutions."""
+    """For another depth, with quant convolutions, and with attention matrices as convolutions."""
     config = {
         "block_out_channels": [32] * levels,
         "down_block_types": ["DownEncoderBlock2D"] * levels,
@@ -259,27 +260,27 @@ def test_the_vae_is_named_as_diffusers_converter_expects(levels: int) -> None:
     assert all(converted[name] is tensor or converted[name].equal(tensor) for name, tensor in state.items())
 
 
-def test_the_vaes_attention_is_a_convolution_there(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_the_vaes_attention_is_a_convolution_in_the_file(tmp_path: Path, folder_of: FolderOf) -> None:
     folder = folder_of("square")
-    found = single(folder, tmp_path / "m.safetensors")
-    assert found["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (128, 128, 1, 1)
-    assert found["first_stage_model.decoder.mid.attn_1.proj_out.weight"].shape == (128, 128, 1, 1)
-    assert found["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (128,)
+    tensors = single(folder, tmp_path / "m.safetensors")
+    assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (128, 128, 1, 1)
+    assert tensors["first_stage_model.decoder.mid.attn_1.proj_out.weight"].shape == (128, 128, 1, 1)
+    assert tensors["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (128,)
     config = json.loads((folder / "vae" / "config.json").read_text())
     before = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
-    converted = convert_ldm_vae_checkpoint(found, config)
+    converted = convert_ldm_vae_checkpoint(tensors, config)
     assert converted.keys() == before.keys()
     assert all(converted[name].equal(tensor) for name, tensor in before.items())
 
 
-# --- blocks that do nothing --------------------------------------------------------------------
+# --- identity blocks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", PADS)
 def test_identity_blocks_change_nothing(tmp_path: Path, folder_of: FolderOf, shape: str) -> None:
     folder, size = folder_of(shape), SHAPES[shape]
     written = write_single_file(folder, tmp_path / "m.safetensors")
-    assert written.notes[0].startswith(f"{PADS[shape]} identity blocks stand before the last of {size.num_layers}: ")
+    assert written.notes[0].startswith(f"{PADS[shape]} identity blocks before the last of {size.num_layers}: ")
     config, state = transformer_from_single_file(written.path, keep_pads=True)
     assert config["num_layers"] == size.num_heads == size.num_layers + PADS[shape]
     padded = SD3Transformer2DModel(**config)
@@ -293,18 +294,18 @@ def test_identity_blocks_change_nothing(tmp_path: Path, folder_of: FolderOf, sha
 
 @pytest.mark.parametrize("shape", ["square", "three", "dual", "deep"])
 def test_as_many_blocks_as_heads_or_more_are_not_padded(tmp_path: Path, folder_of: FolderOf, shape: str) -> None:
-    one = write_single_file(folder_of(shape), tmp_path / "1.safetensors").path
-    two = write_single_file(folder_of(shape), tmp_path / "2.safetensors", pad_blocks=False).path
-    assert one.read_bytes() == two.read_bytes()
+    padded = write_single_file(folder_of(shape), tmp_path / "1.safetensors").path
+    unpadded = write_single_file(folder_of(shape), tmp_path / "2.safetensors", pad_blocks=False).path
+    assert padded.read_bytes() == unpadded.read_bytes()
 
 
-def test_padding_that_has_learned_is_not_thrown_away(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_trained_padding_is_not_discarded(tmp_path: Path, folder_of: FolderOf) -> None:
     file = write_single_file(folder_of("wide"), tmp_path / "m.safetensors", vae=False).path
 
     def train(tensors: dict[str, Tensor]) -> None:
         tensors[f"{PREFIX}joint_blocks.2.x_block.mlp.fc1.bias"][5] = 1e-3
 
-    respell(file, train)
+    rewrite(file, train)
     with pytest.raises(UserError, match=r"calls block 2 padding, but its weights are not zero"):
         transformer_from_single_file(file)
     config, state = transformer_from_single_file(file, keep_pads=True)
@@ -312,10 +313,10 @@ def test_padding_that_has_learned_is_not_thrown_away(tmp_path: Path, folder_of: 
     assert state["transformer_blocks.2.ff.net.0.proj.bias"][5] != 0
 
 
-# --- files of others ---------------------------------------------------------------------------
+# --- foreign files -----------------------------------------------------------------------------
 
 
-def respell(file: Path, change: Callable[[dict[str, Tensor]], object], foreign: bool = False) -> None:
+def rewrite(file: Path, change: Callable[[dict[str, Tensor]], object], foreign: bool = False) -> None:
     """Rewrite a file with other tensors, as another program would; ``foreign``: without our metadata."""
     data = file.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
@@ -336,7 +337,7 @@ def test_a_denoiser_of_another_program_is_read(
 ) -> None:
     folder = folder_of(shape)
     file = write_single_file(folder, tmp_path / "m.safetensors", vae=False, pad_blocks=False).path
-    respell(file, change, foreign=True)
+    rewrite(file, change, foreign=True)
     config, state = transformer_from_single_file(file)
     expected = {**SHAPES[shape].transformer_config(), "sample_size": 128}
     assert {**config, "dual_attention_layers": tuple(config["dual_attention_layers"])} == expected
@@ -347,20 +348,20 @@ def test_a_denoiser_of_another_program_is_read(
 
 
 @pytest.mark.parametrize("size", ["sd3_medium", "sd3.5_medium", "sd3_light_square"])
-def test_the_config_of_real_sizes_is_told_by_their_tensors(size: str) -> None:
+def test_the_config_of_real_sizes_follows_from_their_shapes(size: str) -> None:
     config = SIZES[size].transformer_config()
-    shapes = promised_shapes("transformer", config)
-    found = fused({name: zeros("F16", shape) for name, shape in shapes.items()}, config)
-    deduced = deduced_config(found, "file")
+    shapes = expected_shapes("transformer", config)
+    tensors = fuse({name: zeros("F16", shape) for name, shape in shapes.items()}, config)
+    deduced = config_of_shapes({name: tensor.shape for name, tensor in tensors.items()}, "file")
     assert {**deduced, "dual_attention_layers": tuple(deduced["dual_attention_layers"]), "sample_size": None} == {
         **config,
         "sample_size": None,
     }
 
 
-def test_blocks_of_zeros_stay_where_no_metadata_calls_them_padding(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_zero_blocks_are_kept_without_metadata_about_padding(tmp_path: Path, folder_of: FolderOf) -> None:
     file = write_single_file(folder_of("wide"), tmp_path / "m.safetensors", vae=False).path
-    respell(file, lambda tensors: None, foreign=True)
+    rewrite(file, lambda tensors: None, foreign=True)
     config, state = transformer_from_single_file(file)
     assert config["num_layers"] == 4
     model = SD3Transformer2DModel(**config)
@@ -368,7 +369,7 @@ def test_blocks_of_zeros_stay_where_no_metadata_calls_them_padding(tmp_path: Pat
     assert output(model).equal(output(stock(folder_of("wide"))))
 
 
-def test_frozen_parts_of_another_program_take_the_bases_config(
+def test_frozen_parts_of_another_program_use_the_bases_config(
     tmp_path: Path, folder_of: FolderOf, demo_parts: Path
 ) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", text_encoders=True).path
@@ -381,11 +382,11 @@ def test_frozen_parts_of_another_program_take_the_bases_config(
         name = "first_stage_model.encoder.mid.attn_1.q.weight"
         tensors[name] = tensors[name][:, :, 0, 0].contiguous()
 
-    respell(file, change, foreign=True)
+    rewrite(file, change, foreign=True)
     back = read_single_file(file, demo_parts, tmp_path / "back")
     assert back.notes == (
-        "CLIP-L's text_projection is not in the file: it is the identity, as readers take it",
-        "left out, as no part of SD3: 1 tensors such as text_encoders.clip_l.logit_scale",
+        "CLIP-L's text_projection is not in the file: the identity is used, as in other readers",
+        "left out because they do not belong to SD3: 1 tensors such as text_encoders.clip_l.logit_scale",
     )
     clip = load_file(back.path / "text_encoder" / "model.safetensors")
     assert clip["text_projection.weight"].equal(torch.eye(96, dtype=torch.float16))
@@ -397,15 +398,15 @@ def test_frozen_parts_of_another_program_take_the_bases_config(
     assert alone.notes[0].startswith("vae is left out: ")
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------
 
 BLOCK = f"{PREFIX}joint_blocks.1.x_block.attn.qkv.weight"
-SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda tensors: tensors.pop(BLOCK), r"it lacks joint_blocks\.1\.x_block\.attn\.qkv\.weight"),
     "no position table": (lambda tensors: tensors.pop(f"{PREFIX}pos_embed"), "it lacks pos_embed"),
     "unexpected": (
         lambda tensors: tensors.update({f"{PREFIX}register": torch.zeros(1)}),
-        "it has register, which is no part of it",
+        "it has register, which does not belong to it",
     ),
     "shape": (
         lambda tensors: tensors.update({BLOCK: torch.zeros(383, 128)}),
@@ -419,11 +420,11 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["ours", "foreign"])
-@pytest.mark.parametrize("fault", SPOILT)
+@pytest.mark.parametrize("fault", DAMAGES)
 def test_wrong_keys_are_named(tmp_path: Path, folder_of: FolderOf, fault: str, foreign: bool) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
-    spoil, message = SPOILT[fault]
-    respell(file, spoil, foreign)
+    damage, message = DAMAGES[fault]
+    rewrite(file, damage, foreign)
     with pytest.raises(UserError, match=message):
         transformer_from_single_file(file)
     with pytest.raises(UserError, match=message):
@@ -439,17 +440,17 @@ def test_wrong_keys_are_named(tmp_path: Path, folder_of: FolderOf, fault: str, f
         ("text_encoders.t5xxl.transformer.shared.weight", "lacks shared.weight"),
     ],
 )
-def test_frozen_parts_must_be_whole_too(tmp_path: Path, folder_of: FolderOf, name: str, message: str) -> None:
+def test_frozen_parts_must_be_complete(tmp_path: Path, folder_of: FolderOf, name: str, message: str) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", text_encoders=True).path
-    respell(file, lambda tensors: tensors.pop(name))
+    rewrite(file, lambda tensors: tensors.pop(name))
     with pytest.raises(UserError, match=message):
         read_single_file(file, None, tmp_path / "out")
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_another_kind_of_file_is_refused(tmp_path: Path, folder_of: FolderOf) -> None:
     with pytest.raises(UserError, match=r"is not an SD3 single file: it lacks x_embedder\.proj\.weight, "):
         transformer_from_single_file(folder_of("square") / WEIGHTS)
-    with pytest.raises(UserError, match=r"cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         transformer_from_single_file(tmp_path / "none.safetensors")
 
 
@@ -459,19 +460,19 @@ def test_a_truncated_file_is_refused(tmp_path: Path, folder_of: FolderOf, size: 
     file.write_bytes(file.read_bytes()[:size])
     for read in (lambda: transformer_from_single_file(file), lambda: read_single_file(file, None, tmp_path / "out")):
         with pytest.raises(
-            UserError, match=r"m\.safetensors is no whole safetensors file \(it.*fetch or write it anew"
+            UserError, match=r"m\.safetensors is not a complete safetensors file \(it.*download or write it again"
         ):
             read()
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
-@pytest.mark.parametrize("said", ["no JSON", "[]", '{"config": {}}', "contradiction"])
-def test_damaged_metadata_is_refused(tmp_path: Path, folder_of: FolderOf, said: str) -> None:
+@pytest.mark.parametrize("metadata", ["no JSON", "[]", '{"config": {}}', "contradiction"])
+def test_damaged_metadata_is_refused(tmp_path: Path, folder_of: FolderOf, metadata: str) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
-    if said == "contradiction":
-        said = json.dumps({"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 1})
-    save_file(load_file(file), file, {"sd3_light": said})
-    with pytest.raises(UserError, match=r"its metadata 'sd3_light' (is damaged|contradicts itself)"):
+    if metadata == "contradiction":
+        metadata = json.dumps({"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 1})
+    save_file(load_file(file), file, {"sd3_light": metadata})
+    with pytest.raises(UserError, match=r"its metadata 'sd3_light' (is damaged|has contradictory block counts)"):
         transformer_from_single_file(file)
 
 
@@ -487,7 +488,7 @@ def test_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_what_reads_back_otherwise_does_not_appear(
+def test_a_file_that_reads_back_differently_does_not_appear(
     tmp_path: Path, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
@@ -510,11 +511,13 @@ def test_what_reads_back_otherwise_does_not_appear(
 def test_an_incomplete_folder_is_refused(tmp_path: Path, demo_parts: Path) -> None:
     folder = write_stock(tmp_path / "folder", demo_parts, TINY)
     weights = load_file(folder / WEIGHTS)
-    lost = weights.pop("transformer_blocks.1.attn.to_k.bias")
+    bias = weights.pop("transformer_blocks.1.attn.to_k.bias")
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    with pytest.raises(UserError, match=r"transformer is not .*it lacks transformer_blocks\.1\.attn\.to_k\.bias"):
+    with pytest.raises(
+        UserError, match=r"transformer does not match its config: it lacks transformer_blocks\.1\.attn\.to_k\.bias"
+    ):
         write_single_file(folder, tmp_path / "m.safetensors")
-    save_file({**weights, "transformer_blocks.1.attn.to_k.bias": lost.float()}, folder / WEIGHTS, {"format": "pt"})
+    save_file({**weights, "transformer_blocks.1.attn.to_k.bias": bias.float()}, folder / WEIGHTS, {"format": "pt"})
     with pytest.raises(UserError, match=r"to_k\.bias, .*to_v\.bias have types F16 and F32"):
         write_single_file(folder, tmp_path / "m.safetensors")
     with pytest.raises(UserError, match=r"ends in \.safetensors"):
@@ -522,56 +525,56 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path, demo_parts: Path) -> No
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"lacks diffusion_pytorch_model\.safetensors"):
         write_single_file(folder, tmp_path / "m.safetensors")
-    with pytest.raises(UserError, match=r"is no diffusers folder"):
+    with pytest.raises(UserError, match=r"is not a diffusers folder"):
         read_single_file(tmp_path / "m.safetensors", tmp_path, tmp_path / "out")
 
 
 def test_a_tensor_in_two_files_of_a_folder_is_refused(tmp_path: Path, demo_parts: Path) -> None:
     folder = write_stock(tmp_path / "folder", demo_parts, TINY, max_shard_size="1MB")
-    one, two, *_ = sorted((folder / "transformer").glob("*.safetensors"))
-    name, tensor = next(iter(load_file(two).items()))
-    save_file({**load_file(one), name: tensor}, one, {"format": "pt"})
-    with pytest.raises(UserError, match="and so does another file"):
+    first, second, *_ = sorted((folder / "transformer").glob("*.safetensors"))
+    name, tensor = next(iter(load_file(second).items()))
+    save_file({**load_file(first), name: tensor}, first, {"format": "pt"})
+    with pytest.raises(UserError, match="and another file of"):
         write_single_file(folder, tmp_path / "m.safetensors")
 
 
-# --- what readers will make of it --------------------------------------------------------------
+# --- notes about other readers -----------------------------------------------------------------
 
 
 def notes_of(tmp_path: Path, demo_parts: Path, size: ModelSize, **keys: bool) -> tuple[str, ...]:
     folder = write_stock(tmp_path / "folder", demo_parts, size)
     written = write_single_file(folder, tmp_path / "m.safetensors", **keys)
     config, _ = transformer_from_single_file(written.path)
-    assert config["num_layers"] == size.num_layers, "what readers cannot load, we can"
+    assert config["num_layers"] == size.num_layers, "we load what other readers cannot"
     return written.notes
 
 
-def test_sizes_that_readers_do_not_know_are_told(tmp_path: Path, demo_parts: Path) -> None:
+def test_sizes_that_readers_do_not_support_are_noted(tmp_path: Path, demo_parts: Path) -> None:
     notes = notes_of(tmp_path, demo_parts, SHAPES["deep"], text_encoders=True)
     beginnings = (
-        "3 blocks and 2 heads: readers such as ComfyUI want one block a head and do not load it",
+        "3 blocks and 2 heads: readers such as ComfyUI expect one block per head and do not load it",
         "text width 256: ",
         "pooled text width 224: ",
         "vae has block_out_channels [32, 64, 96, 128]: ",
         "text_encoder has hidden_size 96: ComfyUI loads 768 only",
         "text_encoder_2 has hidden_size 128: ",
         "text_encoder_3 has d_model 256: ",
-        "sampling shift 1: ComfyUI takes 3 unless",
+        "sampling shift 1: ComfyUI uses 3 unless",
         "CLIP-L's text_projection is not the identity",
     )
     assert len(notes) == len(beginnings), notes
     assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True)), notes
 
 
-def test_fewer_blocks_without_padding_are_told(tmp_path: Path, demo_parts: Path) -> None:
+def test_fewer_blocks_without_padding_are_noted(tmp_path: Path, demo_parts: Path) -> None:
     notes = notes_of(tmp_path, demo_parts, SHAPES["wide"], pad_blocks=False)
     assert notes[0].startswith("2 blocks and 4 heads: readers such as ComfyUI load it only with identity blocks")
 
 
-def test_heads_of_another_width_are_told_or_refused(tmp_path: Path, demo_parts: Path) -> None:
+def test_other_head_widths_are_noted_or_refused(tmp_path: Path, demo_parts: Path) -> None:
     narrow = replace(TINY, num_heads=4, head_dim=32)
     assert notes_of(tmp_path, demo_parts, narrow)[0].startswith(
-        "heads of 32: ComfyUI and other readers know heads of 64"
+        "heads of 32: ComfyUI and other readers support heads of 64"
     )
     folder = write_stock(tmp_path / "plain", demo_parts, replace(narrow, qk_norm=False))
     with pytest.raises(UserError, match=r"heads of 32 without qk-norm: .* silently"):
@@ -579,7 +582,7 @@ def test_heads_of_another_width_are_told_or_refused(tmp_path: Path, demo_parts: 
     assert not (tmp_path / "plain.safetensors").exists()
 
 
-def test_other_text_and_latents_than_readers_compute_are_told(tmp_path: Path, demo_parts: Path) -> None:
+def test_text_and_latents_that_differ_from_readers_are_noted(tmp_path: Path, demo_parts: Path) -> None:
     folder = write_stock(tmp_path / "folder", demo_parts, TINY)
     text = {"text_tokens": "real", "uncond_text": "zero"}
     (folder / "sd3_light.json").write_text(json.dumps({"text": text}))
@@ -587,6 +590,6 @@ def test_other_text_and_latents_than_readers_compute_are_told(tmp_path: Path, de
     (folder / "vae" / "config.json").unlink()  # it is a link
     (folder / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 0.5}))
     notes = write_single_file(folder, tmp_path / "m.safetensors").notes
-    assert "the VAE's scaling_factor is 0.5: readers compute with 1.5305" in notes
+    assert "the VAE's scaling_factor is 0.5: readers use 1.5305" in notes
     assert any(note.startswith("trained on real text tokens") for note in notes)
     assert any(note.startswith("trained with zeros as the unconditional text") for note in notes)

@@ -65,7 +65,7 @@ def _transformer() -> Any:
         pos_embed_max_size=24,
         qk_norm="rms_norm",
     )
-    for parameter in model.parameters():  # at its small start values text hardly shows in the picture
+    for parameter in model.parameters():  # with small initial values the text hardly affects the image
         torch.nn.init.normal_(parameter, std=0.15)
     return model
 

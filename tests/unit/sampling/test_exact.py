@@ -1,4 +1,4 @@
-"""Drawn exactly, a picture's bytes depend on its request alone: not on batch, cores, threads or neighbours."""
+"""In exact mode an image's bytes depend only on its request, not on batch, cores, threads or other images."""
 
 import threading
 from typing import Any
@@ -34,7 +34,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_batch_and_split_do_not_show(pipe: Any, text_tokens: Any, uncond: Any, sampler: str) -> None:
+def test_batch_and_split_do_not_change_images(pipe: Any, text_tokens: Any, uncond: Any, sampler: str) -> None:
     policy, before = TextPolicy(12, uncond, text_tokens), pipe.scheduler
     use_sampler(pipe, sampler)
     try:
@@ -48,7 +48,7 @@ def test_batch_and_split_do_not_show(pipe: Any, text_tokens: Any, uncond: Any, s
     assert len(set(alone)) == len(alone)
 
 
-def test_it_is_the_picture_of_a_batch_of_one(pipe: Any) -> None:
+def test_an_exact_image_equals_a_batch_of_one(pipe: Any) -> None:
     """Which test_generate compares with the stock call."""
     policy = TextPolicy(12, "empty", "padded")
     assert pixels(generate(pipe, REQUESTS, policy, STEPS, exact=True)) == pixels(
@@ -56,7 +56,7 @@ def test_it_is_the_picture_of_a_batch_of_one(pipe: Any) -> None:
     )
 
 
-def test_torchs_threads_do_not_show_and_are_back_afterwards(pipe: Any) -> None:
+def test_torch_threads_are_set_and_restored(pipe: Any) -> None:
     policy = TextPolicy(12, "empty", "padded")
     seen = []
     step = module.run_pipeline
@@ -81,22 +81,22 @@ def test_torchs_threads_do_not_show_and_are_back_afterwards(pipe: Any) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_fault_ends_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
+def test_an_error_stops_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
 
     def broken(pipe: Any, batch: Any, *rest: Any) -> Any:
-        drawn.append(batch[0].seed)
+        started.append(batch[0].seed)
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(module, "run_pipeline", broken)
     many = [ImageRequest("a", seed, 32, 32) for seed in range(200)]
     with pytest.raises(RuntimeError, match="no memory"):
         generate(pipe, many, TextPolicy(12, "zero", "padded"), STEPS, batch_size=1, exact=True)
-    assert len(drawn) < 100, "what had not begun was left"
+    assert len(started) < 100, "the remaining requests were cancelled"
 
 
-def test_a_text_is_encoded_once_and_the_oldest_are_forgotten(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TEXTS_KEPT", 2)
+def test_a_text_is_encoded_once_and_the_oldest_are_dropped(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CACHED_TEXTS", 2)
     encoded: list[str] = []
     encode = module.encode
 
@@ -110,10 +110,10 @@ def test_a_text_is_encoded_once_and_the_oldest_are_forgotten(pipe: Any, monkeypa
     assert encoded == ["a", "two", "red", "a"]
 
 
-def test_pipelines_side_by_side_share_networks_and_nothing_that_changes(pipe: Any) -> None:
-    twin = module._twin(pipe)
-    assert twin.transformer is pipe.transformer
-    assert twin.vae is pipe.vae
-    assert twin.scheduler is not pipe.scheduler
-    assert twin.scheduler.config is not pipe.scheduler.config
-    assert twin.scheduler.config == pipe.scheduler.config
+def test_parallel_pipelines_share_networks_but_no_state(pipe: Any) -> None:
+    own_pipe = module._copy_pipeline(pipe)
+    assert own_pipe.transformer is pipe.transformer
+    assert own_pipe.vae is pipe.vae
+    assert own_pipe.scheduler is not pipe.scheduler
+    assert own_pipe.scheduler.config is not pipe.scheduler.config
+    assert own_pipe.scheduler.config == pipe.scheduler.config

@@ -1,4 +1,4 @@
-"""Pictures equal the stock call's, whatever the batch."""
+"""Images equal those of the stock call, for any batch size."""
 
 import json
 from pathlib import Path
@@ -45,22 +45,22 @@ def stock(pipe: Any, request: ImageRequest, guidance: float = 4.0, **extra: Any)
 
 
 @pytest.mark.parametrize("guidance", [4.0, 1.0, 0.0])
-def test_alone_a_picture_is_the_stock_calls(pipe: Any, guidance: float) -> None:
-    made = generate(pipe, REQUESTS, POLICY, STEPS, guidance, batch_size=1)
-    for image, request in zip(made, REQUESTS, strict=True):
+def test_a_single_image_equals_the_stock_call(pipe: Any, guidance: float) -> None:
+    images = generate(pipe, REQUESTS, POLICY, STEPS, guidance, batch_size=1)
+    for image, request in zip(images, REQUESTS, strict=True):
         assert image.size == (request.width, request.height)
         assert np.array_equal(pixels(image), pixels(stock(pipe, request, guidance)))
 
 
 @pytest.mark.parametrize("policy", [POLICY, ZERO])
-def test_a_picture_does_not_depend_on_its_batch(pipe: Any, policy: TextPolicy) -> None:
+def test_an_image_does_not_depend_on_its_batch(pipe: Any, policy: TextPolicy) -> None:
     alone = generate(pipe, REQUESTS, policy, STEPS, batch_size=1)
     together = generate(pipe, REQUESTS, policy, STEPS, batch_size=16)
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    for first, second in zip(alone, together, strict=True):
+        assert np.abs(pixels(first) - pixels(second)).max() <= 1
 
 
-def test_prompt_seed_negative_prompt_and_guidance_all_show(pipe: Any) -> None:
+def test_prompt_seed_negative_prompt_and_guidance_change_the_image(pipe: Any) -> None:
     base = ImageRequest("a red circle", 7, 32, 32)
     others = [
         ImageRequest("two blue stars", 7, 32, 32),
@@ -75,7 +75,7 @@ def test_prompt_seed_negative_prompt_and_guidance_all_show(pipe: Any) -> None:
 
 def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
     request = REQUESTS[0]
-    with torch.no_grad():  # with gradients attention takes another kernel, which rounds differently
+    with torch.no_grad():  # with gradients, attention uses another kernel that rounds differently
         tokens, _, pooled, _ = pipe.encode_prompt(request.prompt, None, None, max_sequence_length=12)
     expected = pipe(
         prompt_embeds=tokens,
@@ -88,13 +88,11 @@ def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
         width=request.width,
         height=request.height,
     ).images[0]
-    (made,) = generate(pipe, [request], ZERO, STEPS)
-    assert np.array_equal(pixels(made), pixels(expected))
+    (image,) = generate(pipe, [request], ZERO, STEPS)
+    assert np.array_equal(pixels(image), pixels(expected))
 
 
-def test_progress_counts_pictures_and_the_pipelines_own_bar_is_silent(
-    pipe: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_counts_images_and_the_pipelines_bar_is_silent(pipe: Any, capfd: pytest.CaptureFixture[str]) -> None:
     pipe.set_progress_bar_config(desc="mine")
     calls: list[tuple[int, int]] = []
     generate(pipe, REQUESTS, POLICY, STEPS, batch_size=2, on_progress=lambda done, total: calls.append((done, total)))
@@ -104,31 +102,31 @@ def test_progress_counts_pictures_and_the_pipelines_own_bar_is_silent(
     pipe.set_progress_bar_config()
 
 
-def test_nothing_asked_nothing_made(pipe: Any) -> None:
+def test_no_requests_give_no_images(pipe: Any) -> None:
     assert generate(pipe, [], POLICY) == []
 
 
 @pytest.mark.parametrize("side", [30, 0, 200])
-def test_sides_that_the_model_cannot_make_are_refused(pipe: Any, side: int) -> None:
+def test_unsupported_image_sizes_are_refused(pipe: Any, side: int) -> None:
     with pytest.raises(UserError, match="multiples of 8 from 8 to 192"):
         generate(pipe, [ImageRequest("a", 0, side, 32)], POLICY, STEPS)
 
 
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
 @pytest.mark.parametrize("guidance", [4.0, 1.0])
-def test_with_real_tokens_a_picture_does_not_depend_on_its_batch(pipe: Any, uncond: str, guidance: float) -> None:
-    """Prompts and negative prompts of several lengths stand in one batch, each under its own mask."""
+def test_with_real_tokens_an_image_does_not_depend_on_its_batch(pipe: Any, uncond: str, guidance: float) -> None:
+    """Prompts and negative prompts of different lengths share a batch, each with its own mask."""
     policy = TextPolicy(12, uncond, "real")  # type: ignore[arg-type]
     alone = generate(pipe, REQUESTS, policy, STEPS, guidance, batch_size=1)
     together = generate(pipe, REQUESTS, policy, STEPS, guidance, batch_size=16)
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    for first, second in zip(alone, together, strict=True):
+        assert np.abs(pixels(first) - pixels(second)).max() <= 1
     padded = generate(pipe, REQUESTS, TextPolicy(12, uncond, "padded"), STEPS, guidance)  # type: ignore[arg-type]
-    assert all(np.abs(pixels(one) - pixels(other)).max() > 2 for one, other in zip(alone, padded, strict=True))
+    assert all(np.abs(pixels(first) - pixels(second)).max() > 2 for first, second in zip(alone, padded, strict=True))
 
 
-def test_without_guidance_a_real_text_alone_needs_no_mask(pipe: Any) -> None:
-    """Nothing is padded then: the stock call with these tokens is the same picture."""
+def test_without_guidance_a_single_real_text_needs_no_mask(pipe: Any) -> None:
+    """Nothing is padded: the stock call with these tokens gives the same image."""
     request = REQUESTS[1]
     with torch.no_grad():
         (text,) = encode(pipe, [request.prompt], REAL)
@@ -141,17 +139,17 @@ def test_without_guidance_a_real_text_alone_needs_no_mask(pipe: Any) -> None:
         width=request.width,
         height=request.height,
     ).images[0]
-    (made,) = generate(pipe, [request], REAL, STEPS, guidance=1.0)
-    assert np.abs(pixels(made) - pixels(expected)).max() <= 1
+    (image,) = generate(pipe, [request], REAL, STEPS, guidance=1.0)
+    assert np.abs(pixels(image) - pixels(expected)).max() <= 1
 
 
-def test_stock_attention_is_back_after_real_tokens(pipe: Any) -> None:
+def test_stock_attention_is_restored_after_real_tokens(pipe: Any) -> None:
     before = pipe.transformer.attn_processors
     generate(pipe, REQUESTS[:1], REAL, STEPS)
     assert pipe.transformer.attn_processors == before
 
 
-def test_a_png_carries_its_parameters(tmp_path: Path) -> None:
+def test_a_png_contains_its_parameters(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "one.png"
     save_png(Image.new("RGB", (4, 4)), path, {"prompt": "白色背景上有一个大的红色圆形", "seed": 3, "sizes": [1, 2]})
     with Image.open(path) as image:

@@ -1,4 +1,4 @@
-"""The sheet holds every picture in its cell, its caption in lines that fit, and its mark."""
+"""The grid contains every image, its caption in lines that fit, and its mark."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ def count(sheet: Image.Image, colour: tuple[int, int, int]) -> int:
 
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("scale", [1, 3])
-def test_every_picture_is_there_whole(scale: int, smooth: bool) -> None:
+def test_every_image_is_complete(scale: int, smooth: bool) -> None:
     sheet = make_grid(IMAGES, CAPTIONS, columns=2, scale=scale, smooth=smooth)
     for (width, height), colour in zip(SIZES, COLOURS, strict=True):
         assert count(sheet, colour) == width * height * scale**2
 
 
-def test_columns_rows_and_title_make_the_size() -> None:
+def test_columns_rows_and_title_determine_the_size() -> None:
     one = make_grid(IMAGES[:1], ["a"], columns=8, scale=1)
     three = make_grid(IMAGES[:1] * 3, ["a"] * 3, columns=3, scale=1)
     nine = make_grid(IMAGES[:1] * 9, ["a"] * 9, columns=3, scale=1, title="nine of them")
@@ -36,7 +36,7 @@ def test_columns_rows_and_title_make_the_size() -> None:
     assert nine.height > 3 * (64 + 14)
 
 
-def test_marks_are_drawn_where_given() -> None:
+def test_marks_are_drawn() -> None:
     black = [Image.new("RGB", (64, 64))] * 3
     sheet = make_grid(black, ["a", "b", "c"], columns=3, marks=[True, False, None])
     assert count(sheet, grid._RIGHT) == 81  # a full square of 9 x 9

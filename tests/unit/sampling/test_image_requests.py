@@ -1,4 +1,4 @@
-"""Files of prompts: good rows become requests, bad ones are faults with their file and line."""
+"""Prompt files: valid rows are read, invalid ones are reported with file and line."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:
     return path
 
 
-def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+def test_a_text_file_has_one_prompt_per_line(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeffa star, red\n\n  两个圆  \n", "prompts.txt")
     assert read_prompt_rows(path) == [
         PromptRow("a star, red", where=f"{path}:1"),
@@ -38,7 +38,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         (f"prompt,seed\na,{2**63 - 1}\n", [(2, PromptRow("a", 2**63 - 1))]),
     ],
 )
-def test_good_csv(tmp_path: Path, text: str, rows: list[tuple[int, PromptRow]] | None) -> None:
+def test_valid_csv(tmp_path: Path, text: str, rows: list[tuple[int, PromptRow]] | None) -> None:
     path = write(tmp_path, text)
     if rows is None:  # blank lines and lines inside quotes count
         rows = [(2, PromptRow("a star, red", steps=3)), (4, PromptRow("two\nlines", steps=4)), (6, PromptRow("last"))]
@@ -47,49 +47,49 @@ def test_good_csv(tmp_path: Path, text: str, rows: list[tuple[int, PromptRow]] |
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         ("", 1, "no column `prompt`"),
         ("seed\n1\n", 1, "no column `prompt`"),
         ("prompt,sed\na,1\n", 1, "unknown column 'sed'; did you mean seed?"),
         ("prompt,zzz\na,1\n", 1, "unknown column 'zzz'; the columns are prompt, seed"),
-        ("prompt,seed,seed\na,1,2\n", 1, "the column seed is there twice"),
-        ("prompt,seed\na,x\n", 2, "seed is 'x'; it must be a whole number from 0"),
+        ("prompt,seed,seed\na,1,2\n", 1, "the column seed appears twice"),
+        ("prompt,seed\na,x\n", 2, "seed is 'x'; it must be an integer from 0"),
         ("prompt,seed\na,-1\n", 2, "seed is '-1'"),
         (f"prompt,seed\na,{2**63}\n", 2, "seed is '9223372036854775808'"),
         ("prompt,seed\na,1.5\n", 2, "seed is '1.5'"),
-        ("prompt,steps\na,0\n", 2, "steps is '0'; it must be a whole number from 1 to 1000"),
+        ("prompt,steps\na,0\n", 2, "steps is '0'; it must be an integer from 1 to 1000"),
         ("prompt,guidance\na,nan\n", 2, "guidance is 'nan'; it must be a number from 0"),
         ("prompt,guidance\na,-1\n", 2, "guidance is '-1'"),
-        ("prompt,width\na,0\n", 2, "width is '0'; it must be pixels"),
+        ("prompt,width\na,0\n", 2, "width is '0'; it must be an integer, in pixels"),
         ("prompt,height\na,tall\n", 2, "height is 'tall'"),
         ("prompt,seed\na,1\n ,2\n", 3, "the prompt is empty"),
-        ("prompt,seed\na star, red,1\n", 2, "3 cells for 2 columns; a text with a comma stands in quotes"),
+        ("prompt,seed\na star, red,1\n", 2, "3 cells for 2 columns; put text with a comma in quotes"),
         ("prompt,seed\na\n", 2, "1 cells for 2 columns"),
-        ('prompt,seed\nb,1\n"a"x,1\n', 3, "no CSV"),
+        ('prompt,seed\nb,1\n"a"x,1\n', 3, "not valid CSV"),
     ],
 )
-def test_bad_csv_names_file_and_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_invalid_csv_names_file_and_line(tmp_path: Path, text: str, line: int, message: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(UserError) as fault:
+    with pytest.raises(UserError) as error:
         read_prompt_rows(path)
-    assert str(fault.value).startswith(f"{path}:{line}: ")
-    assert words in str(fault.value)
-    assert "\n" not in str(fault.value)
+    assert str(error.value).startswith(f"{path}:{line}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_all_faults_come_at_once_but_not_too_many(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once_up_to_a_limit(tmp_path: Path) -> None:
     path = write(tmp_path, "prompt,seed,steps\n" + "a,x,0\n" * 7)
-    with pytest.raises(UserError) as fault:
+    with pytest.raises(UserError) as error:
         read_prompt_rows(path)
-    lines = str(fault.value).splitlines()
+    lines = str(error.value).splitlines()
     assert lines[0].startswith(f"{path}:2: seed")
     assert lines[1].startswith(f"{path}:2: steps")
     assert lines[2].startswith(f"{path}:3: seed")
     assert lines[10:] == ["... and 4 more"]
 
 
-def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         read_prompt_rows(tmp_path / "none.csv")
     (tmp_path / "x.txt").write_bytes(b"abc\xff\xfe")

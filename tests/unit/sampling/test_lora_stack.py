@@ -1,4 +1,4 @@
-"""LoRA files act together as if merged by hand; files that do not fit are refused."""
+"""Stacked LoRA files equal a manually merged model; files that do not fit are refused."""
 
 import copy
 from collections.abc import Callable
@@ -25,19 +25,19 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture
 def fresh(pipe: Any) -> Any:
-    """A pipeline with a denoiser of the test's own."""
-    twin = copy.copy(pipe)
-    twin.transformer = copy.deepcopy(pipe.transformer)
-    return twin
+    """A pipeline with its own copy of the denoiser."""
+    own_pipe = copy.copy(pipe)
+    own_pipe.transformer = copy.deepcopy(pipe.transformer)
+    return own_pipe
 
 
 def lora_weights(pipe: Any, seed: int, layers: tuple[str, ...] = LAYERS) -> Weights:
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, weights = torch.Generator().manual_seed(seed), {}
     for layer in layers:
         rows, columns = pipe.transformer.get_submodule(layer).weight.shape
-        found[f"transformer.{layer}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.2
-        found[f"transformer.{layer}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.2
-    return found
+        weights[f"transformer.{layer}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.2
+        weights[f"transformer.{layer}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.2
+    return weights
 
 
 def pixels(pipe: Any, text_tokens: Any = "padded") -> torch.Tensor:
@@ -47,7 +47,7 @@ def pixels(pipe: Any, text_tokens: Any = "padded") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
-def test_a_stack_is_the_model_merged_by_hand(pipe: Any, fresh: Any, tmp_path: Path, text_tokens: str) -> None:
+def test_a_stack_equals_a_merged_model(pipe: Any, fresh: Any, tmp_path: Path, text_tokens: str) -> None:
     strengths, merged = (0.7, -0.5), copy.copy(pipe)
     merged.transformer = copy.deepcopy(pipe.transformer)
     loras = []
@@ -59,8 +59,8 @@ def test_a_stack_is_the_model_merged_by_hand(pipe: Any, fresh: Any, tmp_path: Pa
             down, up = (weights[f"transformer.{layer}.lora_{half}.weight"] for half in "AB")
             merged.transformer.get_submodule(layer).weight.data += strength * up @ down
     add_loras(fresh, loras, diffusers_tensors)
-    stacked, by_hand, plain = (pixels(one, text_tokens) for one in (fresh, merged, pipe))
-    assert (stacked - by_hand).abs().max() <= 1
+    stacked, expected, plain = (pixels(each, text_tokens) for each in (fresh, merged, pipe))
+    assert (stacked - expected).abs().max() <= 1
     assert (stacked - plain).abs().max() > 10
 
 
@@ -71,16 +71,16 @@ def test_strength_is_part_of_the_argument(tmp_path: Path) -> None:
     assert Lora.parse(str(file)) == Lora(file, 1.0)
     assert Lora.parse(f"{file}:0.25") == Lora(file, 0.25)
     assert Lora.parse(f"{file}:-1") == Lora(file, -1.0)
-    for text, words in [
+    for text, message in [
         (str(tmp_path / "none.safetensors"), "none.safetensors does not exist"),
         (f"{tmp_path / 'none.safetensors'}:0.5", "none.safetensors does not exist"),
         (f"{file}:much", "a.safetensors:much does not exist"),
         (f"{file}:nan", "must be a finite number"),
     ]:
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             Lora.parse(text)
     odd.touch()
-    with pytest.raises(UserError, match=r"is a \.safetensors file"):
+    with pytest.raises(UserError, match=r"is not a \.safetensors file"):
         Lora.parse(str(odd))
 
 
@@ -89,24 +89,24 @@ def _renamed(change: Callable[[str], str]) -> Callable[[Weights], Weights]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        (_renamed(lambda key: key.replace("_blocks.", "_blocks.9")), "none of its 3 layers is in it"),
-        (_renamed(lambda key: key.replace("blocks.1", "blocks.7")), "1 of its 3 layers are not in it, such as"),
+        (_renamed(lambda key: key.replace("_blocks.", "_blocks.9")), "the model has none of its 3 layers"),
+        (_renamed(lambda key: key.replace("blocks.1", "blocks.7")), "the model lacks 1 of its 3 layers, such as"),
         (lambda weights: {key: value.repeat(2, 2) for key, value in weights.items()}, "size mismatch"),
-        (_renamed(lambda key: key.replace("lora_", "other_")), "is no key of a LoRA"),
+        (_renamed(lambda key: key.replace("lora_", "other_")), "is not a key of a LoRA"),
     ],
     ids=["names", "some", "shapes", "no lora"],
 )
 def test_a_file_that_does_not_fit_is_refused(
-    pipe: Any, fresh: Any, tmp_path: Path, change: Callable[[Weights], Weights], words: str
+    pipe: Any, fresh: Any, tmp_path: Path, change: Callable[[Weights], Weights], message: str
 ) -> None:
     file = tmp_path / "x.safetensors"
     save_file(change(lora_weights(pipe, 0)), file)
-    with pytest.raises(UserError, match=words) as fault:
+    with pytest.raises(UserError, match=message) as error:
         add_loras(fresh, [Lora(file)], diffusers_tensors)
-    assert str(file) in str(fault.value)
-    assert "\n" not in str(fault.value)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_damaged_file_is_refused(fresh: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Half precision is near float32's picture, from the same noise, and the VAE stays in float32."""
+"""Half precision is close to float32, from the same noise, and the VAE stays in float32."""
 
 import copy
 from typing import Any
@@ -15,30 +15,30 @@ REQUESTS = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue square
 
 
 def halved(pipe: Any) -> Any:
-    twin = copy.copy(pipe)
+    half_pipe = copy.copy(pipe)
     for name in ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        setattr(twin, name, copy.deepcopy(getattr(pipe, name)))
-    compute_in(twin, torch.bfloat16)
-    return twin
+        setattr(half_pipe, name, copy.deepcopy(getattr(pipe, name)))
+    compute_in(half_pipe, torch.bfloat16)
+    return half_pipe
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
-def test_half_precision_is_near(pipe: Any, text_tokens: Any) -> None:
-    policy, twin, seen = TextPolicy(12, "empty", text_tokens), halved(pipe), []
-    twin.transformer.pos_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+def test_half_precision_is_close(pipe: Any, text_tokens: Any) -> None:
+    policy, half_pipe, seen = TextPolicy(12, "empty", text_tokens), halved(pipe), []
+    half_pipe.transformer.pos_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     full = np.asarray(generate(pipe, REQUESTS, policy, 3, 1.0), dtype=int)
     with pytest.MonkeyPatch.context() as patch:
-        decode = twin.vae.decode
+        decode = half_pipe.vae.decode
 
         def spy(latents: Any, **rest: Any) -> Any:
             assert latents.dtype == torch.float32
             return decode(latents, **rest)
 
-        patch.setattr(twin.vae, "decode", spy)
-        half = np.asarray(generate(twin, REQUESTS, policy, 3, 1.0), dtype=int)
+        patch.setattr(half_pipe.vae, "decode", spy)
+        half = np.asarray(generate(half_pipe, REQUESTS, policy, 3, 1.0), dtype=int)
     assert set(seen) == {torch.bfloat16}
     assert 0 < np.abs(full - half).mean() < 3
-    assert twin.vae.dtype == torch.float32
+    assert half_pipe.vae.dtype == torch.float32
 
 
 def test_float32_changes_nothing(pipe: Any) -> None:
@@ -49,5 +49,5 @@ def test_float32_changes_nothing(pipe: Any) -> None:
 
 def test_an_unknown_type_lists_the_choices() -> None:
     assert check_dtype("bfloat16") == torch.bfloat16
-    with pytest.raises(UserError, match="--dtype half: choose among float32, bfloat16"):
+    with pytest.raises(UserError, match="--dtype half: unknown dtype; choose one of float32, bfloat16"):
         check_dtype("half")

@@ -1,4 +1,4 @@
-"""Each sampler runs over the model's own shift, fixed or by size; what diffusers cannot do is refused."""
+"""Each sampler uses the model's shift, fixed or by size; what diffusers does not support is refused."""
 
 import math
 from typing import Any
@@ -18,14 +18,14 @@ REQUEST = ImageRequest("a red star", 3, 48, 32)
 
 
 class Holder:
-    """The only part of a pipeline that matters here."""
+    """A pipeline with only a scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
 
-def scheduler(name: str, given: Any) -> Any:
-    holder: Any = Holder(given)
+def scheduler(name: str, original: Any) -> Any:
+    holder: Any = Holder(original)
     use_sampler(holder, name)
     return holder.scheduler
 
@@ -40,17 +40,17 @@ def sampled(pipe: Any) -> Any:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("steps", [1, 4])
-def test_every_sampler_draws(sampled: Any, name: str, steps: int) -> None:
+def test_every_sampler_generates_images(sampled: Any, name: str, steps: int) -> None:
     use_sampler(sampled, name)
     image = np.asarray(generate(sampled, [REQUEST], POLICY, steps)[0])
     assert image.shape == (32, 48, 3)
-    assert len(np.unique(image)) > 20, "what is not finite would be black"
+    assert len(np.unique(image)) > 20, "non-finite values would be black"
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_every_sampler_follows_the_flow_to_its_end(name: str, shift: float) -> None:
-    """Of a data set of one picture the velocity is known."""
+def test_every_sampler_reaches_the_end_of_the_flow(name: str, shift: float) -> None:
+    """For a dataset of one image the velocity is known."""
     sampler, goal = scheduler(name, flow_scheduler(shift, False)), torch.tensor([[1.0, -2.0, 0.5]])
     state = torch.tensor([[0.3, 0.7, -1.1]])
     sampler.set_timesteps(6)
@@ -68,17 +68,17 @@ def test_samplers_differ(sampled: Any, name: str) -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_a_fixed_shift_is_kept(shift: float) -> None:
-    given = flow_scheduler(shift, False)
-    heun, dpm = scheduler("heun", given), scheduler("dpm++", given)
-    for one in (given, heun, dpm):
-        one.set_timesteps(10)
-    assert np.allclose(np.unique(heun.sigmas), np.unique(given.sigmas))
+    euler = flow_scheduler(shift, False)
+    heun, dpm = scheduler("heun", euler), scheduler("dpm++", euler)
+    for sampler in (euler, heun, dpm):
+        sampler.set_timesteps(10)
+    assert np.allclose(np.unique(heun.sigmas), np.unique(euler.sigmas))
     times = np.linspace(0.999, 0, 11)
     assert np.allclose(dpm.sigmas, shift * times / (1 + (shift - 1) * times), atol=1e-3)
 
 
 def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
-    """And side by side pictures of several sizes each have their own shift."""
+    """Images of different sizes in parallel each have their own shift."""
     sampled.scheduler = flow_scheduler(None, True)
     use_sampler(sampled, "dpm++")
     seen = {}
@@ -98,16 +98,16 @@ def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
         assert seen[round(math.log(shift), 6)] == pytest.approx(shift * 0.4995 / (1 + (shift - 1) * 0.4995), abs=1e-4)
 
 
-def test_what_diffusers_lacks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--sampler ddim: .* choose among euler, heun, dpm\+\+"):
+def test_what_diffusers_does_not_support_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--sampler ddim: .* choose one of euler, heun, dpm\+\+"):
         scheduler("ddim", flow_scheduler(1.0, False))
     with pytest.raises(UserError, match=r"heun: .*flux_shift.*use euler or dpm\+\+"):
         scheduler("heun", flow_scheduler(None, True))
     linear = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
-    with pytest.raises(UserError, match="no linear time shift"):
+    with pytest.raises(UserError, match="does not support its linear time shift"):
         scheduler("dpm++", linear)
     for name in ("heun", "dpm++"):
-        with pytest.raises(UserError, match="use_karras_sigmas, only euler knows it"):
+        with pytest.raises(UserError, match="use_karras_sigmas, which only euler supports"):
             scheduler(name, FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True))
     with pytest.raises(UserError, match="is a FlowMatchHeunDiscreteScheduler"):
         scheduler("euler", scheduler("heun", flow_scheduler(1.0, False)))

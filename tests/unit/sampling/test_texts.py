@@ -1,4 +1,4 @@
-"""One prompt as the denoiser takes it: padded as stock, or its real tokens under T5's mask."""
+"""Encoded prompts: padded as in the stock pipeline, or real tokens under T5's mask."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ def policy(text_tokens: str, length: int = 12) -> TextPolicy:
 
 
 @torch.no_grad()
-def test_padded_text_is_the_stock_pipelines(pipe: Any) -> None:
+def test_padded_text_equals_the_stock_pipeline(pipe: Any) -> None:
     tokens, _, pooled, _ = pipe.encode_prompt(PROMPTS, None, None, max_sequence_length=12)
-    found = encode(pipe, PROMPTS, policy("padded"))
-    assert torch.equal(torch.stack([text.tokens for text in found]), tokens)
-    assert torch.equal(torch.stack([text.pooled for text in found]), pooled)
+    encoded = encode(pipe, PROMPTS, policy("padded"))
+    assert torch.equal(torch.stack([text.tokens for text in encoded]), tokens)
+    assert torch.equal(torch.stack([text.pooled for text in encoded]), pooled)
 
 
 @torch.no_grad()
@@ -50,19 +50,19 @@ def test_real_text_is_the_first_tokens_of_a_padded_batch_under_its_mask(pipe: An
 
 
 @torch.no_grad()
-def test_real_text_is_cut_as_padded_text_is(pipe: Any) -> None:
+def test_real_text_is_truncated_like_padded_text(pipe: Any) -> None:
     (text,) = encode(pipe, [LONG], policy("real", 8))
     assert len(text.tokens) == 77 + 8
 
 
 @pytest.mark.parametrize(("text_tokens", "length"), [("padded", 5), ("real", 1)])
-def test_no_text_is_zeros(text_tokens: str, length: int) -> None:
-    nothing = unconditional_text(EncodedText(torch.ones(5, 3), torch.ones(2)), text_tokens)
-    assert torch.equal(nothing.tokens, torch.zeros(length, 3))
-    assert torch.equal(nothing.pooled, torch.zeros(2))
+def test_unconditional_text_is_zeros(text_tokens: str, length: int) -> None:
+    empty = unconditional_text(EncodedText(torch.ones(5, 3), torch.ones(2)), text_tokens)
+    assert torch.equal(empty.tokens, torch.zeros(length, 3))
+    assert torch.equal(empty.pooled, torch.zeros(2))
 
 
-def test_a_batch_fills_up_with_zeros_behind(pipe: Any) -> None:
+def test_a_batch_is_padded_with_zeros_at_the_end(pipe: Any) -> None:
     texts = [EncodedText(torch.ones(length, 3), torch.full((2,), float(length))) for length in (2, 4, 1)]
     batch = batch_texts(texts, torch.device("cpu"), torch.float64)
     assert batch.tokens.sum(dim=(1, 2)).tolist() == [6, 12, 3]

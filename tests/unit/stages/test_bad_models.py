@@ -1,4 +1,4 @@
-"""Models, LoRAs and places that are not what they should be: one line that names the thing, and nothing is left."""
+"""Invalid models, LoRAs and output paths: one line names the problem, and nothing remains."""
 
 import json
 import os
@@ -31,11 +31,11 @@ NAN = float("nan")
 
 
 def refused(*arguments: object) -> str:
-    """The one line that a command ends with."""
-    with pytest.raises(UserError) as fault:
+    """Run a command that fails and return its message of one line."""
+    with pytest.raises(UserError) as error:
         CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert "\n" not in str(fault.value)
-    return str(fault.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +55,17 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bad(tmp_path: Path, model: Path) -> Path:
-    """A copy of the model that a test may spoil."""
+    """A copy of the model that a test may damage."""
     return Path(shutil.copytree(model, tmp_path / "bad"))
 
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which nothing may be left when the command is over."""
-    place = tmp_path / "out"
-    place.mkdir()
-    yield place
-    assert not os.listdir(place)
+    """A folder that must be empty after the command."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    yield folder
+    assert not os.listdir(folder)
 
 
 def change_json(path: Path, **values: Any) -> None:
@@ -78,24 +78,30 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
 # --- folders -----------------------------------------------------------------------------------
 
 DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a gap": (lambda folder: change_weights(folder, lambda found: found.pop("proj_out.bias")), "lacks proj_out.bias"),
-    "too much": (lambda folder: change_weights(folder, lambda found: found.update(x=torch.ones(1))), "it has x, which"),
+    "a gap": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.pop("proj_out.bias")),
+        "lacks proj_out.bias",
+    ),
+    "too much": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update(x=torch.ones(1))),
+        "it has x, which",
+    ),
     "a shape": (
-        lambda folder: change_weights(folder, lambda found: found.update({"proj_out.bias": torch.ones(1)})),
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({"proj_out.bias": torch.ones(1)})),
         r"proj_out\.bias has shape \[1\]",
     ),
     "not finite": (
-        lambda folder: change_weights(folder, lambda found: found["proj_out.bias"].fill_(NAN)),
-        "proj_out.bias.* holds NaN or infinity",
+        lambda folder: change_weights(folder, lambda tensors: tensors["proj_out.bias"].fill_(NAN)),
+        "proj_out.bias.* contains NaN or infinity",
     ),
-    "cut": (lambda folder: cut(folder / WEIGHTS), "no whole safetensors file"),
+    "truncated": (lambda folder: truncate(folder / WEIGHTS), "not a complete safetensors file"),
     "a pickle": (
         lambda folder: (folder / WEIGHTS).rename(folder / "transformer" / "x.bin"),
         "lacks .*diffusion_pytorch",
@@ -108,7 +114,7 @@ DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_json(folder / "transformer" / "config.json", num_layers="two"),
         "num_layers 'two'",
     ),
-    "a wish for ever": (
+    "too many layers": (
         lambda folder: change_json(folder / "transformer" / "config.json", num_layers=10**9),
         "num_layers 1000000000",
     ),
@@ -116,37 +122,39 @@ DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DENOISERS)
-def test_a_denoiser_that_is_not_whole_is_named(kind: str, model: Path, bad: Path, lora: Path, empty: Path) -> None:
-    spoil, words = DENOISERS[kind]
-    spoil(bad)
+def test_an_incomplete_denoiser_is_named(kind: str, model: Path, bad: Path, lora: Path, empty: Path) -> None:
+    damage, expected = DENOISERS[kind]
+    damage(bad)
     commands: list[list[object]] = [
         ["lora", "extract", model, bad, empty / "l.safetensors", "--rank", 1],
         ["lora", "merge", bad, empty / "merged", lora],
-        ["sample", bad, "a prompt", "--out", empty / "pictures", "--steps", 1],
+        ["sample", bad, "a prompt", "--out", empty / "images", "--steps", 1],
     ]
     for command in commands:
-        said = refused(*command)
-        assert re.search(words, said), said
+        message = refused(*command)
+        assert re.search(expected, message), message
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "words"),
+    ("file", "text", "expected"),
     [
         ("sd3_light.json", "{", "sd3_light.json is not valid JSON"),
-        ("sd3_light.json", '{"text": 5}', "sd3_light.json: its text is no JSON object"),
-        ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length is 'x'"),
-        ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text is 'x'"),
-        ("model_index.json", "{", "diffusers does not load"),
-        ("vae/config.json", "{", "diffusers does not load"),
-        ("scheduler/scheduler_config.json", '{"shift": "x"}', "diffusers does not load"),
-        ("tokenizer/tokenizer.json", "{", "diffusers does not load"),
+        ("sd3_light.json", '{"text": 5}', "sd3_light.json: its entry `text` is not a JSON object"),
+        ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length has the invalid value 'x'"),
+        ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text has the invalid value 'x'"),
+        ("model_index.json", "{", "diffusers cannot load"),
+        ("vae/config.json", "{", "diffusers cannot load"),
+        ("scheduler/scheduler_config.json", '{"shift": "x"}', "diffusers cannot load"),
+        ("tokenizer/tokenizer.json", "{", "diffusers cannot load"),
     ],
 )
-def test_a_damaged_part_is_a_fault_of_the_folder(file: str, text: str, words: str, bad: Path, empty: Path) -> None:
+def test_a_damaged_part_is_reported_with_its_folder(
+    file: str, text: str, expected: str, bad: Path, empty: Path
+) -> None:
     (bad / file).write_text(text)
-    said = refused("sample", bad, "a prompt", "--out", empty / "pictures", "--steps", 1)
-    assert words in said
-    assert str(bad) in said
+    message = refused("sample", bad, "a prompt", "--out", empty / "images", "--steps", 1)
+    assert expected in message
+    assert str(bad) in message
 
 
 def test_a_base_that_lacks_a_part_makes_no_folder(model: Path, bad: Path, empty: Path, tmp_path: Path) -> None:
@@ -170,7 +178,7 @@ def test_a_base_that_lacks_a_part_makes_no_folder(model: Path, bad: Path, empty:
     ],
     ids=str,
 )
-def test_metadata_that_is_no_table_is_damage(change: dict[str, Any], model: Path, empty: Path, tmp_path: Path) -> None:
+def test_metadata_of_a_wrong_type_is_damaged(change: dict[str, Any], model: Path, empty: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     about = {"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 2, **change}
     save_file({"x": torch.ones(1)}, file, {"sd3_light": json.dumps(about)})
@@ -180,9 +188,9 @@ def test_metadata_that_is_no_table_is_damage(change: dict[str, Any], model: Path
 # --- LoRA files --------------------------------------------------------------------------------
 
 LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
-    "NaN": ({A: torch.full((2, 128), NAN)}, {}, f"{A} holds NaN"),
+    "NaN": ({A: torch.full((2, 128), NAN)}, {}, f"{A} contains NaN"),
     "whole numbers": ({A: torch.ones(2, 128, dtype=torch.int64)}, {}, f"{A} has type int64"),
-    "a scalar": ({A: torch.tensor(1.0)}, {}, f"{Q}: [] and [128, 2] are no pair"),
+    "a scalar": ({A: torch.tensor(1.0)}, {}, f"{Q}: [] and [128, 2] are not a pair"),
     "two alphas": ({f"transformer.{Q}.alpha": torch.ones(2)}, {}, f"{Q}.alpha has shape [2]"),
     "padding": ({}, {"sd3_light": '{"padding": [1]}'}, "its metadata 'sd3_light' is damaged"),
     "ranks": ({}, {"sd3_light": '{"ranks": 5}'}, "its metadata 'sd3_light' is damaged"),
@@ -197,28 +205,28 @@ LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("kind", LORAS)
-def test_a_lora_of_no_use_is_named_with_its_key(kind: str, lora: Path, empty: Path, tmp_path: Path) -> None:
-    tensors, metadata, words = LORAS[kind]
+def test_an_unusable_lora_is_named_with_its_key(kind: str, lora: Path, empty: Path, tmp_path: Path) -> None:
+    tensors, metadata, expected = LORAS[kind]
     file = tmp_path / "bad.safetensors"
     save_file({**load_file(lora), **tensors}, file, metadata or None)
-    assert refused("lora", "convert", file, empty / "new.safetensors").startswith(f"{file}: {words}")
+    assert refused("lora", "convert", file, empty / "new.safetensors").startswith(f"{file}: {expected}")
 
 
-def test_a_lora_of_a_text_encoder_that_is_none_is_refused_by_sample(
+def test_an_invalid_text_encoder_lora_is_refused_by_sample(
     model: Path, lora: Path, empty: Path, tmp_path: Path
 ) -> None:
     key = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({**load_file(lora), key: torch.ones(2, 8)}, tmp_path / "bad.safetensors")
-    arguments = ["--out", empty / "pictures", "--steps", 1, "--lora", tmp_path / "bad.safetensors"]
+    arguments = ["--out", empty / "images", "--steps", 1, "--lora", tmp_path / "bad.safetensors"]
     assert "does not fit this model" in refused("sample", model, "a prompt", *arguments)
 
 
-# --- places ------------------------------------------------------------------------------------
+# --- output paths ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """A disk on which no file can have more than 5000 bytes, as a full one has it."""
+    """Limit files to 5000 bytes, to simulate a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     yield
@@ -226,7 +234,7 @@ def small_files() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(
+def test_a_full_disk_is_reported_and_nothing_remains(
     model: Path, lora: Path, empty: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     file = tmp_path / "m.safetensors"
@@ -243,12 +251,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(
         assert refused(*command).startswith(f"cannot write {out}: File too large; free disk space")
 
 
-def test_names_that_cannot_be_written_to(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
+def test_invalid_output_names(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
     (tmp_path / "link.safetensors").symlink_to("nowhere")
     assert "already exists" in refused("convert", model, tmp_path / "link.safetensors")
     assert "Not a directory" in refused("lora", "merge", model, lora / "out", lora)
     assert "ends in .safetensors" in refused("lora", "convert", lora, empty / "lora.pt")
     assert "merging writes a folder" in refused("lora", "merge", model, empty / "m.safetensors", lora)
-    assert "no folder that can be written to" in refused("sample", model, "a prompt", "--out", lora)
-    assert "no UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "pictures")
-    assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "pictures")
+    assert "is not a writable folder" in refused("sample", model, "a prompt", "--out", lora)
+    assert "is not UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "images")
+    assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "images")

@@ -1,4 +1,4 @@
-"""The verbs convert and lora: a model keeps its bits and its pictures through every form, and misuse is one line."""
+"""The verbs convert and lora: conversions keep every bit, and misuse is reported in one line."""
 
 import json
 import os
@@ -35,17 +35,17 @@ LAYERS = (
 
 
 def run(*arguments: object) -> str:
-    """What a verb prints; its fault is raised."""
+    """Run a command and return its output; errors are raised."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(UserError) as fault:
+    with pytest.raises(UserError) as error:
         run(*arguments)
-    assert "\n" not in str(fault.value)
-    return str(fault.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def make_model(folder: Path, parts: Path, size: ModelSize, dtype: torch.dtype = torch.float32) -> Path:
@@ -84,12 +84,12 @@ def make_lora(model: Path, file: Path, seed: int = 1, layers: Sequence[str] = LA
     return write_lora(file, modules)
 
 
-def same_files(one: Path, two: Path, parts: Sequence[str]) -> None:
+def same_files(first: Path, second: Path, parts: Sequence[str]) -> None:
     for part in parts:
-        for path in sorted((one / part).iterdir()):
-            if path.name == "made.json":  # how the demo's VAE was made is no part of it
+        for path in sorted((first / part).iterdir()):
+            if path.name == "made.json":  # not part of the VAE: how it was made
                 continue
-            assert path.read_bytes() == (two / part / path.name).read_bytes(), path
+            assert path.read_bytes() == (second / part / path.name).read_bytes(), path
 
 
 # --- single files ------------------------------------------------------------------------------
@@ -97,44 +97,44 @@ def same_files(one: Path, two: Path, parts: Sequence[str]) -> None:
 
 def test_a_folder_becomes_a_file_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
     file, back = tmp_path / "m.safetensors", tmp_path / "back"
-    said = run("convert", wide, file, "--text-encoders")
-    assert "identity blocks" in said
-    assert f"wrote {file}" in said.replace("\n", "")
+    output = run("convert", wide, file, "--text-encoders")
+    assert "identity blocks" in output
+    assert f"wrote {file}" in output.replace("\n", "")
     assert any(key.startswith("text_encoders.") for key in load_file(file))
     run("convert", file, back, "--base", wide)
     same_files(wide, back, ("transformer", "vae", "text_encoder", "text_encoder_3", "tokenizer", "scheduler"))
-    assert not list(tmp_path.glob(".*")), "nothing is left over"
+    assert not list(tmp_path.glob(".*")), "nothing remains"
 
 
-def test_what_goes_into_the_file_is_chosen(wide: Path, tmp_path: Path) -> None:
+def test_options_select_the_contents_of_the_file(wide: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
-    said = run("convert", wide, file, "--no-vae", "--no-pad-blocks")
+    output = run("convert", wide, file, "--no-vae", "--no-pad-blocks")
     keys = load_file(file)
     assert not any(key.startswith("first_stage_model.") for key in keys)
     assert not any(key.startswith("model.diffusion_model.joint_blocks.2.") for key in keys)
     assert "joint_blocks.1." in " ".join(keys)
-    assert "note: " in said, "that readers want as many blocks as heads"
+    assert "note: " in output, "readers expect as many blocks as heads"
     run("convert", file, tmp_path / "back", "--base", wide)
     same_files(wide, tmp_path / "back", ("transformer", "vae"))
 
 
-def test_wishes_without_a_meaning_are_refused(square: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_apply_are_refused(square: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     assert "ends in .safetensors" in refused("convert", square, tmp_path / "folder")
-    assert "--base has no meaning" in refused("convert", square, file, "--base", square)
-    assert "--keep-pads has no meaning" in refused("convert", square, file, "--keep-pads")
+    assert "--base does not apply" in refused("convert", square, file, "--base", square)
+    assert "--keep-pads does not apply" in refused("convert", square, file, "--keep-pads")
     assert "nowhere does not exist" in refused("convert", "nowhere", file)
     run("convert", square, file)
     assert "already exists" in refused("convert", square, file)
     assert "is a single file already" in refused("convert", file, tmp_path / "other.safetensors")
-    assert "choose what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
+    assert "select what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
 
 
 # --- LoRA files --------------------------------------------------------------------------------
 
 
-def test_a_lora_goes_to_kohyas_layout_and_back_exactly(square: Path, tmp_path: Path) -> None:
+def test_a_lora_round_trips_through_kohyas_layout_exactly(square: Path, tmp_path: Path) -> None:
     first = make_lora(square, tmp_path / "1.safetensors")
     kohya, back = tmp_path / "2.safetensors", tmp_path / "3.safetensors"
     run("lora", "convert", first, kohya, "--layout", "kohya")
@@ -146,23 +146,23 @@ def test_a_lora_goes_to_kohyas_layout_and_back_exactly(square: Path, tmp_path: P
     assert {tensor.dtype for tensor in load_file(half).values()} == {torch.bfloat16}
 
 
-def test_a_lora_follows_its_model_into_a_padded_file(wide: Path, tmp_path: Path) -> None:
+def test_a_lora_is_converted_for_a_padded_file(wide: Path, tmp_path: Path) -> None:
     single, lora = tmp_path / "m.safetensors", make_lora(wide, tmp_path / "l.safetensors")
     run("convert", wide, single)
     padded, back = tmp_path / "padded.safetensors", tmp_path / "back.safetensors"
     run("lora", "convert", lora, padded, "--padded-for", single)
-    assert {key.split(".")[2] for key in load_file(padded)} == {"0", "3"}, "the last of two blocks is that of four"
+    assert {key.split(".")[2] for key in load_file(padded)} == {"0", "3"}, "block 1 of 2 becomes block 3 of 4"
     run("lora", "convert", padded, back)
     assert back.read_bytes() == lora.read_bytes()
 
     with safe_open(padded, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
-    save_file(tensors, tmp_path / "others.safetensors")  # as another program saves it, without a word of padding
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
+    save_file(tensors, tmp_path / "others.safetensors")  # as another program saves it, without padding metadata
     run("lora", "convert", tmp_path / "others.safetensors", tmp_path / "again.safetensors", "--trained-on", single)
     assert load_file(tmp_path / "again.safetensors").keys() == load_file(lora).keys()
 
 
-def test_merging_gives_a_proven_model_that_draws_as_the_stack_does(square: Path, tmp_path: Path) -> None:
+def test_merging_gives_a_proven_model_equal_to_the_stack(square: Path, tmp_path: Path) -> None:
     loras = [make_lora(square, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
     out = tmp_path / "merged"
     run("lora", "merge", square, out, f"{loras[0]}:0.7", f"{loras[1]}:-0.5")
@@ -183,9 +183,9 @@ def test_merging_gives_a_proven_model_that_draws_as_the_stack_does(square: Path,
     add_loras(stacked, [Lora(kohya, 0.7), Lora(loras[1], -0.5)], diffusers_tensors)
     merged = StableDiffusion3Pipeline.from_pretrained(out, dtype=torch.float32)
     plain = StableDiffusion3Pipeline.from_pretrained(square, dtype=torch.float32)
-    by_stack, by_merge, without = (pixels(pipe) for pipe in (stacked, merged, plain))
-    assert (by_stack - by_merge).abs().max() <= 1
-    assert (by_stack - without).abs().max() > 3
+    from_stack, from_merge, without = (pixels(pipe) for pipe in (stacked, merged, plain))
+    assert (from_stack - from_merge).abs().max() <= 1
+    assert (from_stack - without).abs().max() > 3
 
 
 def pixels(pipe: Any) -> Tensor:
@@ -194,25 +194,25 @@ def pixels(pipe: Any) -> Tensor:
 
 
 @pytest.mark.usefixtures("unproven")
-def test_a_merged_model_keeps_the_type_of_the_model(wide: Path, tmp_path: Path) -> None:
+def test_a_merged_model_keeps_the_dtype_of_the_model(wide: Path, tmp_path: Path) -> None:
     lora = make_lora(wide, tmp_path / "l.safetensors")
     run("lora", "merge", wide, tmp_path / "merged", lora)
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / WEIGHTS).values()} == {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("unproven")
-def test_what_was_merged_is_extracted_again(square: Path, tmp_path: Path) -> None:
+def test_a_merged_lora_is_extracted_again(square: Path, tmp_path: Path) -> None:
     lora = make_lora(square, tmp_path / "l.safetensors")
     run("lora", "merge", square, tmp_path / "merged", lora)
-    said = run("lora", "extract", square, tmp_path / "merged", tmp_path / "e.safetensors", "--rank", 2)
-    assert f"{len(LAYERS)} layers, 100.00% of the squared difference" in said.replace("\n", " ")
-    given, found = (_updates(load_file(path)) for path in (lora, tmp_path / "e.safetensors"))
-    assert given.keys() == found.keys()
-    for layer, update in given.items():
-        torch.testing.assert_close(found[layer], update, rtol=0, atol=1e-5)
-    one = run("lora", "extract", square, tmp_path / "merged", tmp_path / "q.safetensors", "--target", "attn.to_q")
-    assert "2 layers" in one
-    assert "no LoRA can hold" in one
+    output = run("lora", "extract", square, tmp_path / "merged", tmp_path / "e.safetensors", "--rank", 2)
+    assert f"{len(LAYERS)} layers, 100.00% of the squared difference" in output.replace("\n", " ")
+    merged, extracted = (_updates(load_file(path)) for path in (lora, tmp_path / "e.safetensors"))
+    assert merged.keys() == extracted.keys()
+    for layer, update in merged.items():
+        torch.testing.assert_close(extracted[layer], update, rtol=0, atol=1e-5)
+    output = run("lora", "extract", square, tmp_path / "merged", tmp_path / "q.safetensors", "--target", "attn.to_q")
+    assert "2 layers" in output
+    assert "a LoRA cannot represent" in output
 
 
 def _updates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,19 +220,19 @@ def _updates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {stem: tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"] for stem in stems}
 
 
-def test_faults_of_the_lora_verbs_are_one_line(square: Path, wide: Path, tmp_path: Path) -> None:
+def test_errors_of_the_lora_verbs_are_one_line(square: Path, wide: Path, tmp_path: Path) -> None:
     lora, out = make_lora(square, tmp_path / "l.safetensors"), tmp_path / "out.safetensors"
     single = tmp_path / "m.safetensors"
     run("convert", square, single)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert "choose among diffusers, kohya, peft" in refused("lora", "convert", lora, out, "--layout", "a1111")
-    assert "choose among float32" in refused("lora", "convert", lora, out, "--dtype", "int8")
+    assert "choose one of diffusers, kohya, peft" in refused("lora", "convert", lora, out, "--layout", "a1111")
+    assert "choose one of float32" in refused("lora", "convert", lora, out, "--dtype", "int8")
     assert "is not padded" in refused("lora", "convert", lora, out, "--padded-for", single)
     assert "already exists" in refused("lora", "convert", lora, single)
     assert "does not exist" in refused("lora", "merge", square, tmp_path / "x", tmp_path / "none.safetensors")
     assert "sd3-light convert" in refused("lora", "merge", single, tmp_path / "x", lora)
-    assert "is for" in refused("lora", "merge", wide, tmp_path / "x", lora)
+    assert "has shape" in refused("lora", "merge", wide, tmp_path / "x", lora)
     assert "lacks model_index.json" in refused("lora", "merge", tmp_path, tmp_path / "x", lora)
     assert "no weight among the targets differs" in refused("lora", "extract", square, square, out)
-    assert "give two models of one size" in refused("lora", "extract", square, wide, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names, "nothing is left over"
+    assert "pass models of the same size" in refused("lora", "extract", square, wide, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names, "nothing remains"

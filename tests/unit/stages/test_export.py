@@ -1,4 +1,4 @@
-"""The export stage: which weights it takes, from a checkpoint or rebuilt from snapshots, and what it refuses."""
+"""The export stage: weights from a checkpoint or rebuilt from snapshots, and what is refused."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ MOVED = "transformer_blocks.0.attn.to_q.weight"
 
 
 class Trained:
-    """A run's folder as training leaves it, of weights that walk on a known path."""
+    """A run folder as training leaves it, with weights that follow a known path."""
 
     def __init__(self, project: Project) -> None:
         project.train_toml.write_text(
@@ -70,9 +70,9 @@ class Trained:
 
     def checkpoint(self, step: int) -> None:
         tensors = {f"param/{name}": tensor for name, tensor in self.weights.items()}
-        for track, kept in self.averages.tracks.items():
+        for track, average in self.averages.tracks.items():
             kind = "ema" if track == "ema" else f"ema.{track}"
-            tensors |= {f"{kind}/{name}": tensor for name, tensor in kept.shadow.items()}
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in average.shadow.items()}
         progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
         write_checkpoint(self.run / "checkpoints", step, tensors, {"progress": progress})
 
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> T
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the proof's process: it belongs to sd3_light/export."""
+    """Skip the proof: tests of sd3_light/export cover it."""
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
@@ -100,7 +100,7 @@ def exported(folder: Path) -> tuple[Tensor, dict[str, Any]]:
 def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path, weights: str | None) -> None:
     tensor, facts = exported(export.run(trained.run, tmp_path / "out", weights=weights))
     name = weights or "ema"
-    shadows = {track: kept.shadow[MOVED] for track, kept in trained.averages.tracks.items()}
+    shadows = {track: average.shadow[MOVED] for track, average in trained.averages.tracks.items()}
     assert torch.equal(tensor, {"raw": trained.at(STEPS), **shadows}[name])
     assert (facts["weights"], facts["step"], facts["samples"]) == (name, STEPS, 4 * STEPS)
 
@@ -112,7 +112,7 @@ def test_an_older_checkpoint(trained: Trained, tmp_path: Path) -> None:
     assert facts["step"] == STEPS // 2
 
 
-def test_an_unknown_average_is_refused_with_those_there_are(trained: Trained, tmp_path: Path) -> None:
+def test_an_unknown_average_is_refused_with_the_choices(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no 'best'; it has raw, ema, long, short"):
         export.run(trained.run, tmp_path / "out", weights="best")
     assert not (tmp_path / "out").exists()
@@ -121,8 +121,8 @@ def test_an_unknown_average_is_refused_with_those_there_are(trained: Trained, tm
 # --- rebuilt from snapshots -------------------------------------------------------------------
 
 
-def directly(trained: Trained, length: float, time: int) -> Tensor:
-    """The average as a running one of that length would have been."""
+def running_average(trained: Trained, length: float, time: int) -> Tensor:
+    """The average that a running average of that length would have been."""
     exponent = gamma_from_sigma_rel(length) + 1
     shares = [(step / time) ** exponent - ((step - 1) / time) ** exponent for step in range(1, time + 1)]
     return sum((share * trained.at(step).double() for step, share in enumerate(shares, start=1)), torch.zeros(()))
@@ -131,36 +131,36 @@ def directly(trained: Trained, length: float, time: int) -> Tensor:
 @pytest.mark.parametrize("length", [0.04, 0.07, 0.15])
 def test_an_average_of_any_length_is_rebuilt(trained: Trained, tmp_path: Path, length: float) -> None:
     tensor, facts = exported(export.run(trained.run, tmp_path / "out", ema_length=length))
-    wanted = directly(trained, length, STEPS)
-    error = (tensor.double() - wanted).norm() / wanted.norm()
-    nearest = min((directly(trained, width, STEPS) - wanted).norm() / wanted.norm() for width in (0.05, 0.1))
+    expected = running_average(trained, length, STEPS)
+    error = (tensor.double() - expected).norm() / expected.norm()
+    nearest = min((running_average(trained, width, STEPS) - expected).norm() / expected.norm() for width in (0.05, 0.1))
     assert error < 1e-3
     assert error < nearest / 5
     assert (facts["weights"], facts["step"], facts["samples"]) == (f"average of length {length:g}", STEPS, 4 * STEPS)
 
 
-def test_the_weights_that_did_not_move_are_kept(trained: Trained, tmp_path: Path) -> None:
+def test_weights_that_did_not_change_are_kept(trained: Trained, tmp_path: Path) -> None:
     export.run(trained.run, tmp_path / "out", ema_length=0.07)
     state = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
-    kept = trained.weights["context_embedder.weight"].half().float()
-    torch.testing.assert_close(state["context_embedder.weight"], kept, rtol=1e-6, atol=0)
+    unchanged = trained.weights["context_embedder.weight"].half().float()
+    torch.testing.assert_close(state["context_embedder.weight"], unchanged, rtol=1e-6, atol=0)
 
 
 def test_as_of_an_older_checkpoint(trained: Trained, tmp_path: Path) -> None:
     older = trained.run / "checkpoints" / f"step-{STEPS // 2:08d}"
     tensor, facts = exported(export.run(trained.run, tmp_path / "out", older, ema_length=0.07))
-    wanted = directly(trained, 0.07, STEPS // 2)
-    assert (tensor.double() - wanted).norm() / wanted.norm() < 2e-3
+    expected = running_average(trained, 0.07, STEPS // 2)
+    assert (tensor.double() - expected).norm() / expected.norm() < 2e-3
     assert facts["step"] == STEPS // 2
 
 
 @pytest.mark.parametrize("length", [0.001, 0.01, 0.27, 0.5, 0.0, -1.0])
-def test_a_length_that_cannot_be_had_is_refused_with_the_range(trained: Trained, tmp_path: Path, length: float) -> None:
-    with pytest.raises(UserError, match=r"16 snapshots of this run give lengths from 0\.030 to 0\.21\d"):
+def test_an_unsupported_length_is_refused_with_the_range(trained: Trained, tmp_path: Path, length: float) -> None:
+    with pytest.raises(UserError, match=r"16 snapshots of this run cover lengths from 0\.030 to 0\.21\d"):
         export.run(trained.run, tmp_path / "out", ema_length=length)
 
 
-def test_without_snapshots_it_says_what_to_do(trained: Trained, tmp_path: Path) -> None:
+def test_without_snapshots_the_error_says_what_to_do(trained: Trained, tmp_path: Path) -> None:
     bare = tmp_path / "run"
     bare.mkdir()
     (bare / "config.toml").write_text((trained.run / "config.toml").read_text())
@@ -180,41 +180,39 @@ def test_a_length_and_weights_exclude_each_other(trained: Trained, tmp_path: Pat
         export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
 
 
-# --- what goes along --------------------------------------------------------------------------
+# --- extras -----------------------------------------------------------------------------------
 
 
-def test_the_config_of_the_run_is_in_it(trained: Trained, tmp_path: Path) -> None:
+def test_an_export_contains_the_config_of_the_run(trained: Trained, tmp_path: Path) -> None:
     out = export.run(trained.run, tmp_path / "out")
     assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
 
 
-def test_an_export_is_pushed_when_it_is_there(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(export, "check_push", lambda repo: done.append(f"may {repo}"))
+def test_a_finished_export_is_pushed(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(export, "check_push", lambda repo: calls.append(f"check {repo}"))
 
     def push(folder: Path, repo: str) -> str:
         assert (folder / "model_index.json").is_file()
-        done.append(f"{folder.name} to {repo}")
+        calls.append(f"{folder.name} to {repo}")
         return "https://huggingface.co/me/model"
 
     monkeypatch.setattr(export, "push", push)
     export.run(trained.run, tmp_path / "out", push_to_hub="me/model")
-    assert done == ["may me/model", "out to me/model"]
+    assert calls == ["check me/model", "out to me/model"]
 
 
-def test_who_may_not_push_learns_it_before_the_work(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--push-to-hub no/such/name: no name of a repository"):
+def test_an_invalid_push_is_reported_before_the_work(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--push-to-hub no/such/name: not a valid repository name"):
         export.run(trained.run, tmp_path / "out", push_to_hub="no/such/name")
     assert not (tmp_path / "out").exists()
 
 
-# --- what is refused --------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------
 
 
-def spoiled(trained: Trained, run: Path, old: str, new: str) -> Path:
-    """The run with another config."""
+def with_config(trained: Trained, run: Path, old: str, new: str) -> Path:
+    """Copy the run with another config."""
     shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
     text = (trained.run / "config.toml").read_text()
     assert old in text
@@ -222,42 +220,42 @@ def spoiled(trained: Trained, run: Path, old: str, new: str) -> Path:
     return run
 
 
-def test_trained_weights_that_are_not_there_are_named(trained: Trained, tmp_path: Path) -> None:
-    """A config of three blocks with the weights of two: the third would be saved as it was drawn."""
-    run = spoiled(trained, tmp_path / "run", 'size = "tiny2"', 'size = "tiny2"\nnum_layers = 3')
+def test_missing_trained_weights_are_named(trained: Trained, tmp_path: Path) -> None:
+    """A config of three blocks with the weights of two: the third would be saved with random weights."""
+    run = with_config(trained, tmp_path / "run", 'size = "tiny2"', 'size = "tiny2"\nnum_layers = 3')
     with pytest.raises(UserError, match=r"missing transformer_blocks\.1\.attn\.to_add_out\.weight.* in all"):
         export.run(run, tmp_path / "out", weights="raw")
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_do_not_train_are_not_expected(trained: Trained, tmp_path: Path) -> None:
-    run = spoiled(trained, tmp_path / "run", "freeze = []", 'freeze = ["context_embedder.*"]')
+def test_frozen_weights_are_not_expected(trained: Trained, tmp_path: Path) -> None:
+    run = with_config(trained, tmp_path / "run", "freeze = []", 'freeze = ["context_embedder.*"]')
     with pytest.raises(UserError, match=r"unexpected context_embedder\.bias; unexpected context_embedder\.weight"):
         export.run(run, tmp_path / "out", weights="raw")
 
 
-def test_weights_that_are_not_finite_are_named(fresh_project: Project, tmp_path: Path) -> None:
+def test_non_finite_weights_are_named(fresh_project: Project, tmp_path: Path) -> None:
     trained = Trained(fresh_project)
     trained.weights[MOVED][0, 0] = float("nan")
     trained.checkpoint(1)
-    with pytest.raises(UserError, match=f"{MOVED} holds NaN or infinity"):
+    with pytest.raises(UserError, match=f"{MOVED} contains NaN or infinity"):
         export.run(trained.run, tmp_path / "out", weights="raw")
 
 
 @pytest.mark.usefixtures("unproven")
-def test_a_name_that_ends_in_safetensors_gets_a_single_file(trained: Trained, tmp_path: Path) -> None:
+def test_a_name_that_ends_in_safetensors_gives_a_single_file(trained: Trained, tmp_path: Path) -> None:
     file, folder = tmp_path / "m.safetensors", tmp_path / "folder"
     export.run(trained.run, folder, weights="raw")
     export.run(trained.run, file, weights="raw", contents=export.Contents(vae=False))
     assert sorted(path.name for path in tmp_path.glob("*m.*")) == ["m.safetensors"]
-    assert not list(tmp_path.glob(".*")), "the folder it was made of is gone"
+    assert not list(tmp_path.glob(".*")), "the intermediate folder is removed"
     _, state = transformer_from_single_file(file)
     weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert state.keys() == weights.keys()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
-def test_wishes_for_a_single_file_need_one(trained: Trained, tmp_path: Path) -> None:
+def test_single_file_options_need_a_single_file(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ends in \.safetensors"):
         export.run(trained.run, tmp_path / "folder", contents=export.Contents(pad_blocks=False))
     with pytest.raises(UserError, match="--push-to-hub uploads a folder"):

@@ -1,4 +1,4 @@
-"""`sd3-light sample` over the demo's model: stock pictures, names, metadata, grid, shares, refusals."""
+"""`sd3-light sample` with the demo's model: stock images, names, metadata, grid, shares, refusals."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ ROWS = [
 
 
 def model_folder(folder: Path, **text: object) -> Path:
-    """The demo's model under another text policy."""
+    """The demo's model with another text policy."""
     folder.mkdir()
     for part in Path(DEMO).iterdir():
         (folder / part.name).symlink_to(part)
@@ -48,15 +48,15 @@ def pixels(path: Path) -> np.ndarray:
 
 def texts(path: Path) -> dict[str, str]:
     with Image.open(path) as image:
-        found: dict[str, str] = image.text  # type: ignore[attr-defined]
-    return found
+        chunks: dict[str, str] = image.text  # type: ignore[attr-defined]
+    return chunks
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_euler_is_the_stock_picture_bit_for_bit(model: Path, tmp_path: Path) -> None:
+def test_euler_equals_the_stock_image_bit_for_bit(model: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusion3Pipeline
 
     row = PromptRow("a large red circle", 11, "blue", 80, 48, 3, 2.5)
@@ -76,9 +76,9 @@ def test_euler_is_the_stock_picture_bit_for_bit(model: Path, tmp_path: Path) -> 
     assert np.array_equal(pixels(tmp_path / "out" / "00000.png"), np.asarray(stock))
 
 
-def test_pictures_say_how_they_were_made(model: Path, tmp_path: Path) -> None:
-    wishes = SampleOptions(steps=2, guidance=3.5, negative_prompt="blue", sampler="dpm++")
-    sample.run(model, ROWS, [5], tmp_path, wishes)
+def test_images_contain_their_parameters(model: Path, tmp_path: Path) -> None:
+    options = SampleOptions(steps=2, guidance=3.5, negative_prompt="blue", sampler="dpm++")
+    sample.run(model, ROWS, [5], tmp_path, options)
     text = texts(tmp_path / "00001.png")
     assert set(text) == {"parameters", "sd3_light"}
     assert text["parameters"] == (
@@ -107,14 +107,14 @@ def test_pictures_say_how_they_were_made(model: Path, tmp_path: Path) -> None:
     }
 
 
-def test_rows_and_seeds_make_numbered_pictures(model: Path, tmp_path: Path) -> None:
-    """A row with a seed of its own is drawn once, the others with each seed."""
+def test_rows_and_seeds_make_numbered_images(model: Path, tmp_path: Path) -> None:
+    """A row with its own seed is used once, the others with each seed."""
     table = tmp_path / "prompts.csv"
     table.write_text("prompt,seed,width,steps\na star,,,\na star,9,80,1\n", encoding="utf-8")
     out = tmp_path / "deep" / "out"
     assert sample.run(model, read_prompt_rows(table), [1, 2], out, SampleOptions(2, grid=False)) == out
-    made = [json.loads(texts(out / f"0000{number}.png")["sd3_light"]) for number in range(3)]
-    assert [(one["seed"], one["width"], one["steps"]) for one in made] == [(1, 64, 2), (2, 64, 2), (9, 80, 1)]
+    images = [json.loads(texts(out / f"0000{number}.png")["sd3_light"]) for number in range(3)]
+    assert [(facts["seed"], facts["width"], facts["steps"]) for facts in images] == [(1, 64, 2), (2, 64, 2), (9, 80, 1)]
     assert len(files(out)) == 3
     assert not np.array_equal(pixels(out / "00000.png"), pixels(out / "00001.png"))
 
@@ -124,7 +124,7 @@ def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, text_tokens: str) 
     model = model_folder(tmp_path / "tiny", text_tokens=text_tokens, uncond_text="zero")
     for batch in (1, 8):
         sample.run(model, ROWS, [1, 2], tmp_path / f"batch{batch}", SampleOptions(2, batch=batch))
-    for rank in (2, 1, 0):  # the first process last: it waits for the pictures of the others
+    for rank in (2, 1, 0):  # the main process last: it waits for the images of the others
         sample.run(model, ROWS, [1, 2], tmp_path / "split", FAST, Launch(rank, rank, 3))
     expected = files(tmp_path / "batch8")
     assert len(expected) == 7
@@ -149,50 +149,50 @@ def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["00001.png", "grid.png"])
 def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
-    """And it is said before the model is loaded."""
+    """The error comes before the model is loaded."""
     (tmp_path / name).write_bytes(b"mine")
     with pytest.raises(UserError, match=rf"{name} already exists; choose another folder with --out"):
         sample.run(tmp_path / "no model", ROWS, [0], tmp_path, FAST)
     assert files(tmp_path) == {name: b"mine"}
 
 
-def test_a_grid_waits_for_the_others_but_not_for_ever(tmp_path: Path) -> None:
+def test_a_grid_waits_for_other_processes_until_a_timeout(tmp_path: Path) -> None:
     (tmp_path / "0.png").touch()
-    sample._await([tmp_path / "0.png"], 0.0)
-    with pytest.raises(UserError, match=r"no grid: 1 pictures of other processes did not come.*--no-grid"):
-        sample._await([tmp_path / "0.png", tmp_path / "1.png"], 0.05, pause=0.01)
+    sample._wait_for([tmp_path / "0.png"], 0.0)
+    with pytest.raises(UserError, match=r"no grid: 1 images of other processes are missing.*--no-grid"):
+        sample._wait_for([tmp_path / "0.png", tmp_path / "1.png"], 0.05, pause=0.01)
 
 
-def test_a_grid_is_not_made_of_strange_pictures(model: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64)).save(tmp_path / "00001.png")  # of the other process, which would refuse
-    with pytest.raises(UserError, match=r"no grid: .*00001.png is of another command"):
+def test_a_grid_is_not_made_of_other_images(model: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "00001.png")  # belongs to the other process, which would refuse
+    with pytest.raises(UserError, match=r"no grid: .*00001.png was written by another command"):
         sample.run(model, ROWS[:2], [0], tmp_path, FAST, Launch(0, 0, 2))
 
 
-def test_a_large_job_has_a_grid_of_its_first_pictures(
+def test_a_large_job_has_a_grid_of_its_first_images(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sample, "_GRID_MOST", 2)
-    monkeypatch.setattr(sample, "_GRID_SIDE", 32)
+    monkeypatch.setattr(sample, "_MAX_GRID_IMAGES", 2)
+    monkeypatch.setattr(sample, "_MAX_THUMBNAIL_SIDE", 32)
     sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, SampleOptions(1))
-    assert "the grid shows the first 2 of 3 pictures" in capsys.readouterr().err
+    assert "the grid shows the first 2 of 3 images" in capsys.readouterr().err
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.width == 8 + 2 * (4 * 32 + 8)  # shrunk to 32, then shown at 128
 
 
 def lora_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
-    """A LoRA of one layer, and what it adds to the weight."""
+    """Write a LoRA of one layer; return its file and its update of the weight."""
     generator = torch.Generator().manual_seed(seed)
     down, up = torch.randn(2, 256, generator=generator) * 0.2, torch.randn(256, 2, generator=generator) * 0.2
     save_file({f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}, path)
     return path, up @ down
 
 
-def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_of_loras_equals_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = "transformer_blocks.1.attn.to_v"
-    (one, first), (two, second) = (lora_file(tmp_path / f"{n}.safetensors", layer, n) for n in (1, 2))
-    wishes = SampleOptions(2, loras=(Lora(one, 0.8), Lora(two, -0.4)), grid=False)
-    sample.run(model, ROWS[:1], [0], tmp_path / "stack", wishes)
+    (file_1, first), (file_2, second) = (lora_file(tmp_path / f"{n}.safetensors", layer, n) for n in (1, 2))
+    options = SampleOptions(2, loras=(Lora(file_1, 0.8), Lora(file_2, -0.4)), grid=False)
+    sample.run(model, ROWS[:1], [0], tmp_path / "stack", options)
     text = texts(tmp_path / "stack" / "00000.png")
     assert json.loads(text["sd3_light"])["loras"] == [
         {"file": "1.safetensors", "strength": 0.8},
@@ -210,12 +210,14 @@ def test_a_stack_of_loras_is_the_merged_model(model: Path, tmp_path: Path, monke
     sample.run(model, ROWS[:1], [0], tmp_path / "plain", SampleOptions(2, grid=False))
     monkeypatch.setattr(sample, "open_pipeline", merged)
     sample.run(model, ROWS[:1], [0], tmp_path / "merged", SampleOptions(2, grid=False))
-    stack, by_hand, plain = (pixels(tmp_path / name / "00000.png").astype(int) for name in ("stack", "merged", "plain"))
-    assert np.abs(stack - by_hand).max() <= 1
+    stack, expected, plain = (
+        pixels(tmp_path / name / "00000.png").astype(int) for name in ("stack", "merged", "plain")
+    )
+    assert np.abs(stack - expected).max() <= 1
     assert np.abs(stack - plain).max() > 5
 
 
-def test_half_precision_is_near(model: Path, tmp_path: Path) -> None:
+def test_half_precision_is_close(model: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         sample.run(model, ROWS[:1], [0], tmp_path / dtype, SampleOptions(2, dtype=dtype, grid=False))
     full, half = (pixels(tmp_path / dtype / "00000.png").astype(int) for dtype in ("float32", "bfloat16"))
@@ -223,22 +225,24 @@ def test_half_precision_is_near(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "wishes", "words"),
+    ("rows", "options", "message"),
     [
-        ([], FAST, "no prompt given"),
-        (ROWS, SampleOptions(sampler="ddim"), "choose among euler, heun, dpm"),
-        (ROWS, SampleOptions(dtype="half"), "choose among float32, bfloat16"),
-        (ROWS, SampleOptions(width=70), "^a picture of 70x64: the sides of this model are multiples of 16"),
-        ([PromptRow("a", height=65, where="p.csv:7")], FAST, r"^p\.csv:7: a picture of 64x65: the sides"),
+        ([], FAST, "no prompt; pass one"),
+        (ROWS, SampleOptions(sampler="ddim"), "choose one of euler, heun, dpm"),
+        (ROWS, SampleOptions(dtype="half"), "choose one of float32, bfloat16"),
+        (ROWS, SampleOptions(width=70), "^image size 70x64: this model needs sides that are multiples of 16"),
+        ([PromptRow("a", height=65, where="p.csv:7")], FAST, r"^p\.csv:7: image size 64x65: this model"),
     ],
 )
-def test_refusals(model: Path, tmp_path: Path, rows: list[PromptRow], wishes: SampleOptions, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        sample.run(model, rows, [0], tmp_path / "out", wishes)
+def test_refusals(model: Path, tmp_path: Path, rows: list[PromptRow], options: SampleOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sample.run(model, rows, [0], tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_negative_text_takes_no_negative_prompt(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "zero", uncond_text="zero")
-    with pytest.raises(UserError, match=r'p.csv:2: a negative prompt, but .* uncond_text = "zero"'):
+    with pytest.raises(
+        UserError, match=r'p.csv:2: the model was trained with uncond_text = "zero" and takes no negative prompt'
+    ):
         sample.run(model, [PromptRow("a", negative_prompt="b", where="p.csv:2")], [0], tmp_path / "out", FAST)
