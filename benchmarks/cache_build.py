@@ -1,16 +1,16 @@
-"""How much of the encoders' own speed a build of the cache reaches, at full size with random weights.
+"""Compares the speed of a cache build with that of the encoders alone, at full size with random weights.
 
-    python benchmarks/cache_build.py [--out FOLDER] [--pictures 6000] [--side 256] [--text_tokens real padded] [--tiny]
+    python benchmarks/cache_build.py [--out FOLDER] [--images 6000] [--side 256] [--text_tokens real padded] [--tiny]
 
-Draws JPEG files (sides of 300 to 640 pixels) with captions of web-like lengths, makes a folder of SD3's shapes
-(`encoders.py`), then measures in one process:
+Draws JPEG files (sides of 300 to 640 pixels) with captions of typical web lengths, creates a model folder with SD3's
+shapes (`encoders.py`), then measures in one process:
 
-    alone   the encoders on ready pixels and ready tokens, in the batches of the build; results arrive on the host
-    build   the cache stage as users run it: look, decode in worker processes, encode, write; `encode` is its encoding
-            alone, from the first picture to the last shard on disk
+    alone   the encoders on prepared pixels and tokens, in the batches of the build; results are copied to the host
+    build   the cache stage as users run it: probe, decode in worker processes, encode, write; `encode` is only its
+            encoding, from the first image to the last shard on disk
 
-The figure that counts is encode / alone: 1.0 would mean that reading, decoding and writing cost nothing. Every
-measurement is preceded by a short one of the same kind, so that the device's libraries are warm in all of them.
+The main result is encode / alone: 1.0 means that reading, decoding and writing cost nothing. Every measurement is
+preceded by a short one of the same kind as warm-up.
 """
 
 import argparse
@@ -56,7 +56,7 @@ dtype = "bfloat16"
 
 
 def draw(folder: Path, first: int, count: int) -> None:
-    """Photo-like JPEG files: smooth colours with some noise, so that they weigh what photos do."""
+    """Write photo-like JPEG files: smooth colours with some noise, so that files have the size of photos."""
     random = np.random.default_rng(first)
     for number in range(first, first + count):
         width, height = random.integers(300, 640, 2).tolist()
@@ -69,7 +69,7 @@ def draw(folder: Path, first: int, count: int) -> None:
 
 
 def draw_all(folder: Path, count: int, processes: int) -> None:
-    """``count`` pictures, drawn by several processes."""
+    """Draw ``count`` images with several processes."""
     folder.mkdir(parents=True)
     step = -(-count // (4 * processes))
     with ProcessPoolExecutor(processes) as pool:
@@ -78,15 +78,15 @@ def draw_all(folder: Path, count: int, processes: int) -> None:
             job.result()
 
 
-def write_config(out: Path, name: str, text: str, model: Path, given: argparse.Namespace) -> LoadedConfig:
-    """A config whose data set is the folder ``name``."""
+def write_config(out: Path, name: str, text: str, model: Path, args: argparse.Namespace) -> LoadedConfig:
+    """Write a config whose dataset is the folder ``name``."""
     data = out / f"{name}.toml"
-    data.write_text(f'resolutions = [{given.side}]\n[[directory]]\npath = "{name}"\n')
+    data.write_text(f'resolutions = [{args.side}]\n[[directory]]\npath = "{name}"\n')
     train = out / f"train-{name}-{text}.toml"
-    size, length = ("tiny2", 16) if given.tiny else ("sd3_light", 256)
+    size, length = ("tiny2", 16) if args.tiny else ("sd3_light", 256)
     train.write_text(
         TRAIN.format(
-            dataset=data.name, text=f"{text}", batch=given.batch_size, workers=given.workers, shard=given.shard_size,
+            dataset=data.name, text=f"{text}", batch=args.batch_size, workers=args.workers, shard=args.shard_size,
             model=model, size=size, length=length,
         ).replace("cache-", f"cache-{name}-")
     )  # fmt: skip
@@ -94,7 +94,7 @@ def write_config(out: Path, name: str, text: str, model: Path, given: argparse.N
 
 
 def plan_of(loaded: LoadedConfig) -> CachePlan:
-    """The plan of a cache that has been built."""
+    """Return the plan of a built cache."""
     folder = loaded.dataset.cache_dir
     assert isinstance(folder, Path)
     with Claims(folder / "claims") as claims:
@@ -103,8 +103,8 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
         return make_cache_plan(catalogue, listings, cache.make_recipe(loaded.train), loaded.train.sd3_shard_size)
 
 
-def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict[str, float]:
-    """Seconds of the encoders on ready inputs: all together, and each by itself."""
+def encoder_seconds(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict[str, float]:
+    """Return the seconds of the encoders on prepared inputs: all together, and each alone."""
     train, plan = loaded.train, plan_of(loaded)
     units = [(unit.bucket, [list(m.captions) for m in plan.members(unit)]) for unit in plan.units]
     random = np.random.default_rng(0)
@@ -120,88 +120,88 @@ def alone(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict
     ) as parts:  # fmt: skip
         work = []
         for bucket, captions in units:
-            distinct = list(dict.fromkeys(caption for own in captions for caption in own))
+            distinct = list(dict.fromkeys(caption for sample in captions for caption in sample))
             work.append((bucket, len(captions), parts.tokenize(distinct)))
 
-        def run(pictures: bool, names: tuple[str, ...], units: int | None = None) -> float:
-            begun = time.perf_counter()
+        def run(images: bool, names: tuple[str, ...], units: int | None = None) -> float:
+            started = time.perf_counter()
             for bucket, count, tokens in work[:units]:
-                for start in range(0, count if pictures else 0, train.caching_batch_size):
+                for start in range(0, count if images else 0, train.caching_batch_size):
                     parts.encode_images(batches[bucket][: min(train.caching_batch_size, count - start)], False)
                 for name in names:
                     parts.encode_text(name, tokens[name])
             parts.synchronize()
-            return time.perf_counter() - begun
+            return time.perf_counter() - started
 
-        everything = ("clip_l", "clip_g", "t5")
-        run(True, everything, 2)
-        found = {"all": run(True, everything), "vae": run(True, ())}
-        return {**found, **{name: run(False, (name,)) for name in everything}}
+        text_encoders = ("clip_l", "clip_g", "t5")
+        run(True, text_encoders, 2)
+        results = {"all": run(True, text_encoders), "vae": run(True, ())}
+        return {**results, **{name: run(False, (name,)) for name in text_encoders}}
 
 
 def timed_build(loaded: LoadedConfig) -> tuple[float, float, float, int]:
-    """Seconds of the whole stage, of loading the encoders and of encoding, and the number of samples."""
-    spent: list[float] = []
-    real = ShardBuilder.build
+    """Return the seconds of the whole stage, of loading the encoders and of encoding, and the number of samples."""
+    durations: list[float] = []
+    original = ShardBuilder.build
 
-    def build(self: ShardBuilder, *given: object) -> None:
-        begun = time.perf_counter()
+    def build(self: ShardBuilder, *args: object) -> None:
+        started = time.perf_counter()
         for name in PARTS:
             self._parts.part(name)
-        spent.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        real(self, *given)  # type: ignore[arg-type]
-        spent.append(time.perf_counter() - begun)
+        durations.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        original(self, *args)  # type: ignore[arg-type]
+        durations.append(time.perf_counter() - started)
 
     ShardBuilder.build = build  # type: ignore[method-assign]
     try:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         (report,) = cache.run(loaded)
-        return time.perf_counter() - begun, *spent, report.encoded  # type: ignore[return-value]
+        return time.perf_counter() - started, *durations, report.encoded  # type: ignore[return-value]
     finally:
-        ShardBuilder.build = real  # type: ignore[method-assign]
+        ShardBuilder.build = original  # type: ignore[method-assign]
 
 
-def measure(out: Path, text: str, model: Path, given: argparse.Namespace, device: torch.device) -> None:
-    """One line of results for one way to keep text."""
-    main = write_config(out, "pictures", text, model, given)
+def measure(out: Path, text: str, model: Path, args: argparse.Namespace, device: torch.device) -> None:
+    """Print the results for one kind of text tokens."""
+    main = write_config(out, "images", text, model, args)
     whole, loading, first, count = timed_build(main)
-    # the first build paid for the libraries' warm-up: build the same again
+    # the first build includes the warm-up of the libraries: build again
     shutil.rmtree(main.dataset.cache_dir / "shards")  # type: ignore[operator]
     again, _, encode, _ = timed_build(main)
-    own = alone(main, device)
+    alone = encoder_seconds(main, device)
     size = sum(p.stat().st_size for p in main.dataset.cache_dir.glob("shards/*.safetensors"))  # type: ignore[union-attr]
-    print(f"\n{text}: {count} samples of {given.side} px, batches of {given.batch_size}, {given.workers} decoders")
-    print(f"  encoders alone  {count / own['all']:8.1f} images/s   ({own['all']:.1f} s)")
-    total = sum(own[part] for part in PARTS)
-    print("  share of each   " + ", ".join(f"{part} {own[part] / total:.1%}" for part in PARTS))
-    print("  each alone      " + ", ".join(f"{part} {count / own[part]:.0f}/s" for part in PARTS))
+    print(f"\n{text}: {count} samples of {args.side} px, batches of {args.batch_size}, {args.workers} decoders")
+    print(f"  encoders alone  {count / alone['all']:8.1f} images/s   ({alone['all']:.1f} s)")
+    total = sum(alone[part] for part in PARTS)
+    print("  share of each   " + ", ".join(f"{part} {alone[part] / total:.1%}" for part in PARTS))
+    print("  each alone      " + ", ".join(f"{part} {count / alone[part]:.0f}/s" for part in PARTS))
     print(f"  build, encoding {count / encode:8.1f} images/s   ({encode:.1f} s; the first time {first:.1f} s)")
-    print(f"  whole stage     {whole:.1f} s first (looks at all, loads {loading:.1f} s), {again:.1f} s again")
-    print(f"  encode / alone  {own['all'] / encode:8.3f}")
-    print(f"  on disk         {size / count / 1e6:.3f} MB a sample")
+    print(f"  whole stage     {whole:.1f} s first (probes all images, loads {loading:.1f} s), {again:.1f} s again")
+    print(f"  encode / alone  {alone['all'] / encode:8.3f}")
+    print(f"  on disk         {size / count / 1e6:.3f} MB per sample")
 
 
 def main() -> None:
-    """Parse, prepare, measure."""
-    parser = argparse.ArgumentParser(description="The cache build against the encoders alone.")
-    parser.add_argument("--out", type=Path, help="folder to work in; default: a temporary one")
-    parser.add_argument("--pictures", type=int, default=6000)
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description="Compare a cache build with the encoders alone.")
+    parser.add_argument("--out", type=Path, help="working folder; default: a temporary one")
+    parser.add_argument("--images", "--pictures", type=int, default=6000)
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--shard_size", type=int, default=1024)
     parser.add_argument("--text_tokens", nargs="+", default=["real", "padded"])
-    parser.add_argument("--tiny", action="store_true", help="the demo's parts, to try the benchmark on a CPU")
-    given = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true", help="use the demo's models, to try the benchmark on a CPU")
+    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as temporary:
-        out = given.out or Path(temporary)
-        model = make_folder(out, device, given.tiny)
-        if not (out / "pictures").is_dir():
-            draw_all(out / "pictures", given.pictures, given.workers)
-        for text in given.text_tokens:
-            measure(out, text, model, given, device)
+        out = args.out or Path(temporary)
+        model = make_folder(out, device, args.tiny)
+        if not (out / "images").is_dir():
+            draw_all(out / "images", args.images, args.workers)
+        for text in args.text_tokens:
+            measure(out, text, model, args, device)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""How fast cached samples come through the loader, against plain sequential reading of the same files.
+"""Compares the loader's throughput with sequential reading of the same files.
 
-Builds a cache of random numbers, reads its files from beginning to end, then reads it in training's order by the loader
-with 0, 1 and 2 workers (nothing is prepared: tensors are handed on), and does the same with a file that keeps each
-sample's fields side by side. Last it opens a cache whose manifest lists 10 million samples, in shards of 512 with short
-captions, and takes its first batch.
-Everything is in the page cache, so this measures our work and not the disk's.
+Builds a cache of random numbers, reads its files sequentially, then reads it in training order through the loader with
+0, 1 and 2 workers (without preparing inputs), and does the same with a file that stores the fields of each sample
+together. Finally opens a cache whose manifest lists 10 million samples, in shards of 512 with short captions, and reads
+its first batch. Everything is in the page cache, so this measures the loader and not the disk.
 """
 
 import argparse
@@ -38,12 +37,12 @@ RANKS = 8
 
 
 def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Numbers of chance; small ones, so that none is a NaN."""
+    """Return random numbers without NaNs."""
     return torch.randint(0, 8192, shape, dtype=torch.int16).view(dtype)
 
 
 def content(features: str, first: int, count: int) -> ShardContent:
-    """``count`` samples with one caption each."""
+    """Return ``count`` samples with one caption each."""
     side, encoders = SHAPES[features]
     text = {}
     for name, (tokens, width) in encoders.items():
@@ -55,33 +54,33 @@ def content(features: str, first: int, count: int) -> ShardContent:
     return ShardContent(torch.arange(first, first + count), moments, torch.arange(count + 1), torch.arange(count), text)
 
 
-def shard(folder: Path, name: str, what: ShardContent) -> ShardEntry:
+def shard(folder: Path, name: str, content: ShardContent) -> ShardEntry:
     """Write one shard."""
-    side = 8 * what.moments.shape[-1]
+    side = 8 * content.moments.shape[-1]
     bucket = "empty" if name == "empty" else f"{side}x{side}"
     entry = ShardEntry(f"{name}.safetensors", bucket, (side, side), LABEL, 0, 0, "", name)
-    return write_shard(folder / SHARDS, entry, what, [Origin("key", "", side, side, ("",))] * len(what.sample_id))
+    return write_shard(folder / SHARDS, entry, content, [Origin("key", "", side, side, ("",))] * len(content.sample_id))
 
 
 def build(folder: Path, features: str, shards: int, samples: int) -> Manifest:
-    """A cache of ``shards`` times ``samples``."""
+    """Build a cache of ``shards`` shards with ``samples`` samples each."""
     (folder / SHARDS).mkdir(parents=True)
-    entries = [shard(folder, f"{at:05d}", content(features, at * samples, samples)) for at in range(shards)]
+    entries = [shard(folder, f"{index:05d}", content(features, index * samples, samples)) for index in range(shards)]
     recipe = {"text_tokens": "real" if features == "real" else "padded"}
     manifest = Manifest(recipe, tuple(entries), shard(folder, "empty", content(features, 0, 1)))
     manifest.save(folder)
     return manifest
 
 
-class HandOn:
-    """A model that prepares nothing."""
+class PassThrough:
+    """A model that returns batches unchanged."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
         return (batch,), ()
 
 
-class SideBySide(InPlaceDataset):
-    """The same bytes in one file where each sample is one piece, in the same order of samples."""
+class PackedRows(InPlaceDataset):
+    """The same bytes in one file with contiguous samples, read in the same order."""
 
     def __init__(self, path: Path, batches: MicroBatches, row_bytes: int, samples: int) -> None:
         self.path, self.batches, self.row_bytes, self.samples = path, batches, row_bytes, samples
@@ -93,13 +92,13 @@ class SideBySide(InPlaceDataset):
         memory = allocate(len(picks.index) * self.row_bytes)
         rows = memory.numpy().reshape(len(picks.index), -1)
         numbers = picks.segment * self.samples + picks.index
-        for at in np.argsort(numbers).tolist():
-            os.preadv(self.file, [rows[at]], int(numbers[at]) * self.row_bytes)
+        for index in np.argsort(numbers).tolist():
+            os.preadv(self.file, [rows[index]], int(numbers[index]) * self.row_bytes)
         return {"all": memory.view(len(picks.index), -1)}
 
 
-def read_plainly(files: list[Path]) -> float:
-    """Bytes a second of reading files from beginning to end."""
+def read_sequentially(files: list[Path]) -> float:
+    """Return the bytes per second of sequential reading."""
     buffer, total, started = bytearray(BUFFER), 0, time.perf_counter()
     for path in files:
         with open(path, "rb", buffering=0) as file:
@@ -109,9 +108,9 @@ def read_plainly(files: list[Path]) -> float:
 
 
 def read_by_loader(dataset: InPlaceDataset, steps: int, epochs: int, workers: int) -> float:
-    """Bytes a second of the loader; the first epoch is not timed (it hashes, and memory is fresh)."""
+    """Return the bytes per second of the loader. The first epoch, which hashes and allocates, is not timed."""
     loader = PipelineDataLoader(
-        dataset, None, 1, HandOn(), num_dataloader_workers=workers, items=range(steps * (epochs + 1))
+        dataset, None, 1, PassThrough(), num_dataloader_workers=workers, items=range(steps * (epochs + 1))
     )
     total, started = 0, 0.0
     for number, ((batch,), _) in enumerate(loader):
@@ -123,7 +122,7 @@ def read_by_loader(dataset: InPlaceDataset, steps: int, epochs: int, workers: in
 
 
 def compare(folder: Path, batch: int, epochs: int, repeats: int) -> None:
-    """Print the table of rates."""
+    """Print the table of throughputs."""
     data = CachedDataset(LocalStore(folder))
     order = data.order(0, {LABEL: 1.0}, lambda resolution: batch)
     batches = MicroBatches(data, order, 0, 1, 1)
@@ -133,29 +132,29 @@ def compare(folder: Path, batch: int, epochs: int, repeats: int) -> None:
     with open(packed, "wb") as out:
         for _ in range(sum(entry.count for entry in data.manifest.shards)):
             out.write(os.urandom(4096) * (sample_bytes // 4096) + b"\0" * (sample_bytes % 4096))
-    beside = SideBySide(packed, batches, sample_bytes, data.manifest.shards[0].count)
-    print(f"{sum(f.stat().st_size for f in files) / 1e9:.2f} GB, {sample_bytes / 1e6:.3f} MB a sample, batch {batch}")
-    print(f"{'':22}{'GB/s':>8}{'of plain':>10}{'samples/s':>12}{'side by side GB/s':>20}")
+    packed_rows = PackedRows(packed, batches, sample_bytes, data.manifest.shards[0].count)
+    print(f"{sum(f.stat().st_size for f in files) / 1e9:.2f} GB, {sample_bytes / 1e6:.3f} MB per sample, batch {batch}")
+    print(f"{'':22}{'GB/s':>8}{'relative':>10}{'samples/s':>12}{'contiguous GB/s':>20}")
     for workers in (0, 1, 2):
         rates = [
             (
-                read_plainly(files),
+                read_sequentially(files),
                 read_by_loader(batches, order.steps_per_epoch, epochs, workers),
-                read_by_loader(beside, order.steps_per_epoch, epochs, workers),
+                read_by_loader(packed_rows, order.steps_per_epoch, epochs, workers),
             )
             for _ in range(repeats)
         ]
-        # the best of several: whatever else the machine does can only slow them down
+        # the best of several: other load on the machine only slows them down
         plain, fields, pieces = (max(column) for column in zip(*rates, strict=True))
         if workers == 0:
-            print(f"{'plain reading':22}{plain / 1e9:8.2f}")
+            print(f"{'sequential reading':22}{plain / 1e9:8.2f}")
         label = f"loader, {workers} workers"
         line = f"{label:22}{fields / 1e9:8.2f}{fields / plain:10.0%}{fields / sample_bytes:12,.0f}{pieces / 1e9:20.2f}"
         print(line, flush=True)
 
 
-class Linked(LocalStore):
-    """A store whose shards are all one file, by other names that are made when they are asked for."""
+class LinkedStore(LocalStore):
+    """A store whose shards are hard links to one file, created on demand."""
 
     def path(self, entry: ShardEntry) -> Path:
         path = self.folder / SHARDS / entry.file
@@ -164,18 +163,18 @@ class Linked(LocalStore):
         return path
 
 
-class Trusted(Linked):
-    """The same, known to be whole."""
+class VerifiedStore(LinkedStore):
+    """The same store, with shards that are already verified."""
 
     verified = True
 
 
 def first_batch(folder: Path, batch: int, workers: int) -> None:
-    """Print how long it takes from nothing to the first batch of 10 million samples."""
+    """Print the time from start to the first batch of 10 million samples."""
     manifest = build(folder, "real", 1, 512)
-    one = manifest.shards[0]
-    count = -(-LARGE // one.count)
-    entries = tuple(replace(one, file=f"large-{at:06d}.safetensors") for at in range(count))
+    entry = manifest.shards[0]
+    count = -(-LARGE // entry.count)
+    entries = tuple(replace(entry, file=f"large-{index:06d}.safetensors") for index in range(count))
     large = folder / "large"
     (large / SHARDS).mkdir(parents=True)
     for name in ("00000.safetensors", "empty.safetensors"):
@@ -183,10 +182,10 @@ def first_batch(folder: Path, batch: int, workers: int) -> None:
     replace(manifest, shards=entries).save(large)
     size = (large / "manifest.json").stat().st_size
     print(
-        f"\nfirst batch of {count * one.count:,} samples in {count:,} shards of {one.bytes / 1e6:.1f} MB "
+        f"\nfirst batch of {count * entry.count:,} samples in {count:,} shards of {entry.bytes / 1e6:.1f} MB "
         f"(manifest {size / 1e6:.1f} MB), {workers} workers"
     )
-    for name, store in (("hashed when read", Linked), ("known as whole", Trusted)):
+    for name, store in (("hashed when read", LinkedStore), ("already verified", VerifiedStore)):
         started = time.perf_counter()
         data = CachedDataset(store(large))
         opened = time.perf_counter()
@@ -194,24 +193,24 @@ def first_batch(folder: Path, batch: int, workers: int) -> None:
         order.picks(0, 0, batch)
         ordered = time.perf_counter()
         dataset = MicroBatches(data, order, 0, RANKS, 1)
-        loader = PipelineDataLoader(dataset, None, 1, HandOn(), num_dataloader_workers=workers, items=range(8))
+        loader = PipelineDataLoader(dataset, None, 1, PassThrough(), num_dataloader_workers=workers, items=range(8))
         batches = iter(loader)
         next(batches)
         done = time.perf_counter()
         print(
             f"{name:18}: manifest {opened - started:.2f} s, order {ordered - opened:.2f} s, "
-            f"batch {done - ordered:.2f} s, together {done - started:.2f} s",
+            f"batch {done - ordered:.2f} s, total {done - started:.2f} s",
             flush=True,
         )
         del batches, loader
 
 
 def main() -> None:
-    """Parse, build, measure."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", choices=SHAPES, default="sd3")
     parser.add_argument("--shards", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=32, help="of a shard")
+    parser.add_argument("--samples", type=int, default=32, help="samples per shard")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,16 +1,16 @@
-"""How fast each frozen part of SD3 is by itself, at full size with random weights.
+"""Speed of each frozen part of SD3, at full size with random weights.
 
     python benchmarks/encoders.py [--out FOLDER] [--batch_size 32 64] [--caption_tokens 20] [--tiny]
 
-Builds a folder with SD3's shapes (VAE, CLIP-L, CLIP-G, T5-XXL) where the device makes the random numbers, then measures
-on ready tensors, for `padded` and `real` text tokens:
+Builds a folder with SD3's shapes (VAE, CLIP-L, CLIP-G, T5-XXL) and random weights, then measures, for `padded` and
+`real` text tokens:
 
-    own      inputs on the device already, results dropped there: what the part itself can do
-    parts    as the cache stage uses it: pixels and token ids on the host in, results on the host out
+    own      inputs and results stay on the device: the speed of the model itself
+    parts    as in the cache stage: pixels and token ids come from the host, results go back to it
 
-and says what share of a sample's time each part has (one caption a picture), and how many samples a second that makes.
-It also compares ways to run the VAE, and times loading and tokenising. `--tiny` runs the same code with the demo's
-parts, on a CPU too. `make_folder` is for other benchmarks.
+and prints the share of each part in the time of a sample (one caption per image), and samples per second. Also compares
+settings of the VAE, and times loading and tokenising. `--tiny` runs the same code with the demo's models, also on a
+CPU. Other benchmarks use `make_folder`.
 """
 
 import argparse
@@ -37,12 +37,12 @@ CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
 WORDS = ("red", "green", "blue", "circle", "square", "star", "small", "large", "left", "right")  # one token each
 TextTokens = Literal["padded", "real"]
 
-# --- a folder of SD3's shapes --------------------------------------------------------------------
+# --- a folder with SD3's shapes --------------------------------------------------------------------
 
 
 def make_folder(out: Path, device: torch.device, tiny: bool = False) -> Path:
     """Write the frozen parts of SD3 with random weights under ``out`` (text in bf16, VAE in fp32; about 12 GB), with
-    the demo's tokenizers; ``tiny`` copies the demo's parts instead. Returns the folder; one that stands is kept."""
+    the demo's tokenizers; ``tiny`` copies the demo's parts instead. Returns the folder; an existing one is reused."""
     folder = out / ("demo_parts" if tiny else "sd3_parts")
     if (folder / "model_index.json").is_file():
         return folder
@@ -57,7 +57,7 @@ def make_folder(out: Path, device: torch.device, tiny: bool = False) -> Path:
     _make_vae(device).save_pretrained(folder / "vae")
     for name, build in (("clip_l", _clip_l), ("clip_g", _clip_g), ("t5", _t5_xxl)):
         _save_random(build(load_tokenizer(name, folder, 256).tokenizer), device, folder / TEXT_ENCODERS[name][0])
-    shutil.copy(DEMO / "model_index.json", folder)  # last: it says that the folder is whole
+    shutil.copy(DEMO / "model_index.json", folder)  # last: it marks the folder as complete
     return folder
 
 
@@ -116,11 +116,11 @@ def _t5_xxl(tokenizer: Any) -> nn.Module:
 
 
 def _save_random(model: Any, device: torch.device, folder: Path) -> None:
-    """Fill a model without storage with random bf16 weights and write it."""
+    """Fill a meta model with random bf16 weights and write it."""
     model = model.to(torch.bfloat16).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # of norms, and biases
+            if parameter.dim() == 1:  # norms and biases
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -132,37 +132,37 @@ def _save_random(model: Any, device: torch.device, folder: Path) -> None:
 
 
 class Clock:
-    """Seconds of work on a device."""
+    """Measures the seconds of work on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def wait(self) -> None:
-        """Until the device has nothing to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], at_least: float) -> float:
-        """Of one call, over as many as take ``at_least`` seconds, after one that warms up."""
+        """Return the seconds per call over at least ``at_least`` seconds, after one warm-up call."""
         work()
         self.wait()
-        begin, taken, calls = time.perf_counter(), 0.0, 0
-        while taken < at_least:
+        start, elapsed, calls = time.perf_counter(), 0.0, 0
+        while elapsed < at_least:
             work()
             self.wait()
-            taken, calls = time.perf_counter() - begin, calls + 1
-        return taken / calls
+            elapsed, calls = time.perf_counter() - start, calls + 1
+        return elapsed / calls
 
 
 def make_captions(count: int, tokens: int) -> list[str]:
-    """Captions of half to one and a half times as many T5 tokens, their end mark included."""
+    """Return captions with 0.5 to 1.5 times ``tokens`` T5 tokens, end mark included."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(tokens // 2, tokens + (tokens + 1) // 2 + 1, count)
     return [" ".join(draw.choice(WORDS, max(1, length - 1))) for length in lengths]
 
 
 def own_text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Clock, at_least: float) -> float:
-    """Of one encoder over all captions in their batches, from ids on the device."""
+    """Return the seconds of one encoder for all captions in batches, from ids on the device."""
     ids = tokens[name]
     ready = []
     for batch in parts.caption_batches(name, ids.lengths.tolist()):
@@ -186,7 +186,7 @@ def own_text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock
 
 
 def text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Clock, at_least: float) -> float:
-    """Of one encoder over all captions, host to host."""
+    """Return the seconds of one encoder for all captions, from host to host."""
 
     def work() -> None:
         parts.encode_text(name, tokens[name])
@@ -195,8 +195,8 @@ def text_seconds(parts: FrozenParts, name: str, tokens: CaptionTokens, clock: Cl
     return clock.seconds(work, at_least)
 
 
-def picture_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clock, at_least: float) -> float:
-    """Of the VAE over all pictures, host to host."""
+def image_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clock, at_least: float) -> float:
+    """Return the seconds of the VAE for all images, from host to host."""
 
     def work() -> None:
         parts.encode_images(pixels, flip=False)
@@ -205,8 +205,8 @@ def picture_seconds(parts: FrozenParts, pixels: np.ndarray[Any, Any], clock: Clo
     return clock.seconds(work, at_least)
 
 
-def own_picture_seconds(vae: Any, pixels: torch.Tensor, batch_size: int, clock: Clock, at_least: float) -> float:
-    """Of the VAE over all pictures, from pixels on the device."""
+def own_image_seconds(vae: Any, pixels: torch.Tensor, batch_size: int, clock: Clock, at_least: float) -> float:
+    """Return the seconds of the VAE for all images, from pixels on the device."""
 
     @torch.inference_mode()
     def work() -> None:
@@ -216,11 +216,11 @@ def own_picture_seconds(vae: Any, pixels: torch.Tensor, batch_size: int, clock: 
     return clock.seconds(work, at_least)
 
 
-# --- the tables ----------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------
 
 
 def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: int, args: argparse.Namespace) -> None:
-    """Print the table of one kind of text tokens and one batch size."""
+    """Print the table for one kind of text tokens and one batch size."""
     clock = Clock(device)
     length = 16 if args.tiny else args.t5_max_length
     begin = time.perf_counter()
@@ -239,8 +239,8 @@ def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: in
         tokenising = time.perf_counter() - begin
         pixels = np.random.default_rng(0).integers(0, 256, (args.samples, args.side, args.side, 3), dtype=np.uint8)
         ready = torch.from_numpy(pixels).to(device)
-        own = {"vae": own_picture_seconds(parts.part("vae"), ready, batch_size, clock, args.seconds)}
-        used = {"vae": picture_seconds(parts, pixels, clock, args.seconds)}
+        own = {"vae": own_image_seconds(parts.part("vae"), ready, batch_size, clock, args.seconds)}
+        used = {"vae": image_seconds(parts, pixels, clock, args.seconds)}
         for name in TEXT_ENCODERS:
             own[name] = own_text_seconds(parts, name, tokens, clock, args.seconds)
             used[name] = text_seconds(parts, name, tokens, clock, args.seconds)
@@ -259,19 +259,19 @@ def _row(name: str, count: int, own: float, share: float, used: float) -> str:
 
 
 def compare_vae(folder: Path, device: torch.device, args: argparse.Namespace) -> None:
-    """Print how fast the VAE is in other ways of running it; the first is ours."""
+    """Print the speed of the VAE with several settings; the cache stage uses the first."""
     clock = Clock(device)
     pixels = torch.randint(0, 256, (min(64, args.samples), args.side, args.side, 3), dtype=torch.uint8).to(device)
-    ways: Sequence[tuple[str, torch.memory_format, bool]] = (
+    settings: Sequence[tuple[str, torch.memory_format, bool]] = (
         ("TF32, channels last", torch.channels_last, True),
         ("TF32, channels first", torch.contiguous_format, True),
         ("float32, channels last", torch.channels_last, False),
         ("float32, channels first", torch.contiguous_format, False),
     )
-    print(f"\n## VAE at {args.side} px, batch size {args.batch_size[0]}\n\n| way | pictures/s | largest difference |")
+    print(f"\n## VAE at {args.side} px, batch size {args.batch_size[0]}\n\n| setting | images/s | largest difference |")
     print("|---|---:|---:|")
     exact: torch.Tensor | None = None
-    for title, layout, in_tf32 in reversed(ways):
+    for title, layout, in_tf32 in reversed(settings):
         vae = load_vae(folder, device, torch.float32).to(memory_format=layout)
 
         @torch.inference_mode()
@@ -293,15 +293,15 @@ def compare_vae(folder: Path, device: torch.device, args: argparse.Namespace) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the folder of parts is made and kept; default: a temporary one")
+    parser.add_argument("--out", type=Path, help="folder for the models, reused if it exists; default: a temporary one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="the demo's small parts and pictures of 64 px")
-    parser.add_argument("--samples", type=int, default=512, help="pictures, each with a caption")
+    parser.add_argument("--tiny", action="store_true", help="use the demo's small models and images of 64 px")
+    parser.add_argument("--samples", type=int, default=512, help="images, each with a caption")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[32])
-    parser.add_argument("--caption_tokens", type=int, default=20, help="T5 tokens of a caption, on average")
+    parser.add_argument("--caption_tokens", type=int, default=20, help="mean T5 tokens per caption")
     parser.add_argument("--t5_max_length", type=int, default=256)
-    parser.add_argument("--side", type=int, default=256, help="pixels of a picture's side")
-    parser.add_argument("--seconds", type=float, default=2.0, help="least time of each measurement")
+    parser.add_argument("--side", type=int, default=256, help="side of the square images in pixels")
+    parser.add_argument("--seconds", type=float, default=2.0, help="minimum time of each measurement")
     args = parser.parse_args()
     if args.tiny:
         args.side, args.samples, args.seconds = 64, min(args.samples, 32), min(args.seconds, 0.1)

@@ -1,11 +1,11 @@
-"""How long saving a model of real size takes, and how much host memory: export, single file and back, LoRA.
+"""Time and host memory of saving a full-size model: export, single file and back, LoRA.
 
     python benchmarks/export.py [--size sd3_light] [--tmp FOLDER] [--out FILE.json]
 
-Writes a run with a checkpoint of random weights and one average, beside frozen parts with a VAE of SD3's size (the
-demo's tokenizers and text encoders stand in for SD3's: an export links them and its proof does not load them). Then it
-runs the real commands, each in a process of its own, and prints for each the seconds, the bytes that it left and the
-peak of host memory that it and the processes it started held at once, without files that are only mapped.
+Writes a run with a checkpoint of random weights and one EMA, and frozen parts with a VAE of SD3's size (the demo's
+tokenizers and text encoders replace those of SD3: an export links them and its verification does not load them). Then
+runs the commands, each in its own process, and prints the seconds, the bytes written and the peak host memory of the
+process and its children, without mapped files.
 """
 
 import argparse
@@ -47,8 +47,8 @@ VAE = {
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One command."""
+class CommandCost:
+    """Time, output size and peak memory of one command."""
 
     command: str
     seconds: float
@@ -56,13 +56,13 @@ class Measured:
     peak_gib: float
 
 
-def lay_out(folder: Path, size: ModelSize) -> None:
-    """A model's frozen parts and a run with one checkpoint."""
+def prepare_folder(folder: Path, size: ModelSize) -> None:
+    """Write the frozen parts of a model and a run with one checkpoint."""
     model, run = folder / "model", folder / "run"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("transformer", "vae", "README.md"))
     AutoencoderKL(**VAE).to(torch.bfloat16).save_pretrained(model / "vae")
-    (folder / "pictures").mkdir()
-    (folder / "data.toml").write_text('resolutions = [256]\n[[directory]]\npath = "pictures"\n', encoding="utf-8")
+    (folder / "images").mkdir()
+    (folder / "data.toml").write_text('resolutions = [256]\n[[directory]]\npath = "images"\n', encoding="utf-8")
     run.mkdir()
     (run / "config.toml").write_text(
         f"""
@@ -83,7 +83,7 @@ enable = true
     )
     weights = {name: p.detach() for name, p in new_transformer(size.transformer_config(), 1).named_parameters()}
     generator = torch.Generator().manual_seed(2)
-    for weight in weights.values():  # nothing is zero or alike
+    for weight in weights.values():  # avoid zeros and equal values
         weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
     pieces = [
         TensorPiece(f"{kind}/{name}", weight.detach().reshape(-1), 0, tuple(weight.shape))
@@ -96,24 +96,26 @@ enable = true
     commit(run / "checkpoints", 10, [0], {"progress": Progress(step=10, samples=640).as_dict()})
 
 
-def measure(command: Sequence[object], out: Path) -> Measured:
-    """Run ``sd3-light command``; its memory is looked at ten times a second."""
-    words = [str(word) for word in command]
+def measure(command: Sequence[object], out: Path) -> CommandCost:
+    """Run ``sd3-light command`` and sample its memory ten times per second."""
+    arguments = [str(argument) for argument in command]
     started, peak = time.monotonic(), 0
-    process = subprocess.Popen([sys.executable, "-m", "sd3_light", *words])
+    process = subprocess.Popen([sys.executable, "-m", "sd3_light", *arguments])
     while process.poll() is None:
         peak = max(peak, sum(map(_anonymous, _tree(process.pid))))
         time.sleep(0.1)
     seconds = time.monotonic() - started
     if process.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(arguments)} failed with exit code {process.returncode}")
     sizes = [path.stat() for path in ([out] if out.is_file() else out.rglob("*")) if path.is_file()]
-    left = sum(status.st_size for status in sizes if status.st_nlink == 1)  # links cost nothing
-    return Measured(" ".join(Path(word).name or word for word in words), seconds, left / 1e9, peak / GIB)
+    written = sum(status.st_size for status in sizes if status.st_nlink == 1)  # hard links take no space
+    return CommandCost(
+        " ".join(Path(argument).name or argument for argument in arguments), seconds, written / 1e9, peak / GIB
+    )
 
 
 def _tree(root: int) -> Iterator[int]:
-    """A process and all that it started."""
+    """Yield a process and all its descendants."""
     yield root
     for tasks in Path(f"/proc/{root}/task").glob("*/children"):
         for child in _read(tasks).split():
@@ -128,25 +130,25 @@ def _anonymous(process: int) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the process has just ended
         return ""
 
 
 def commands(folder: Path) -> Iterator[tuple[list[object], Path]]:
-    """Each command with what it writes."""
+    """Yield each command with its output path."""
     run, export, file, back = folder / "run", folder / "export", folder / "m.safetensors", folder / "back"
     raw, lora, merged = folder / "raw", folder / "lora.safetensors", folder / "merged"
     yield ["export", run, export], export
     yield ["convert", export, file], file
     yield ["convert", file, back, "--base", folder / "model"], back
-    if torch.cuda.is_available():  # decompositions of wide matrices take minutes on a CPU
-        change(export, raw)
+    if torch.cuda.is_available():  # decomposing wide matrices takes minutes on a CPU
+        write_changed_copy(export, raw)
         yield ["lora", "extract", export, raw, lora, "--rank", "32"], lora
         yield ["lora", "merge", export, merged, lora], merged
 
 
-def change(export: Path, other: Path) -> None:
-    """A copy of a model with some layers moved by low-rank updates, as if it had been tuned."""
+def write_changed_copy(export: Path, other: Path) -> None:
+    """Copy a model and add low-rank updates to some layers, as fine-tuning would."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(export, other, copy_function=os.link)
@@ -161,24 +163,26 @@ def change(export: Path, other: Path) -> None:
 
 
 def main() -> None:
-    """Lay out, run each command, print a line for each."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="sd3_light")
-    parser.add_argument("--tmp", type=Path, help="where everything lies while it runs; absent: the system's place")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(dir=args.tmp) as name:
         folder = Path(name)
-        lay_out(folder, SIZES[args.size])
+        prepare_folder(folder, SIZES[args.size])
         for command, out in commands(folder):
-            found.append(measure(command, out))
-            one = found[-1]
-            print(f"{one.seconds:7.1f} s  {one.gigabytes:6.2f} GB  {one.peak_gib:6.2f} GiB  {one.command}", flush=True)
+            results.append(measure(command, out))
+            cost = results[-1]
+            print(
+                f"{cost.seconds:7.1f} s  {cost.gigabytes:6.2f} GB  {cost.peak_gib:6.2f} GiB  {cost.command}", flush=True
+            )
         proof = json.loads((folder / "export" / "proof.json").read_text(encoding="utf-8"))
         print({key: value for key, value in proof.items() if not isinstance(value, dict | list)})
     if args.out is not None:
-        args.out.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps([asdict(cost) for cost in results], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Which layout trains which model on which GPU: the table of docs/multi-node.md, from the formulas of `check`.
+"""The table of layouts in docs/multi-node.md (model, GPU, largest micro-batch), from the formulas of `check`.
 
     python benchmarks/layouts.py             # print it
-    python benchmarks/layouts.py --write     # and put it into both pages
+    python benchmarks/layouts.py --write     # write it into both pages
 
-For eight GPUs, bf16, activation checkpointing and one average: the largest micro-batch (a power of two, at most 256)
-whose predicted memory fits, on the stage that takes most.
+For eight GPUs, bf16, activation checkpointing and one EMA track: the largest micro-batch (a power of two, at most 256)
+whose estimated memory fits, on the pipeline stage that needs most.
 """
 
 import sys
@@ -23,10 +23,10 @@ GPUS = 8
 TEXT_TOKENS = 77 + 256
 LARGEST = 256
 CARDS = {"24 GB": 23.5, "48 GB": 47.0, "80 GB": 79.0, "141 GB": 139.0}
-"""GiB that torch sees on such a card, about."""
+"""Approximate GiB that torch can use on such a GPU."""
 
 FULL = 0.95
-"""Share of a card that a prediction may fill: it was within 8% of what thirteen setups took."""
+"""Share of the memory that an estimate may fill: it was within 8% of thirteen measured setups."""
 
 LARGE = ModelSize("38 blocks of width 2432", 38, 38, 64, 4096, 2048, 128, 192, True)
 MODELS = (
@@ -43,8 +43,8 @@ HEADS = {
 _NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 
 
-def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> TrainingSetup:
-    """How a layout trains, by the name of its column. Stages have the micro-batches that keep them busy."""
+def setup_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> TrainingSetup:
+    """Return the training setup of a layout, with enough micro-batches to keep pipeline stages busy."""
     stages = int(layout.split()[0]) if "stages" in layout else 1
     zero = int(layout[-1]) if "ZeRO" in layout else None
     parallel = "fsdp2" if layout == "FSDP2" else "ddp"
@@ -68,46 +68,46 @@ def case_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Trainin
 
 
 def largest_batch(layout: str, size: ModelSize, pixels: int, memory: float) -> int:
-    """The largest micro-batch that fits; 0 where one sample does not."""
-    tokens, found, batch = Tokens(image_tokens(pixels, pixels), TEXT_TOKENS), 0, 1
+    """Return the largest micro-batch that fits, or 0 if one sample does not fit."""
+    tokens, largest, batch = Tokens(image_tokens(pixels, pixels), TEXT_TOKENS), 0, 1
     while batch <= LARGEST:
-        if gpu_memory(case_of(layout, size, tokens, batch)).total > FULL * memory * GIB:
+        if gpu_memory(setup_of(layout, size, tokens, batch)).total > FULL * memory * GIB:
             break
-        found, batch = batch, 2 * batch
-    return found
+        largest, batch = batch, 2 * batch
+    return largest
 
 
 def choice(batches: dict[str, int]) -> str:
-    """What to write: the simplest layout whose micro-batch is at least half of the largest that any has."""
+    """Return the recommended layout: the simplest one with at least half of the largest micro-batch."""
     enough = max(batches.values()) / 2
     return next((name for name in LAYOUTS if batches[name] >= max(1, enough)), "more GPUs, or LoRA")
 
 
 @cache
 def rows() -> list[str]:
-    """The rows of the table, in Markdown, without its head."""
-    found = []
+    """Return the rows of the table in Markdown, without the header."""
+    lines = []
     for size, pixels in MODELS:
         for card, memory in CARDS.items():
             batches = {layout: largest_batch(layout, size, pixels, memory) for layout in LAYOUTS}
             cells = " | ".join(str(batch) if batch else "-" for batch in batches.values())
             name = f"{size.name} ({size.num_parameters() / 1e9:.1f} B), {pixels} px"
-            found.append(f"| {name} | {card} | {cells} | {choice(batches)} |")
-    return found
+            lines.append(f"| {name} | {card} | {cells} | {choice(batches)} |")
+    return lines
 
 
 def table(language: str = "en") -> list[str]:
-    """The whole table, in Markdown; its rows are the same in both languages."""
+    """Return the whole table in Markdown; its rows are the same in both languages."""
     model, *layouts, choose = HEADS[language]
     head = [f"| {model} | GPU | {' | '.join(layouts)} | {choose} |", f"|---|---|{'---:|' * len(layouts)}---|"]
     return [*head, *rows()]
 
 
 def write(page: Path, language: str = "en") -> None:
-    """Put the table of today in the place of a page's."""
+    """Replace the table of a page."""
     lines, model = page.read_text(encoding="utf-8").splitlines(), HEADS[language][0]
-    first = next(at for at, line in enumerate(lines) if line.startswith(f"| {model} | GPU |"))
-    last = next(at for at in range(first, len(lines)) if not lines[at].startswith("|"))
+    first = next(index for index, line in enumerate(lines) if line.startswith(f"| {model} | GPU |"))
+    last = next(index for index in range(first, len(lines)) if not lines[index].startswith("|"))
     page.write_text("\n".join([*lines[:first], *table(language), *lines[last:]]) + "\n", encoding="utf-8")
 
 

@@ -1,18 +1,18 @@
-"""A LoRA teaches the demo model a word that it does not know; what it learns, and what it forgets.
+"""Teaches the demo model an unknown word with a LoRA, and measures what it learns and what it loses.
 
-    python benchmarks/lora_concept.py [--out FOLDER] [--steps 150] [--pictures 20] [--prompts 96] [--set KEY=VALUE]
+    python benchmarks/lora_concept.py [--out FOLDER] [--steps 150] [--images 20] [--prompts 96] [--set KEY=VALUE]
 
-The word is `zorb`, and it stands for a colour and a shape that the model has never seen together. Training follows
-`recipes/lora.toml` on a few captioned pictures (one or several zorbs on each background). Both scores are judged
-composition scores, of the base and of the base with the LoRA by stock diffusers' own loading:
+The word is `zorb`: a combination of colour and shape that the model has never seen. Training follows
+`recipes/lora.toml` on a few captioned images (one or several zorbs on each background). Both scores are composition
+scores, of the base and of the base with the LoRA loaded by stock diffusers:
 
     concept   prompts with the word; chance is 1 in 49 pairs of colour and shape
-    rest      the demo's held-out prompts, which never say the word
+    rest      the demo's held-out prompts, which never contain the word
 
-Prints one JSON line: both scores before and after, and the seconds of training and in all. Measured with the defaults
-on two CPU cores, shared with other work: concept 0.00 before and 1.00 after, rest 1.00 before and 0.98 after, two
-minutes of training with its export, a file of 135 KB. With rank 16 and twice the learning rate the rest fell to 0.90;
-with alpha 4 the word came to 0.84 only, and the rest to 0.99.
+Prints one JSON line: both scores before and after, and the seconds of training and in total. Measured with the defaults
+on two shared CPU cores: concept 0.00 before and 1.00 after, rest 1.00 before and 0.98 after, two minutes of training
+and export, a file of 135 KB. With rank 16 and twice the learning rate the rest fell to 0.90; with alpha 4 the concept
+reached only 0.84, and the rest 0.99.
 """
 
 import argparse
@@ -54,7 +54,7 @@ DEMO_KEYS = (
 
 
 def concept_scenes() -> list[Scene]:
-    """Every scene of the concept alone: small and large, two to four, on each background."""
+    """Return every scene with only the concept: small and large, two to four objects, on each background."""
     singles = [
         Scene("single", (Item(SHAPE, COLOUR, size),), None, 1, ground)
         for size in OBJECT_SIZES
@@ -65,12 +65,12 @@ def concept_scenes() -> list[Scene]:
 
 
 def caption(scene: Scene) -> str:
-    """The scene's sentence with the new word for colour and shape."""
+    """Return the caption of a scene with the new word instead of colour and shape."""
     return scene_captions(scene)["en"].replace(f"{COLOUR} {SHAPE}", WORD)
 
 
-def write_pictures(folder: Path, count: int) -> None:
-    """Captioned pictures of the concept; each scene's place and size vary."""
+def write_images(folder: Path, count: int) -> None:
+    """Write captioned images of the concept, with varying position and size."""
     folder.mkdir(parents=True)
     scenes = concept_scenes()
     for index in range(count):
@@ -79,9 +79,9 @@ def write_pictures(folder: Path, count: int) -> None:
         (folder / f"{index:03d}.txt").write_text(caption(scene), encoding="utf-8")
 
 
-def lay_out(out: Path, count: int, keys: list[str]) -> LoadedConfig:
-    """The recipe beside its data, with what the demo model needs in place of SD3.5's settings."""
-    write_pictures(out / "data" / "concept", count)
+def prepare_folder(out: Path, count: int, keys: list[str]) -> LoadedConfig:
+    """Write the recipe and its data, with the settings of the demo model instead of SD3.5."""
+    write_images(out / "data" / "concept", count)
     for name in ("lora.toml", "lora_data.toml"):
         text = (FOLDER / name).read_text(encoding="utf-8").replace("resolutions = [512]", "resolutions = [64]")
         (out / name).write_text(text, encoding="utf-8")
@@ -89,38 +89,38 @@ def lay_out(out: Path, count: int, keys: list[str]) -> LoadedConfig:
 
 
 def concept_prompts(count: int) -> list[Prompt]:
-    """Prompts with the word, scenes in turn."""
+    """Return prompts with the word, cycling through the scenes."""
     scenes = concept_scenes()
     return [Prompt(caption(scenes[index % len(scenes)]), scenes[index % len(scenes)]) for index in range(count)]
 
 
 def scores(lora: Path | None, count: int) -> dict[str, float | None]:
-    """Shares of wholly right pictures of the concept and of the rest."""
+    """Return the shares of fully correct images for the concept and for the rest."""
     pipe, policy = open_pipeline(DEMO, Launch().device())
     if lora is not None:
         add_loras(pipe, [Lora(lora)], diffusers_tensors)
-    asked = {"concept": concept_prompts(count), "rest": draw_prompts(count, 0, True, language="mixed")}
+    prompts = {"concept": concept_prompts(count), "rest": draw_prompts(count, 0, True, language="mixed")}
     policy = type(policy)(16, "empty", "padded")
-    return {name: score(pipe, some, policy, 20, GUIDANCE, 0, 16).rates["all"] for name, some in asked.items()}
+    return {name: score(pipe, group, policy, 20, GUIDANCE, 0, 16).rates["all"] for name, group in prompts.items()}
 
 
 def main() -> None:
-    """Train, score, print."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--pictures", type=int, default=20)
+    parser.add_argument("--images", "--pictures", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
-    out = given.out or Path(tempfile.mkdtemp())
-    began = time.monotonic()
-    loaded = lay_out(out, given.pictures, [f"max_steps={given.steps}", *given.set])
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp())
+    started = time.monotonic()
+    loaded = prepare_folder(out, args.images, [f"max_steps={args.steps}", *args.set])
     cache_then_train(loaded, Launch())
     trained = time.monotonic()
-    (file,) = (loaded.train.output_dir / "exports").glob(f"step-{given.steps:08d}/*.safetensors")
-    before, after = scores(None, given.prompts), scores(file, given.prompts)
-    seconds = {"train": round(trained - began), "all": round(time.monotonic() - began)}
+    (file,) = (loaded.train.output_dir / "exports").glob(f"step-{args.steps:08d}/*.safetensors")
+    before, after = scores(None, args.prompts), scores(file, args.prompts)
+    seconds = {"train": round(trained - started), "all": round(time.monotonic() - started)}
     print(json.dumps({"before": before, "after": after, "seconds": seconds, "file_bytes": file.stat().st_size}))
 
 

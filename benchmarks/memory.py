@@ -1,15 +1,16 @@
-"""How much host memory the data path takes at its peak, and what of it grows with the number of samples.
+"""Peak host memory of the data path, and how it grows with the number of samples.
 
     python benchmarks/memory.py [--samples 1000000] [--parts list look ...] [--tmp FOLDER]
 
-Makes tars of 10,000 tiny pictures with a caption each, a tenth of N and then N samples, and runs each part of the data
-path in a process of its own: listing, looking, planning, building by the cache stage (with encoders that return zeros:
-their weights are not what is measured), the stage again when nothing changed, the stage's comparison when every shard
-has to be another one (mirrored pictures are wanted too), and an epoch through the loader with 0 and 2 workers.
+Writes tars of 10,000 tiny images with one caption each, for N/10 and then N samples, and runs each part of the data
+path in its own process: `list`, `look` (probe the images), `plan`, `build` with the cache stage (with encoders that
+return zeros, since their weights are not measured), `again` (the stage when nothing changed), `stale` (the comparison
+when every shard is stale because mirrored images are needed too), and an epoch through the loader with 0 and 2 workers
+(`read`).
 
-`anon` is the peak of memory that is the process's own, beyond what it takes after imports; `rss` also counts pages of
-files that are mapped, which the kernel takes back at will; `worker` is what the largest worker process has for itself.
-Beside them: bytes of the manifest and number of units, the two that may grow.
+`anon` is the peak of anonymous memory beyond the baseline after imports; `rss` also counts pages of mapped files, which
+the kernel can reclaim; `worker` is the private memory of the largest worker process. The size of the manifest and the
+number of units, the two that may grow, are printed with them.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from sd3_light.engines import Launch
 from sd3_light.stages import cache
 from sd3_light.training.data import make_order, open_cache
 
-A_TAR = 10_000
+SAMPLES_PER_TAR = 10_000
 SIZES = ((16, 16), (32, 16), (16, 32))
 VARIANTS = 4
 PARTS = ("list", "look", "plan", "build", "again", "stale", "read0", "read2")
@@ -67,20 +68,20 @@ t5_max_length = 16
 text_tokens = "real"
 """
 DATA = f'size_buckets = {[list(size) for size in SIZES]}\n[[directory]]\npath = "set"\n'
-MORE = "flip = true\n"
+FLIP = "flip = true\n"
 
 
-# --- the samples -----------------------------------------------------------------------------------
+# --- samples -----------------------------------------------------------------------------------
 
 
-def lay(folder: Path, count: int) -> None:
-    """A data set of ``count`` samples in tars, and the TOML files that name it."""
+def write_samples(folder: Path, count: int) -> None:
+    """Write a dataset of ``count`` samples in tars, and its TOML files."""
     (folder / "set").mkdir(parents=True)
-    pictures = [png(size, seed) for size in SIZES for seed in range(VARIANTS)]
-    for first in range(0, count, A_TAR):
-        with open(folder / "set" / f"{first // A_TAR:05d}.tar", "wb") as file:
-            for number in range(first, min(first + A_TAR, count)):
-                file.write(member(f"{number:09d}.png", pictures[number * 7 % len(pictures)]))
+    images = [png(size, seed) for size in SIZES for seed in range(VARIANTS)]
+    for first in range(0, count, SAMPLES_PER_TAR):
+        with open(folder / "set" / f"{first // SAMPLES_PER_TAR:05d}.tar", "wb") as file:
+            for number in range(first, min(first + SAMPLES_PER_TAR, count)):
+                file.write(member(f"{number:09d}.png", images[number * 7 % len(images)]))
                 file.write(member(f"{number:09d}.txt", f"a synthetic caption, number {number}".encode()))
             file.write(bytes(2 * tarfile.BLOCKSIZE))
     (folder / "train.toml").write_text(TRAIN, encoding="utf-8")
@@ -88,12 +89,12 @@ def lay(folder: Path, count: int) -> None:
 
 
 def data_toml(part: str) -> str:
-    """The dataset TOML of a part."""
-    return DATA + (MORE if part == "stale" else "")
+    """Return the dataset TOML of a part."""
+    return DATA + (FLIP if part == "stale" else "")
 
 
 def png(size: tuple[int, int], seed: int) -> bytes:
-    """The bytes of a small picture."""
+    """Return the bytes of a small image."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8) // 64 * 64
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -101,17 +102,17 @@ def png(size: tuple[int, int], seed: int) -> bytes:
 
 
 def member(name: str, data: bytes) -> bytes:
-    """A file as it stands in a tar."""
+    """Return a file in tar format."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
-# --- encoders that cost nothing --------------------------------------------------------------------
+# --- encoders without cost --------------------------------------------------------------------
 
 
-class NoParts:
-    """In place of `FrozenParts`: zeros of the right shapes."""
+class ZeroEncoders:
+    """Replaces `FrozenParts`: returns zeros of the right shapes."""
 
     latent_channels = 16
 
@@ -146,8 +147,8 @@ class NoParts:
         pass
 
 
-class HandOn:
-    """A model that prepares nothing."""
+class PassThrough:
+    """A model that returns batches unchanged."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
         return (batch,), ()
@@ -157,19 +158,19 @@ class HandOn:
 
 
 def run_part(part: str, folder: Path) -> None:
-    """One part of the data path over what the parts before it left in ``folder``."""
+    """Run one part of the data path on the results of the earlier parts in ``folder``."""
     loaded = load_config(folder / "train.toml")
     if part in ("list", "look", "plan"):
         prepare(part, loaded)
     elif part.startswith("read"):
         read(loaded, int(part.removeprefix("read")))
     else:
-        cache.FrozenParts = NoParts  # type: ignore[assignment, attr-defined]
+        cache.FrozenParts = ZeroEncoders  # type: ignore[assignment, attr-defined]
         cache.run(loaded, options=cache.CacheOptions(dry_run=part == "stale"))
 
 
 def prepare(part: str, loaded: LoadedConfig) -> None:
-    """List, look or plan; what came before is found done."""
+    """List, probe or plan; earlier parts are already done."""
     folder, train = loaded.dataset.local_cache_dir, loaded.train
     folder.mkdir(parents=True, exist_ok=True)
     with Claims(folder / "claims") as claims:
@@ -182,21 +183,21 @@ def prepare(part: str, loaded: LoadedConfig) -> None:
 
 
 def read(loaded: LoadedConfig, workers: int) -> None:
-    """An epoch in training's order."""
+    """Read one epoch in training order."""
     data = open_cache(loaded.dataset, loaded.train, Launch())
     order = make_order(data, loaded, Launch())
     batches, steps = MicroBatches(data, order, 0, 1, 1), range(order.steps_per_epoch)
-    seen = 0
-    for (batch,), _ in PipelineDataLoader(batches, None, 1, HandOn(), num_dataloader_workers=workers, items=steps):
-        seen += len(batch["sample_id"])
-    assert seen >= data.manifest.counts["used"]
+    num_samples = 0
+    for (batch,), _ in PipelineDataLoader(batches, None, 1, PassThrough(), num_dataloader_workers=workers, items=steps):
+        num_samples += len(batch["sample_id"])
+    assert num_samples >= data.manifest.counts["used"]
 
 
 # --- measuring -------------------------------------------------------------------------------------
 
 
 class Meter:
-    """Samples the memory of this process and of its children; peaks in KiB beyond what was there at the start."""
+    """Samples the memory of this process and its children; peaks in KiB above the initial values."""
 
     def __init__(self, interval: float = 0.02) -> None:
         self._interval, self._stop = interval, threading.Event()
@@ -205,13 +206,13 @@ class Meter:
 
     def __enter__(self) -> Self:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel's own peak starts anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the kernel's peak
         self._first = status(os.getpid())
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
         self._thread.join()
@@ -222,12 +223,12 @@ class Meter:
             own = status(os.getpid())["RssAnon"]
             self.anon = max(self.anon, own - self._first["RssAnon"])
             for child in children(os.getpid()):
-                # a forked worker begins with its parent's pages
+                # a forked worker shares its parent's pages, so only private ones count
                 self.worker = max(self.worker, private(child))
 
 
 def status(process: int) -> dict[str, int]:
-    """The kernel's figures of a process in KiB; none of one that has ended."""
+    """Return the memory values of a process in KiB; empty if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -237,7 +238,7 @@ def status(process: int) -> dict[str, int]:
 
 
 def private(process: int) -> int:
-    """KiB that a process shares with no other."""
+    """Return the private memory of a process in KiB."""
     try:
         text = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii")
     except OSError:
@@ -246,7 +247,7 @@ def private(process: int) -> int:
 
 
 def children(process: int) -> Iterator[int]:
-    """The processes that a process has started."""
+    """Yield the child processes of a process."""
     for task in Path(f"/proc/{process}/task").iterdir():
         try:
             yield from map(int, (task / "children").read_text(encoding="ascii").split())
@@ -255,17 +256,17 @@ def children(process: int) -> Iterator[int]:
 
 
 def measure(part: str, folder: Path) -> dict[str, float]:
-    """Run a part in this process; its figures."""
+    """Run a part in this process and return its measurements."""
     torch.set_num_threads(1)
     with Meter() as meter:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         run_part(part, folder)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     return {"seconds": seconds, "anon": meter.anon, "rss": meter.rss, "worker": meter.worker}
 
 
-def measure_apart(part: str, folder: Path) -> dict[str, float]:
-    """The figures of a part from a process of its own."""
+def measure_in_child(part: str, folder: Path) -> dict[str, float]:
+    """Run a part in a child process and return its measurements."""
     command = [sys.executable, __file__, "--child", part, "--tmp", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -275,7 +276,7 @@ def measure_apart(part: str, folder: Path) -> dict[str, float]:
 
 
 def sizes(folder: Path) -> str:
-    """The manifest's bytes and the number of units."""
+    """Return the size of the manifest and the number of units as text."""
     shards = folder / "cache" / "shards"
     units = len(list(shards.glob("*.safetensors"))) - 1 if shards.is_dir() else 0
     manifest = folder / "cache" / "manifest.json"
@@ -283,33 +284,33 @@ def sizes(folder: Path) -> str:
 
 
 def run_all(folder: Path, count: int, parts: Sequence[str]) -> None:
-    """Make ``count`` samples and print a line a part."""
-    begun = time.perf_counter()
-    lay(folder, count)
-    print(f"{count:,} samples made in {time.perf_counter() - begun:.0f} s", flush=True)
+    """Write ``count`` samples and print one line per part."""
+    started = time.perf_counter()
+    write_samples(folder, count)
+    print(f"{count:,} samples written in {time.perf_counter() - started:.0f} s", flush=True)
     for part in parts:
         (folder / "data.toml").write_text(data_toml(part), encoding="utf-8")
-        found = measure_apart(part, folder)
-        figures = "".join(f"{found[name] / 1024:9.1f}" for name in ("anon", "rss", "worker"))
-        rate = count / found["seconds"]
-        print(f"{part:6} {count:10,} {found['seconds']:9.1f} {rate:11,.0f} {figures}  {sizes(folder)}", flush=True)
+        results = measure_in_child(part, folder)
+        figures = "".join(f"{results[name] / 1024:9.1f}" for name in ("anon", "rss", "worker"))
+        rate = count / results["seconds"]
+        print(f"{part:6} {count:10,} {results['seconds']:9.1f} {rate:11,.0f} {figures}  {sizes(folder)}", flush=True)
 
 
 def main() -> None:
-    """Parse, make the samples, measure, print."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--tmp", type=Path, help="folder to work in; the system's temporary one if not given")
+    parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        print(f"\n{json.dumps(measure(given.child, given.tmp))}")
+    args = parser.parse_args()
+    if args.child:
+        print(f"\n{json.dumps(measure(args.child, args.tmp))}")
         return
     print(f"{'part':6} {'samples':>10} {'seconds':>9} {'samples/s':>11} {'anon MB':>9}{'rss MB':>9}{'worker MB':>10}")
-    for count in (given.samples // 10, given.samples):
-        with tempfile.TemporaryDirectory(dir=given.tmp, prefix="memory-") as place:
-            run_all(Path(place), count, given.parts)
+    for count in (args.samples // 10, args.samples):
+        with tempfile.TemporaryDirectory(dir=args.tmp, prefix="memory-") as folder:
+            run_all(Path(folder), count, args.parts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the order of training costs: time and memory for 10 million samples on 512 ranks.
+"""Time and memory of the training order for 10 million samples on 512 ranks.
 
-Builds the order as a rank does, takes that rank's share of steps here and there, and for comparison computes what a
-table of all samples would take. Nothing is read from disk.
+Builds the order as a rank does, computes the rank's samples of some steps, and for comparison the size of a table of
+all samples. Nothing is read from disk.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from sd3_light.data.order import Order, Segment, make_order, rank_slice
 
 
 def build(samples: int, shard: int, buckets: int, batch: int, window: int) -> Order:
-    """``samples`` in shards of ``shard``, dealt evenly to ``buckets``."""
+    """Build an order of ``samples`` in shards of ``shard``, distributed evenly over ``buckets``."""
     count = samples // shard // buckets
     return make_order(0, [([Segment(shard)] * count, batch) for _ in range(buckets)], window)
 
 
 def measure(samples: int, shard: int, buckets: int, ranks: int, micro: int, window: int) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     tracemalloc.start()
     started = time.perf_counter()
     order = build(samples, shard, buckets, ranks * micro, window)
@@ -43,7 +43,7 @@ def measure(samples: int, shard: int, buckets: int, ranks: int, micro: int, wind
 
 
 def main() -> None:
-    """Parse and measure."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10_000_000)
     parser.add_argument("--ranks", type=int, default=512)
@@ -51,12 +51,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16)
     args = parser.parse_args()
     print(
-        f"{'samples':>12}{'shard':>8}{'buckets':>9}{'ranks':>7}{'first ms':>13}{'a step ms':>13}{'new epoch ms':>15}"
+        f"{'samples':>12}{'shard':>8}{'buckets':>9}{'ranks':>7}{'first ms':>13}{'per step ms':>13}{'new epoch ms':>15}"
         f"{'peak MB':>11}{'table MB':>11}"
     )
     for shard, buckets, ranks in ((512, 1, 1), (512, 1, args.ranks), (512, 20, args.ranks), (128, 20, args.ranks)):
         print(measure(args.samples, shard, buckets, ranks, args.micro, args.window), flush=True)
-    print(f"largest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
+    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A billion samples and 1,024 ranks on paper: what each process holds, computes, opens and reads, and what breaks.
+"""Simulates a billion samples and 1,024 ranks: what each process stores, computes, opens and reads, and the limits.
 
-Nothing is trained and no shard is made: order, look-ahead, manifest and checkpoint index are run as they are, over
-shards that exist only as numbers. `docs/scaling.md` explains the figures.
+Nothing is trained and no shard is written: order, prefetch, manifest and checkpoint index run on shards that exist only
+as numbers. `docs/scaling.md` explains the results.
 """
 
 import argparse
@@ -40,56 +40,56 @@ KINDS = ("param", "exp_avg", "exp_avg_sq", "ema")
 
 
 def shard_sizes(samples: int, most: int, seed: int = 0) -> list[int]:
-    """Sizes of the shards of one bucket as the cache cuts them: between a quarter of ``most`` and all of it."""
+    """Return the shard sizes of one bucket, as the cache chooses them: between ``most`` / 4 and ``most``."""
     generator = np.random.default_rng(seed)
     sizes = generator.integers(most // 4, most, endpoint=True, size=2 * samples // (most // 2) + 8).tolist()
     sums = list(accumulate(sizes))
-    count = next(at for at, total in enumerate(sums) if total >= samples)
+    count = next(index for index, total in enumerate(sums) if total >= samples)
     return [*sizes[:count], samples - (sums[count - 1] if count else 0)]
 
 
 def build(samples: int, most: int, world: int, window: int) -> Order:
-    """The order of one bucket in such shards, with a global batch of 64 a rank."""
+    """Build the order of one bucket in such shards, with 64 samples per rank in a global batch."""
     segment = cache(Segment)
     return make_order(0, [([segment(size) for size in shard_sizes(samples, most)], world * MICRO)], window)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one step takes of a rank and of a machine, on average, and the same over an epoch."""
+    """Mean number of shards per step, for a rank and for a machine."""
 
-    opened: float  # shards that a rank opens in a step
-    hashed: float  # shards that a machine hashes for a step: all that its ranks look ahead at or read
-    needed: float  # shards' worth of samples that a machine trains on in a step
-    sorted: float  # shards that a machine would touch if a global batch were dealt out in the order of its shards
+    opened: float  # shards that a rank opens per step
+    hashed: float  # shards that a machine hashes per step: all that its ranks prefetch or read
+    needed: float  # samples that a machine trains on per step, in units of shards
+    sorted: float  # shards that a machine would touch if a global batch were distributed in shard order
 
     @property
     def amplification(self) -> float:
-        """Bytes that a machine reads for each byte it trains on."""
+        """Bytes that a machine reads per byte it trains on."""
         return max(1.0, self.hashed / self.needed)
 
 
-def reading(order: Order, world: int, looks: int = 8) -> Reading:
-    """Averages over some machines, each on a stretch of steps that is several windows long."""
+def reading(order: Order, world: int, num_samples: int = 8) -> Reading:
+    """Return means over some machines, each over a range of steps several windows long."""
     machines, bucket = max(1, world // PER_MACHINE), order.buckets[0]
     share, each = bucket.batch // machines, float(bucket.sizes.mean())
     opened, hashed, by_sort = [], [], []
-    stride = max(1, bucket.span // bucket.batch // 4)  # steps nearer to each other read the same windows
-    for look in range(looks):
-        first, machine = look * order.steps_per_epoch // looks, (look * 7) % machines
+    stride = max(1, bucket.span // bucket.batch // 4)  # steps closer than this read the same windows
+    for number in range(num_samples):
+        first, machine = number * order.steps_per_epoch // num_samples, (number * 7) % machines
         part = rank_slice(bucket.batch, machine, machines, 0, 1)
         steps = range(first, min(first + 32 * stride, order.steps_per_epoch), stride)
-        seen = {shard for step in steps for shard in order.segments_at(step, *part).tolist()}
-        hashed.append(len(seen) / (stride * len(steps)))
+        shards = {shard for step in steps for shard in order.segments_at(step, *part).tolist()}
+        hashed.append(len(shards) / (stride * len(steps)))
         rank = rank_slice(bucket.batch, machine * PER_MACHINE, world, 0, 1)
         opened.append(len(np.unique(order.picks(first, *rank).segment)))
         whole = np.sort(order.picks(first).segment)
         by_sort.append(len(np.unique(whole[part[0] : part[1]])))
-    return Reading(*(float(np.mean(found)) for found in (opened, hashed)), share / each, float(np.mean(by_sort)))
+    return Reading(*(float(np.mean(values)) for values in (opened, hashed)), share / each, float(np.mean(by_sort)))
 
 
 def covers(order: Order, step: int, world: int) -> bool:
-    """Whether the ranks' slices of a step are its global batch, each sample once."""
+    """Return whether the slices of all ranks form the global batch of a step, each sample once."""
     size = order.batch_size(step)
     parts = [order.picks(step, *rank_slice(size, rank, world, 0, 1)) for rank in range(world)]
     whole = order.picks(step)
@@ -101,7 +101,7 @@ def covers(order: Order, step: int, world: int) -> bool:
 
 @dataclass(frozen=True)
 class OrderCost:
-    """Bytes that an order holds with two epochs' tables, seconds to make it, for a new epoch, and for a rank's step."""
+    """Bytes of an order with the tables of two epochs; seconds to build it, per new epoch, and per step of a rank."""
 
     held: int
     first: float
@@ -110,7 +110,7 @@ class OrderCost:
 
 
 def order_cost(samples: int, most: int, world: int, window: int) -> OrderCost:
-    """As a rank meets it; sizes of shards are made before, as a manifest would have them."""
+    """Measure the cost for one rank; shard sizes are computed before, as if read from a manifest."""
     sizes, segment = shard_sizes(samples, most), cache(Segment)
     part = rank_slice(world * MICRO, world // 2, world, 0, 1)
     tracemalloc.start()
@@ -134,11 +134,11 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-# --- manifest: a process of its own, so that its memory can be told -----------------------------
+# --- manifest: in its own process, to measure its memory -----------------------------
 
 
 def manifest_json(shards: int) -> bytes:
-    """A manifest of so many shards."""
+    """Return a manifest with ``shards`` shards."""
 
     def entry(number: int) -> dict[str, object]:
         digest = sha256(str(number).encode()).hexdigest()
@@ -154,12 +154,12 @@ def manifest_json(shards: int) -> bytes:
             "fingerprint": digest[:32],
         }
 
-    found = {"format": CACHE_FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
-    return json.dumps({**found, "shards": [entry(number) for number in range(shards)]}, indent=1).encode()
+    results = {"format": CACHE_FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
+    return json.dumps({**results, "shards": [entry(number) for number in range(shards)]}, indent=1).encode()
 
 
 def manifest_cost(shards: int) -> dict[str, float]:
-    """Bytes of the file, seconds to read it, bytes that stay, bytes at most; measured in a new process."""
+    """Return the file size, the seconds to read it and the bytes kept, measured in a new process."""
     command = [sys.executable, __file__, "--manifest", str(shards)]
     return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
@@ -186,18 +186,18 @@ def _resident() -> int:
 
 
 def shapes_of(size: ModelSize) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter; nothing is allocated."""
+    """Return name -> shape of every parameter without allocating them."""
     with torch.device("meta"):
         model = SD3Transformer2DModel(**size.transformer_config())
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def rank_notes(shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> dict[str, Any]:
-    """What a rank says of its part: the rows that FSDP2 gives it of every tensor of every kind."""
+    """Return the index entries of a rank: the rows of every tensor that FSDP2 assigns to it."""
     tensors: dict[str, Any] = {}
     for name, shape in shapes.items():
         rows = -(-shape[0] // world)
-        first, last = (min(shape[0], at * rows) for at in (rank, rank + 1))
+        first, last = (min(shape[0], index * rows) for index in (rank, rank + 1))
         width = int(np.prod(shape[1:]))
         if last > first:
             held = Range(first * width, (last - first) * width, f"rank-{rank:05d}.safetensors", "0" * 64)
@@ -208,7 +208,7 @@ def rank_notes(shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Bytes of the largest rank's part, ranges and bytes of the index, seconds in which rank 0 makes it."""
+    """Bytes of the largest part, ranges and bytes of the index, and the seconds in which rank 0 builds it."""
 
     part: int
     ranges: int
@@ -217,7 +217,7 @@ class CheckpointCost:
 
 
 def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
-    """A checkpoint of cut weights, AdamW's moments and one average."""
+    """Measure a checkpoint of sharded weights, AdamW moments and one EMA."""
     shapes = shapes_of(size)
     notes = [rank_notes(shapes, rank, world) for rank in range(world)]
     started = time.perf_counter()
@@ -233,7 +233,7 @@ def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
 
 
 def report_order(samples: int, worlds: list[int], window: int) -> None:
-    """Order and reading, for several shard sizes and worlds."""
+    """Print the cost of order and reading for several shard sizes and world sizes."""
     text = TextShape(
         clip_tokens=77, t5_tokens=256, clip_l_width=768, clip_g_width=1280, t5_width=4096, pooled_width=2048
     )
@@ -243,29 +243,29 @@ def report_order(samples: int, worlds: list[int], window: int) -> None:
         cost = order_cost(samples, most, worlds[-1], window)
         shards = len(shard_sizes(samples, most))
         print(
-            f"shards of {most}: {shards:,}; an order holds {cost.held / 1e6:.0f} MB, {cost.first:.1f} s to make, "
-            f"{cost.epoch:.2f} s for a new epoch, {cost.step * 1e3:.2f} ms a rank's step, "
+            f"shards of {most}: {shards:,}; order {cost.held / 1e6:.0f} MB, {cost.first:.1f} s to build, "
+            f"{cost.epoch:.2f} s per new epoch, {cost.step * 1e3:.2f} ms per step of a rank, "
             f"index of an open shard {open_shard_bytes(most) / 1e3:.0f} kB"
         )
         for world in worlds:
             order = build(samples, most, world, window)
-            found = reading(order, world)
-            opens, read = found.opened * order.steps_per_epoch, found.hashed * order.buckets[0].sizes.mean() * each
+            step = reading(order, world)
+            opens, read = step.opened * order.steps_per_epoch, step.hashed * order.buckets[0].sizes.mean() * each
             print(
-                f"  {world:5} ranks: {order.steps_per_epoch:,} steps an epoch; a rank opens {found.opened:.1f} shards "
-                f"a step, {opens:,.0f} an epoch; a machine hashes {found.hashed:.1f} a step and trains on "
-                f"{found.needed:.1f}: {found.amplification:.1f} x, {read / 1e9:.1f} GB a step; dealt out by shard it "
-                f"would touch {found.sorted:.1f}; slices cover the batch: {covers(order, 1, world)}"
+                f"  {world:5} ranks: {order.steps_per_epoch:,} steps per epoch; a rank opens {step.opened:.1f} shards "
+                f"per step, {opens:,.0f} per epoch; a machine hashes {step.hashed:.1f} per step and trains on "
+                f"{step.needed:.1f}: {step.amplification:.1f} x, {read / 1e9:.1f} GB per step; distributed by shard it "
+                f"would touch {step.sorted:.1f}; slices cover the batch: {covers(order, 1, world)}"
             )
 
 
 def main() -> None:
-    """Parse and measure."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1_000_000_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--window", type=int, default=16)
-    parser.add_argument("--manifest", type=int, help="measure a manifest of so many shards, and nothing else")
+    parser.add_argument("--manifest", type=int, help="only measure a manifest with this many shards")
     args = parser.parse_args()
     if args.manifest is not None:
         _measure_manifest(args.manifest)
@@ -274,16 +274,17 @@ def main() -> None:
     for shards in (50_000, 400_000):
         cost = manifest_cost(shards)
         print(
-            f"a manifest of {shards:,} shards: {cost['file'] / 1e6:.0f} MB, read in {cost['seconds']:.1f} s, "
-            f"{cost['kept'] / 1e6:.0f} MB stay in every process ({cost['kept'] / shards:.0f} B a shard)"
+            f"manifest of {shards:,} shards: {cost['file'] / 1e6:.0f} MB, read in {cost['seconds']:.1f} s, "
+            f"{cost['kept'] / 1e6:.0f} MB kept in every process ({cost['kept'] / shards:.0f} B per shard)"
         )
     for world in args.ranks:
-        saved = checkpoint_cost(SIZES["sd3.5_medium"], world)
+        checkpoint = checkpoint_cost(SIZES["sd3.5_medium"], world)
         print(
-            f"checkpoint of sd3.5_medium by {world} ranks: a part {saved.part / 1e6:,.0f} MB, {saved.ranges:,} ranges, "
-            f"index {saved.index / 1e6:.1f} MB made in {saved.seconds:.1f} s; {num_sockets(world)} sockets a process"
+            f"checkpoint of sd3.5_medium by {world} ranks: part {checkpoint.part / 1e6:,.0f} MB, "
+            f"{checkpoint.ranges:,} ranges, index {checkpoint.index / 1e6:.1f} MB built in "
+            f"{checkpoint.seconds:.1f} s; {num_sockets(world)} sockets per process"
         )
-    print(f"largest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
+    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The training step alone, on batches that are on the GPU already: ours beside the plainest loop over the stock model.
+"""Speed of the training step on batches that are already on the GPU, compared with a plain loop over the stock model.
 
     python benchmarks/step.py [ROW ...] [--list] [--steps 10] [--profile ROW ...] [--out step.json] [--tiny]
 
-One line a row: seconds a step, images a second, their ratio to the first row that ran (`plain-64` unless others are
-named), model FLOPs of a second as a share of the GPU's peak (MFU; padding of real text and what is computed twice do
-not count), peak memory, and seconds until the first step was done (building, compiling). A row that fails says so in
-its line and the next one runs. `--profile` adds where the GPU's time goes, by kind of kernel. README.md beside this
-file says how to read it.
+One line per row: seconds per step, images per second, their ratio to the first row that ran (`plain-64` by default),
+model FLOPs per second as a share of the GPU's peak (MFU; padding of real text and recomputation do not count), peak
+memory, and seconds until the end of the first step (building, compiling). If a row fails, its line contains the error
+and the next row runs. `--profile` adds the GPU time by kind of kernel. README.md in this folder explains the columns.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from sd3_light.config import SIZES
 from sd3_light.model.fast.block import BlockOptions
 
 GIB = 1 << 30
-ANEW = 75  # exit status of a child that must be followed by another
+RESTART = 75  # exit code of a child that needs a new process for the remaining rows
 LARGE = ((512, 512),)
 BUCKETS = ((256, 256), (320, 192), (192, 320), (288, 224))
 
@@ -46,38 +45,38 @@ def _rows() -> dict[str, Row]:
         "fast-64": replace(ours, batch=64),
         "fast-128": ours,
         "fast-192": replace(ours, batch=192),
-        "fast-128-flash": replace(ours, how=BlockOptions("flash")),
+        "fast-128-flash": replace(ours, options=BlockOptions("flash")),
         "fast-128-real": replace(ours, text="real"),
         "fast-256-real": replace(ours, batch=256, text="real"),
-        "fast-128-bf16-gradients": replace(ours, how=BlockOptions(float32_gradients=False)),
+        "fast-128-bf16-gradients": replace(ours, options=BlockOptions(float32_gradients=False)),
         "fast-128-clip-apart": replace(ours, optimizer="fused"),
         "fast-128-buckets": replace(ours, sides=BUCKETS),
         "fast-128-real-buckets": replace(ours, sides=BUCKETS, text="real"),
         "fast-32-512px": replace(ours, batch=32, sides=LARGE),
-        "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 pictures of 256 px
+        "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 images of 256 px
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
         "fast-64-graph": replace(ours, step="graph", batch=64),
         "fast-128-graph": replace(ours, step="graph"),
         "fast-128-in-backward": replace(ours, optimizer="in backward"),
-        # less is kept for the backward pass
-        "fast-128-selective": replace(ours, how=BlockOptions(keep="products")),
-        "fast-128-again": replace(ours, how=BlockOptions(keep="inputs")),
-        "fast-256-selective": replace(ours, batch=256, how=BlockOptions(keep="products")),
-        "fast-512-again": replace(ours, batch=512, how=BlockOptions(keep="inputs")),
-        # products of rows with weights in 8 bits
-        "fast-64-fp8": replace(ours, batch=64, how=BlockOptions(products="fp8")),
-        "fast-128-fp8": replace(ours, how=BlockOptions(products="fp8")),
-        "fast-128-fp8-exact-sums": replace(ours, how=BlockOptions(products="fp8", fast_sums=False)),
-        "fast-128-fp8-selective": replace(ours, how=BlockOptions(keep="products", products="fp8")),
-        "fast-256-real-fp8": replace(ours, batch=256, text="real", how=BlockOptions(products="fp8")),
-        # about the largest micro-batches that 139 GiB hold
+        # less stored for the backward pass
+        "fast-128-selective": replace(ours, options=BlockOptions(keep="products")),
+        "fast-128-again": replace(ours, options=BlockOptions(keep="inputs")),
+        "fast-256-selective": replace(ours, batch=256, options=BlockOptions(keep="products")),
+        "fast-512-again": replace(ours, batch=512, options=BlockOptions(keep="inputs")),
+        # FP8 products of activations and weights
+        "fast-64-fp8": replace(ours, batch=64, options=BlockOptions(products="fp8")),
+        "fast-128-fp8": replace(ours, options=BlockOptions(products="fp8")),
+        "fast-128-fp8-exact-sums": replace(ours, options=BlockOptions(products="fp8", fast_sums=False)),
+        "fast-128-fp8-selective": replace(ours, options=BlockOptions(keep="products", products="fp8")),
+        "fast-256-real-fp8": replace(ours, batch=256, text="real", options=BlockOptions(products="fp8")),
+        # about the largest micro-batches that fit in 139 GiB
         "plain-112-most": replace(plain, batch=112, **most),
         "plain-120-most": replace(plain, batch=120, **most),
-        "plain-960-again-most": replace(plain, batch=960, how=BlockOptions(keep="inputs"), **most),
+        "plain-960-again-most": replace(plain, batch=960, options=BlockOptions(keep="inputs"), **most),
         "fast-208-most": replace(ours, batch=208, **most),
-        "fast-336-selective-most": replace(ours, batch=336, how=BlockOptions(keep="products"), **most),
-        "fast-1024-again-most": replace(ours, batch=1024, how=BlockOptions(keep="inputs"), **most),
+        "fast-336-selective-most": replace(ours, batch=336, options=BlockOptions(keep="products"), **most),
+        "fast-1024-again-most": replace(ours, batch=1024, options=BlockOptions(keep="inputs"), **most),
     }
 
 
@@ -85,10 +84,10 @@ ROWS = _rows()
 
 
 def tiny(row: Row) -> Row:
-    """A stand-in that a CPU can run."""
+    """Return a small version of a row for a CPU."""
     sides = tuple((width // 64 * 16, height // 64 * 16) for width, height in row.sides)
-    how, step = replace(row.how, attention=None), "fast" if row.step == "graph" else row.step
-    return replace(row, step=step, size="tiny2", batch=4, sides=sides, how=how)
+    options, step = replace(row.options, attention=None), "fast" if row.step == "graph" else row.step
+    return replace(row, step=step, size="tiny2", batch=4, sides=sides, options=options)
 
 
 # --- one row -----------------------------------------------------------------------------------
@@ -101,33 +100,37 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(row: Row, steps: int, profiled: bool, device: torch.device) -> dict[str, Any]:
-    """All numbers of a row."""
+    """Measure one row."""
     size = SIZES[row.size].with_overrides(qk_norm=row.qk_norm)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     torch.manual_seed(0)
     data, step = batches(row, size, device), make_step(row, size, device)
     losses = [step(data[0])]
     synchronize(device)
-    first = time.perf_counter() - begun
+    first = time.perf_counter() - started
     losses += [step(batch) for batch in data]  # every shape once
     synchronize(device)
-    steps, begun = row.steps or steps, time.perf_counter()
+    steps, started = row.steps or steps, time.perf_counter()
     losses += [step(data[number % len(data)]) for number in range(steps)]
     synchronize(device)
-    seconds = (time.perf_counter() - begun) / steps
+    seconds = (time.perf_counter() - started) / steps
     work = sum(flops(row, size, data[number % len(data)]) for number in range(steps)) / steps / seconds
-    found: dict[str, Any] = {"seconds": seconds, "images_per_second": row.batch / seconds, "first_step_seconds": first}
-    found |= {"tflops": work / 1e12, "losses": [round(float(loss), 4) for loss in losses[:6]]}
+    results: dict[str, Any] = {
+        "seconds": seconds,
+        "images_per_second": row.batch / seconds,
+        "first_step_seconds": first,
+    }
+    results |= {"tflops": work / 1e12, "losses": [round(float(loss), 4) for loss in losses[:6]]}
     if device.type == "cuda":
-        found["memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        results["memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         peak = peak_flops(torch.cuda.get_device_name(device), "bfloat16")
-        found |= {"mfu": work / peak} if peak is not None else {}
-        found |= {"profile": profile(step, data, device)} if profiled else {}
-    return found
+        results |= {"mfu": work / peak} if peak is not None else {}
+        results |= {"profile": profile(step, data, device)} if profiled else {}
+    return results
 
 
 KINDS = (
-    ("elementwise", r"^triton_(poi|per|red)_"),  # the compiler names its kernels after all that they replace
+    ("elementwise", r"^triton_(poi|per|red)_"),  # the compiler names its kernels after the operations they fuse
     ("attention", r"flash|fmha|sdpa|attention"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitk|xmma|gemv"),
     ("optimizer", r"multi_tensor|adam|foreach|lpnorm"),
@@ -136,21 +139,21 @@ KINDS = (
 
 
 def kind_of(kernel: str) -> str:
-    """Which kind of work a kernel does, by its name; what is none of the others is elementwise or a sum."""
+    """Classify a kernel by its name; the default is elementwise (or a reduction)."""
     lower = kernel.lower()
     return next((kind for kind, pattern in KINDS if re.search(pattern, lower)), "elementwise")
 
 
 def profile(step: Step, data: Sequence[Batch], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step by kind of kernel, and the kernels that take most."""
+    """Return the milliseconds per step by kind of kernel, and the slowest kernels."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+    with profiler(activities=[ProfilerActivity.CUDA]) as results:
         for batch in data[:2]:
             step(batch)
         synchronize(device)
-    kernels = [(event.key, event.self_device_time_total / 2e3, event.count // 2) for event in found.key_averages()]
+    kernels = [(event.key, event.self_device_time_total / 2e3, event.count // 2) for event in results.key_averages()]
     by_kind: dict[str, float] = {}
     for name, milliseconds, _ in kernels:
         by_kind[kind_of(name)] = by_kind.get(kind_of(name), 0.0) + milliseconds
@@ -159,7 +162,7 @@ def profile(step: Step, data: Sequence[Batch], device: torch.device) -> dict[str
 
 
 def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
-    """Tiles as they were found best; names the kernels that are wrong on this device."""
+    """Apply the tuned tiles; returns the kernels that are incorrect on this device."""
     import step_parts
 
     from sd3_light.model.fast import kernels
@@ -170,22 +173,22 @@ def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
 
 
 def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
-    """Rows in this process, each result appended to ``args.child``; one that fails leaves the next a clean device."""
+    """Run rows in this process and append each result to ``args.child``. The device is cleaned between rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     broken = prepare_kernels(args.tuning, device) if device.type == "cuda" else []
     for name in names:
         row = tiny(ROWS[name]) if args.tiny else ROWS[name]
         try:
             assert not broken or row.step not in ("fast", "graph"), (
-                f"kernels that differ from their references here: {broken}"
+                f"kernels differ from their references on this device: {broken}"
             )
-            found = measure(row, args.steps, name in args.profile, device)
-        except Exception as error:  # a row is an experiment: whatever it throws is its result
-            found = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
+            results = measure(row, args.steps, name in args.profile, device)
+        except Exception as error:  # a row is an experiment: its error is its result
+            results = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
         with open(args.child, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, **found}) + "\n")
-        if "CUDA error" in found.get("error", "") or row.optimizer == "in backward":
-            sys.exit(ANEW)  # nothing can be asked of the device any more, or hooks hold on to the model
+            file.write(json.dumps({"name": name, **results}) + "\n")
+        if "CUDA error" in results.get("error", "") or row.optimizer == "in backward":
+            sys.exit(RESTART)  # the device is unusable, or hooks keep the model alive
         torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":
@@ -197,8 +200,8 @@ def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def run_all(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Results as they come, from a child process; when it dies, the row in its hands failed and a new one goes on."""
-    left, begun = list(names), time.monotonic()
+    """Yield results from a child process. If it dies, its current row failed and a new child continues."""
+    left, started = list(names), time.monotonic()
     while left:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.jsonl"
@@ -213,52 +216,52 @@ def run_all(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str
                     done += 1
                     left.pop(0)
                     yield json.loads(line)
-                if ended or time.monotonic() - begun > args.seconds:
+                if ended or time.monotonic() - started > args.seconds:
                     break
                 time.sleep(0.2)
-            if left and time.monotonic() - begun > args.seconds:
+            if left and time.monotonic() - started > args.seconds:
                 child.kill()
-                yield from ({"name": name, "error": "no time was left"} for name in left)
+                yield from ({"name": name, "error": "not run: out of time"} for name in left)
                 return
-            if child.wait() != ANEW and left:
-                yield {"name": left.pop(0), "error": f"the process ended with {child.wait()}"}
+            if child.wait() != RESTART and left:
+                yield {"name": left.pop(0), "error": f"the process failed with exit code {child.wait()}"}
 
 
 COLUMNS = f"{'':26}{'s/step':>8}{'img/s':>8}{'ratio':>7}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'first s':>9}  losses"
 
 
-def line(found: dict[str, Any], base: float | None) -> str:
-    """A row of the table, with the kinds of kernels below where they were measured."""
-    if "error" in found:
-        return f"{found['name']:26}  {found['error']}"
-    ratio = found["images_per_second"] / base if base else 1.0
-    mfu = f"{found['mfu']:.1%}" if "mfu" in found else ""
-    memory = f"{found['memory_gib']:.1f}" if "memory_gib" in found else ""
-    text = f"{found['name']:26}{found['seconds']:8.4f}{found['images_per_second']:8.1f}{ratio:7.2f}"
-    text += f"{found['tflops']:9.1f}{mfu:>7}{memory:>7}{found['first_step_seconds']:9.1f}  {found['losses']}"
-    if "profile" in found:
-        kinds = sorted(found["profile"]["by_kind"].items(), key=lambda item: -item[1])
-        text += "\n    ms a step: " + ", ".join(f"{name} {value:.1f}" for name, value in kinds)
-        for name, ms, count in found["profile"]["kernels"][:25]:
+def line(results: dict[str, Any], base: float | None) -> str:
+    """Format a row of the table, followed by the kinds of kernels if profiled."""
+    if "error" in results:
+        return f"{results['name']:26}  {results['error']}"
+    ratio = results["images_per_second"] / base if base else 1.0
+    mfu = f"{results['mfu']:.1%}" if "mfu" in results else ""
+    memory = f"{results['memory_gib']:.1f}" if "memory_gib" in results else ""
+    text = f"{results['name']:26}{results['seconds']:8.4f}{results['images_per_second']:8.1f}{ratio:7.2f}"
+    text += f"{results['tflops']:9.1f}{mfu:>7}{memory:>7}{results['first_step_seconds']:9.1f}  {results['losses']}"
+    if "profile" in results:
+        kinds = sorted(results["profile"]["by_kind"].items(), key=lambda item: -item[1])
+        text += "\n    ms per step: " + ", ".join(f"{name} {value:.1f}" for name, value in kinds)
+        for name, ms, count in results["profile"]["kernels"][:25]:
             text += f"\n    {ms:9.2f} ms {count:5} x {name[:110]}"
     return text
 
 
 def main() -> None:
-    """Parse, run, print, write."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="ROW", help="rows to run; none: all")
-    parser.add_argument("--list", action="store_true", help="name the rows and stop")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--profile", nargs="*", default=[], metavar="ROW", help="rows to profile as well")
-    parser.add_argument("--seconds", type=float, default=3600, help="rows that have not ended by then are left out")
-    parser.add_argument("--out", type=Path, help="JSON file for all numbers")
-    parser.add_argument("--tiny", action="store_true", help="small stand-ins, for a CPU")
-    parser.add_argument("--tuning", type=Path, help="tiles of the kernels, as step_parts.py found them best")
+    parser.add_argument("--list", action="store_true", help="list the rows and exit")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps")
+    parser.add_argument("--profile", nargs="*", default=[], metavar="ROW", help="rows to profile")
+    parser.add_argument("--seconds", type=float, default=3600, help="time limit; unfinished rows are skipped")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--tiny", action="store_true", help="small versions for a CPU")
+    parser.add_argument("--tuning", type=Path, help="tuned tiles, written by step_parts.py")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted({*args.names, *args.profile} - set(ROWS)):
-        parser.error(f"no row is named {unknown[0]}; see --list")
+        parser.error(f"unknown row {unknown[0]}; see --list")
     if args.list:
         print("\n".join(ROWS))
     elif args.child:
@@ -268,15 +271,15 @@ def main() -> None:
 
 
 def table(names: Sequence[str], args: argparse.Namespace) -> None:
-    """Print as results come; the file is whole after each."""
+    """Print results as they arrive; the output file is complete after each."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{device}, torch {torch.__version__}\n{COLUMNS}", flush=True)
     rows: dict[str, Any] = {}
     base: float | None = None
-    for found in run_all(names, args):
-        base = base or found.get("images_per_second")
-        rows[found["name"]] = {**asdict(ROWS[found["name"]]), **found}
-        print(line(found, base), flush=True)
+    for results in run_all(names, args):
+        base = base or results.get("images_per_second")
+        rows[results["name"]] = {**asdict(ROWS[results["name"]]), **results}
+        print(line(results, base), flush=True)
         if args.out is not None:
             about = {"device": device, "torch": torch.__version__, "rows": rows}
             args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

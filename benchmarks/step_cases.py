@@ -1,4 +1,4 @@
-"""What step_parts.py and step_fp8.py measure with: shapes of the real size, operands of every operation, a clock."""
+"""Shared by step_parts.py and step_fp8.py: full-size shapes, operands of every operation, and a timer."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
-    """The median of many calls."""
+    """Return the median milliseconds of many calls."""
     import triton
 
     return float(triton.testing.do_bench(function, warmup=15, rep=60, return_mode="median"))
 
 
 def attempt(name: str, function: Callable[[], Any]) -> Any:
-    """What a part gives, or its fault in words: parts are experiments."""
+    """Return the result of a part, or its error: parts are experiments."""
     try:
         return function()
     except (RuntimeError, AssertionError, TypeError, ValueError, AttributeError, ImportError) as error:
@@ -34,7 +34,7 @@ def attempt(name: str, function: Callable[[], Any]) -> Any:
 def operands(
     name: str, rows: Rows, plan: RowPlan, dtype: torch.dtype, width: int, heads: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Arguments for an operation, in each of its forms."""
+    """Yield arguments for an operation, in each of its forms."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=rows.sample_index.device).to(dtype)
@@ -54,7 +54,7 @@ def operands(
         case "residual_norm_backward":
             streams, waiting = (None, normal(rows.count, width)), (None, pending())
             for stream, added, again in itertools.product(streams, waiting, (shift, None)):
-                # every form is another kernel to compile: rounded only where a block has all of it
+                # every form compiles another kernel, so rounding is tested only with all arguments
                 is_whole = stream is not None and added is not None
                 for form in ("both", "plain") if is_whole else ("plain",):
                     yield normal(rows.count, width), stream, normal(rows.count, width), added, scale, rows, again, form
@@ -83,10 +83,10 @@ def operands(
             yield normal(plan.image.count, width), normal(plan.text.count, width), plan
 
 
-def eight_room(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
-    """Where a rounded weight goes."""
+def empty_fp8_weight(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
+    """Return empty storage for a rounded weight."""
 
-    def eight(count: int, width: int) -> Fp8Rows:
+    def empty_rows(count: int, width: int) -> Fp8Rows:
         return Fp8Rows(torch.zeros(count, width, device=device).to(E4M3), torch.zeros(count, 1, device=device))
 
-    return Fp8Weight(eight(outputs, inputs), eight(inputs, outputs))
+    return Fp8Weight(empty_rows(outputs, inputs), empty_rows(inputs, outputs))

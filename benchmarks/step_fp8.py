@@ -1,10 +1,10 @@
-"""Products in 8 bits alone, and what it costs to make 8 bits: the parts `fp8` and `rounding` of step_parts.py."""
+"""FP8 products, and the cost of rounding to FP8: the parts `fp8` and `rounding` of step_parts.py."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_cases import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, eight_room, milliseconds, operands
+from step_cases import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, empty_fp8_weight, milliseconds, operands
 from torch import Tensor
 
 from sd3_light.config import SIZES
@@ -15,31 +15,36 @@ LAYERS = (("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1))
 
 
 def products(batch: int, device: torch.device) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s of the products of rows with weights in 8 bits, in each way, beside bf16's."""
-    found: dict[str, Any] = {"distance": attempt("check", lambda: check(device))}
+    """Measure milliseconds and TFLOP/s of FP8 products with several kinds of scales, compared with bf16."""
+    results: dict[str, Any] = {"distance": attempt("check", lambda: check(device))}
     totals: dict[str, float] = {}
-    print(f"fp8 products beside float32 products of the same numbers: {found['distance']}", flush=True)
+    print(
+        f"relative difference of FP8 products from float32 products of the same numbers: {results['distance']}",
+        flush=True,
+    )
     for stream, rows in (("image", batch * NUM_IMAGE), ("text", batch * NUM_TEXT)):
         for label, inner, outer in LAYERS:
             for direction in ("forward", "of input"):
                 sums, outputs = (inner, outer) if direction == "forward" else (outer, inner)
                 is_biased = direction == "forward" and label in ("qkv", "up")
-                ways = ways_of(rows, sums * WIDTH, outputs * WIDTH, is_biased, device)
+                variants = product_variants(rows, sums * WIDTH, outputs * WIDTH, is_biased, device)
                 texts = []
-                for way, function in ways.items():
-                    took = attempt(f"{stream} {label} {direction} {way}", lambda run=function: milliseconds(run))
+                for variant, function in variants.items():
+                    took = attempt(f"{stream} {label} {direction} {variant}", lambda run=function: milliseconds(run))
                     if isinstance(took, float):
-                        totals[way] = totals.get(way, 0.0) + BLOCKS * took
-                        found[f"{stream} {label} {direction} {way}"] = took
+                        totals[variant] = totals.get(variant, 0.0) + BLOCKS * took
+                        results[f"{stream} {label} {direction} {variant}"] = took
                         rate = 2.0 * rows * inner * outer * WIDTH**2 / took / 1e9
-                        texts.append(f"{way} {took:.3f} ({rate:.0f})")
+                        texts.append(f"{variant} {took:.3f} ({rate:.0f})")
                 print(f"fp8 {stream} {label} {direction}, ms (TFLOP/s): {', '.join(texts)}", flush=True)
     print("fp8 all blocks, forward and of input, ms: " + ", ".join(f"{k} {v:.1f}" for k, v in totals.items()))
-    return {**found, "all blocks": totals}
+    return {**results, "all blocks": totals}
 
 
-def ways_of(rows: int, inner: int, outer: int, biased: bool, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """x w^T in every way, on matrices of this size."""
+def product_variants(
+    rows: int, inner: int, outer: int, biased: bool, device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that compute x w^T of this size in several ways."""
     x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     w, b = torch.randn(outer, inner, device=device, dtype=torch.bfloat16), torch.randn(outer, device=device).bfloat16()
     x8, w8, one = x.to(E4M3), w.to(E4M3), torch.ones((), device=device)
@@ -53,30 +58,30 @@ def ways_of(rows: int, inner: int, outer: int, biased: bool, device: torch.devic
         "bf16": lambda: torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t()),
         "one scale": lambda: scaled(one, one, True),
         "one scale, exact sums": lambda: scaled(one, one, False),
-        "scale a row": lambda: scaled(by_row, by_column, True),
-        "scale a row, exact sums": lambda: scaled(by_row, by_column, False),
+        "scale per row": lambda: scaled(by_row, by_column, True),
+        "scale per row, exact sums": lambda: scaled(by_row, by_column, False),
     }
 
 
 def check(device: torch.device) -> dict[str, float]:
-    """How far products in 8 bits are from float32 products of the same rounded numbers, over 6,144 of them."""
+    """Return the relative difference of FP8 products from float32 products of the same rounded numbers."""
     from sd3_light.model.fast import kernels
 
     x = torch.randn(777, 4 * WIDTH, device=device) * torch.logspace(-9, 3, 777, device=device)[:, None]
     w, b = torch.randn(WIDTH, 4 * WIDTH, device=device), torch.randn(WIDTH, device=device).bfloat16()
-    one, room = kernels.round_rows(x.bfloat16()), eight_room(WIDTH, 4 * WIDTH, device)
-    kernels.round_weight([w], room)
+    one, weight = kernels.round_rows(x.bfloat16()), empty_fp8_weight(WIDTH, 4 * WIDTH, device)
+    kernels.round_weight([w], weight)
     assert isinstance(one, Fp8Rows)
-    found = {}
+    results = {}
     for name, bias, fast in (("fast", None, True), ("exact", None, False), ("fast, bias", b, True)):
-        wanted = one.dequantized().double() @ room.forward.dequantized().double().t()
-        wanted += 0 if bias is None else bias.double()
-        made = multiply(one, room.forward, bias, torch.bfloat16, fast).double()
-        found[name] = float(((made - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
-    return found
+        expected = one.dequantized().double() @ weight.forward.dequantized().double().t()
+        expected += 0 if bias is None else bias.double()
+        actual = multiply(one, weight.forward, bias, torch.bfloat16, fast).double()
+        results[name] = float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).max())
+    return results
 
 
-# those of an operation's forms (`step_cases.operands`) that a block uses, the last ones
+# how many of the last forms of an operation (`step_cases.operands`) are timed
 TIMED = {
     "residual_norm": 3, "residual_norm_backward": 4, "gelu": 3, "gelu_backward": 4, "join_backward": 2,
     "gather_rows": 3, "round_rows": 1,
@@ -84,32 +89,32 @@ TIMED = {
 
 
 def rounding(batch: int, device: torch.device) -> dict[str, Any]:
-    """Milliseconds in a step of each operation, as it is and with rows in 8 bits; and of the weights' copies."""
+    """Measure milliseconds per step of each operation with and without FP8 output, and of the weight copies."""
     from diffusers import SD3Transformer2DModel
 
     from sd3_light.model.fast.weights import WeightCopies
 
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
-    found = {name: timed(name, last, plan, device) for name, last in TIMED.items()}
+    results = {name: timed(name, last, plan, device) for name, last in TIMED.items()}
     with torch.device(device):
         model = SD3Transformer2DModel(**SIZES["sd3_light"].transformer_config())
     for label, fp8 in (("bf16", False), ("fp8", True)):
         copies = WeightCopies(model, torch.bfloat16, fp8)
-        found[f"weights {label}"] = took = attempt(label, lambda copies=copies: milliseconds(copies.refresh))
-        print(f"rounding weights in {label}: {took} ms a step", flush=True)
-    return found
+        results[f"weights {label}"] = took = attempt(label, lambda copies=copies: milliseconds(copies.refresh))
+        print(f"rounding weights in {label}: {took} ms per step", flush=True)
+    return results
 
 
 def timed(name: str, last: int, plan: RowPlan, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of an operation in all blocks and both streams, by its form; once a block and stream."""
+    """Measure milliseconds of an operation in all blocks and both streams by form, once per block and stream."""
     from sd3_light.model.fast import kernels
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for rows in (plan.image, plan.text):
         for case in list(operands(name, rows, plan, torch.bfloat16, WIDTH, HEADS))[-last:]:
             again = name.endswith("backward") and (case[2] is True or (len(case) == 8 and case[6] is not None))
             form = (case[-1] if isinstance(case[-1], str) else "both") + (" again" if again else "")
             took = attempt(name, lambda case=case: milliseconds(lambda: getattr(kernels, name)(*case)))
-            found[form] = found.get(form, 0.0) + BLOCKS * took if isinstance(took, float) else took
-    print(f"rounding {name:24} ms a step: {found}", flush=True)
-    return found
+            results[form] = results.get(form, 0.0) + BLOCKS * took if isinstance(took, float) else took
+    print(f"rounding {name:24} ms per step: {results}", flush=True)
+    return results

@@ -1,4 +1,4 @@
-"""What step.py measures: its rows' settings, batches of random numbers on the GPU, and the steps over them."""
+"""Settings, random batches and training steps that step.py measures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import compile_blocks, unpatchify
 
 NUM_BATCHES = 4
-"""Different batches that steps take in turn, so that lengths and buckets change from step to step."""
+"""Number of batches that steps cycle through, so that lengths and buckets change from step to step."""
 CLIP_TOKENS, T5_TOKENS = 77, 256
 SQUARE = ((256, 256),)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``step`` names how a step is made; ``sides`` the pictures, one bucket a batch."""
+    """Settings of one line. ``step`` is the kind of step; ``sides`` are image sizes, one bucket per batch."""
 
     step: str
     batch: int
@@ -33,7 +33,7 @@ class Row:
     optimizer: str = "folded"
     size: str = "sd3_light"
     qk_norm: bool = True
-    how: BlockOptions = field(default_factory=BlockOptions)
+    options: BlockOptions = field(default_factory=BlockOptions)
     batches: int = NUM_BATCHES
     steps: int | None = None
 
@@ -43,26 +43,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """A prepared micro-batch on the device, and its lengths of real text on the host."""
+    """A prepared micro-batch on the device, with its real text lengths on the host."""
 
     features: tuple[Tensor, ...]
     target: Tensor
     lengths: list[int] | None
 
     def text_tokens(self) -> list[int]:
-        """Of each sample."""
+        """Return the text tokens of each sample."""
         return self.lengths or [self.features[2].shape[1]] * len(self.target)
 
 
 def real_lengths(count: int, rng: np.random.Generator) -> list[int]:
-    """Text tokens of captions like the web's: T5 tokens log-normal with median 22 and sigma 0.5 (25 in the mean), 5 to
-    256, and as many CLIP tokens, 77 at most. Nothing is dropped."""
+    """Draw text token counts of typical web captions: T5 tokens log-normal with median 22 and sigma 0.5 (mean 25), from
+    5 to 256, and the same number of CLIP tokens, at most 77. No text is dropped."""
     t5 = np.clip(rng.lognormal(np.log(22), 0.5, count), 5, T5_TOKENS).astype(np.int64)
     return (t5 + np.minimum(t5, CLIP_TOKENS)).tolist()  # type: ignore[no-any-return]
 
 
 def batches(row: Row, size: ModelSize, device: torch.device) -> list[Batch]:
-    """Random numbers of the right shapes."""
+    """Return random batches of the right shapes."""
     rng, made = np.random.default_rng(0), []
     for number in range(row.batches):
         width, height = row.sides[number % len(row.sides)]
@@ -77,7 +77,7 @@ def batches(row: Row, size: ModelSize, device: torch.device) -> list[Batch]:
 
 
 def flops(row: Row, size: ModelSize, batch: Batch) -> int:
-    """That a step on this batch needs."""
+    """Return the FLOPs of a step on this batch."""
     height, width = batch.target.shape[-2:]
     return step_flops(size, image_tokens(8 * width, 8 * height), batch.text_tokens())
 
@@ -88,13 +88,13 @@ Step = Callable[[Batch], Tensor]
 
 
 def autocast(device: torch.device) -> Any:
-    """bf16 where a GPU computes."""
+    """Return a bf16 autocast context on GPUs."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """What anybody would write first: stock model, autocast, mean squared error, clip, AdamW."""
-    if row.how.keep == "inputs":
+    """The straightforward loop: stock model, autocast, mean squared error, clipping, AdamW."""
+    if row.options.keep == "inputs":
         model.train()
         model.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
@@ -118,8 +118,8 @@ def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> 
 
 
 def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None]:
-    """Clip by the norm of all gradients and step. ``folded``: AdamW's kernel scales gradients as it reads them.
-    ``in backward``: every parameter is stepped when its gradient is there, so nothing can be clipped."""
+    """Return a function that clips by the global norm and steps. ``folded``: the AdamW kernel scales the gradients.
+    ``in backward``: every parameter is stepped when its gradient is ready, so clipping is impossible."""
     parameters = list(model.parameters())
     if kind == "in backward":
         return step_in_backward(parameters)
@@ -142,7 +142,7 @@ def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None
 
 
 def step_in_backward(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Nothing is left to do after the backward pass, and no gradient outlives its own step."""
+    """Step each parameter in the backward pass and free its gradient."""
     optimizers = {p: torch.optim.AdamW([p], lr=1e-4, weight_decay=0.01, fused=True) for p in parameters}
 
     def update(parameter: Tensor) -> None:
@@ -156,7 +156,7 @@ def step_in_backward(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
 
 
 def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The stock model with every block compiled."""
+    """A step of the stock model with compiled blocks."""
     compile_blocks(model)
     update = make_optimizer(model, row.optimizer)
 
@@ -173,13 +173,13 @@ def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) 
 
 
 def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """Our blocks."""
+    """A step with the fast blocks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    denoiser = FastDenoiser(model, dtype, row.how)
+    denoiser = FastDenoiser(model, dtype, row.options)
     update = make_optimizer(model, row.optimizer)
 
     def step(batch: Batch) -> Tensor:
-        features = tuple(feature.to(dtype) if at == 2 else feature for at, feature in enumerate(batch.features))
+        features = tuple(feature.to(dtype) if index == 2 else feature for index, feature in enumerate(batch.features))
         patches = denoiser(features, batch.lengths)
         loss = flow_loss(unpatchify(patches, *batch.target.shape[-2:]), batch.target).mean()
         loss.backward()
@@ -190,29 +190,29 @@ def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> S
 
 
 def graph_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The fast step as one CUDA graph, recorded after three steps on the first batch; all batches have its shapes."""
+    """The fast step as one CUDA graph, recorded after three steps. All batches have the same shapes."""
     step = fast_step(row, model, device)
-    held: list[tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = []
+    recorded: list[tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = []
 
     def record(batch: Batch) -> Tensor:
-        own = Batch(tuple(feature.clone() for feature in batch.features), batch.target.clone(), None)
+        static = Batch(tuple(feature.clone() for feature in batch.features), batch.target.clone(), None)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            losses = [step(own) for _ in range(3)]
+            losses = [step(static) for _ in range(3)]
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = step(own)
-        held.append((own, graph, loss))
+            loss = step(static)
+        recorded.append((static, graph, loss))
         return losses[0]
 
     def replay(batch: Batch) -> Tensor:
-        if not held:
+        if not recorded:
             return record(batch)
-        own, graph, loss = held[0]
-        for mine, given in zip((*own.features, own.target), (*batch.features, batch.target), strict=True):
-            mine.copy_(given)
+        static, graph, loss = recorded[0]
+        for target, source in zip((*static.features, static.target), (*batch.features, batch.target), strict=True):
+            target.copy_(source)
         graph.replay()
         return loss.clone()
 
@@ -220,7 +220,7 @@ def graph_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> 
 
 
 def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
-    """Build the model on the device and the step over it."""
+    """Build the model on the device and return its step."""
     with torch.device(device):
         model = SD3Transformer2DModel(**size.transformer_config())
     if row.step == "plain":

@@ -1,13 +1,13 @@
-"""The parts of a training step alone, on a GPU: what each could reach at best, and that our kernels are right there.
+"""The parts of a training step on a GPU: the best speed each could reach, and whether our kernels are correct there.
 
     python benchmarks/step_parts.py [check] [tune] [products] [fp8] [rounding] [attention] [optimizer] [--batch 128]
                                     [--out parts.json] [--tuning tuning.json]
 
-`check` compares every kernel with its reference in float32, bf16 and float32 inputs. `tune` times kernels under several
-shapes of tiles, prints bytes a second, and leaves the best in `--tuning`, which `step.py --tuning` takes. `products`
-times the matrix products of a block at their real shapes; `fp8` those that 8 bits can make, with a scale a row and one
-for all, fast sums and exact ones, beside bf16's; `rounding` what it costs to make 8 bits; `attention` the backends on
-padded and real lengths; `optimizer` the passes over the weights. A part that fails says so.
+`check` compares every kernel with its float32 reference, for bf16 and float32 inputs. `tune` times kernels with several
+tile shapes, prints bytes per second, and writes the best to `--tuning` for `step.py --tuning`. `products` times the
+matrix products of a block at their real shapes; `fp8` times FP8 products with one scale per row or in total, with fast
+or exact accumulation, compared with bf16; `rounding` times the rounding to FP8; `attention` the backends on padded and
+real lengths; `optimizer` the passes over the weights. A part that fails prints its error.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from step_cases import (
     UNITS,
     WIDTH,
     attempt,
-    eight_room,
+    empty_fp8_weight,
     milliseconds,
     operands,
 )
@@ -42,11 +42,11 @@ from sd3_light.model.fast.row_plan import RowPlan, make_plan
 
 
 def captions(count: int) -> list[int]:
-    """Text tokens of as many samples, the same in each call."""
+    """Return the text tokens of ``count`` samples, the same in every call."""
     return real_lengths(count, np.random.default_rng(0))
 
 
-# --- right -------------------------------------------------------------------------------------
+# --- correctness -------------------------------------------------------------------------------------
 
 
 OPERATIONS = (
@@ -54,36 +54,40 @@ OPERATIONS = (
     "scatter_rows", "round_rows", "round_weight",
 )  # fmt: skip
 ROUNDED_LIMIT = 5e-3
-"""Of rows in 8 bits: a number that lies between two may go to either, by the last bit of float32."""
+"""Limit for FP8 rows: a number between two FP8 values may round to either, depending on the last bit of float32."""
 
 
-def applied(ops: Any, name: str, given: tuple[Any, ...]) -> Any:
-    """What an operation makes."""
+def apply_operation(ops: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """Return the result of an operation."""
     if name != "round_weight":
-        return getattr(ops, name)(*given)
-    (weights,) = given
-    room = eight_room(sum(map(len, weights)), weights[0].shape[1], weights[0].device)
-    ops.round_weight(weights, room)
-    return room.forward, room.backward
+        return getattr(ops, name)(*args)
+    (weights,) = args
+    weight = empty_fp8_weight(sum(map(len, weights)), weights[0].shape[1], weights[0].device)
+    ops.round_weight(weights, weight)
+    return weight.forward, weight.backward
 
 
-def worst_difference(found: Any, wanted: Any) -> float:
-    """The largest relative distance of the tensors of two results, |a - b| / |b|."""
-    if isinstance(wanted, Tensor):
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found.dtype, found.shape, wanted.shape)
-        return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
-    if wanted is None:
-        assert found is None
+def worst_difference(results: Any, expected: Any) -> float:
+    """Return the largest relative difference of the tensors of two results, |a - b| / |b|."""
+    if isinstance(expected, Tensor):
+        assert results.dtype == expected.dtype and results.shape == expected.shape, (
+            results.dtype,
+            results.shape,
+            expected.shape,
+        )
+        return float((results.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9))
+    if expected is None:
+        assert results is None
         return 0.0
-    if isinstance(wanted, Fp8Rows):
-        rounded = worst_difference(found.dequantized(), wanted.dequantized())
-        assert rounded < ROUNDED_LIMIT, f"rows in 8 bits differ by {rounded:.2e}"
-        return max(worst_difference(found.scale, wanted.scale), worst_difference(found.plain, wanted.plain))
-    return max(worst_difference(one, other) for one, other in zip(found, wanted, strict=True))
+    if isinstance(expected, Fp8Rows):
+        rounded = worst_difference(results.dequantized(), expected.dequantized())
+        assert rounded < ROUNDED_LIMIT, f"FP8 rows differ by {rounded:.2e}"
+        return max(worst_difference(results.scale, expected.scale), worst_difference(results.plain, expected.plain))
+    return max(worst_difference(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def check_operation(name: str, device: torch.device) -> float:
-    """How far a kernel is from its reference at worst, over both streams, all forms, padded and real."""
+    """Return the worst difference of a kernel from its reference, over both streams, all forms, padded and real."""
     from sd3_light.model.fast import kernels
 
     worst = 0.0
@@ -92,13 +96,13 @@ def check_operation(name: str, device: torch.device) -> float:
     ):
         plan = make_plan(6, 70, max(captions(6)), lengths, device)
         for rows in (plan.image, plan.text):
-            for given in operands(name, rows, plan, dtype, WIDTH, HEADS):
-                found, wanted = (applied(ops, name, given) for ops in (kernels, reference))
-                if name in ("join", "scatter_rows"):  # rows behind the last sample mean nothing
+            for args in operands(name, rows, plan, dtype, WIDTH, HEADS):
+                results, expected = (apply_operation(ops, name, args) for ops in (kernels, reference))
+                if name in ("join", "scatter_rows"):  # rows after the last sample are undefined
                     count = plan.image.count + plan.text.count
-                    found, wanted = ([part[:count] for part in _listed(made)] for made in (found, wanted))
-                difference = worst_difference(found, wanted)
-                assert difference < limit, f"{name} is {difference:.2e} away from its reference in {dtype}"
+                    results, expected = ([part[:count] for part in _listed(made)] for made in (results, expected))
+                difference = worst_difference(results, expected)
+                assert difference < limit, f"{name} differs by {difference:.2e} from its reference in {dtype}"
                 worst = max(worst, difference)
     return worst
 
@@ -108,19 +112,19 @@ def _listed(made: Any) -> list[Tensor]:
 
 
 def broken_kernels(device: torch.device) -> dict[str, str]:
-    """Kernels that do not compile or compute something else on this device, with the reason."""
-    found = {}
+    """Return the kernels that do not compile or are incorrect on this device, with the reason."""
+    results = {}
     for name in OPERATIONS:
         try:
             worst = check_operation(name, device)
             print(f"check {name:24} {worst:.2e}", flush=True)
-        except Exception as error:  # whatever the compiler throws is the finding
-            found[name] = f"{type(error).__name__}: {str(error)[:1500]}"
-            print(f"check {name:24} {found[name]}", flush=True)
-    return found
+        except Exception as error:  # a compiler error is a result
+            results[name] = f"{type(error).__name__}: {str(error)[:1500]}"
+            print(f"check {name:24} {results[name]}", flush=True)
+    return results
 
 
-# --- fast --------------------------------------------------------------------------------------
+# --- speed --------------------------------------------------------------------------------------
 
 CANDIDATES: dict[str, dict[str, list[int]]] = {
     "norm": {"R": [1, 2, 4], "num_warps": [4, 8]},
@@ -137,7 +141,7 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "round_rows": {"num_warps": [4, 8, 16]},
     "weight": {"N": [64, 128], "K": [32, 64, 128], "num_warps": [4, 8]},
 }
-# operation, the form of it that is tuned, and how many [M, D] in bf16 it reads and writes in that form
+# operation, index of the tuned form, and the number of [M, D] bf16 tensors it reads and writes
 MOVES: dict[str, tuple[str, int, float]] = {
     "norm": ("residual_norm", -1, 4),
     "norm_backward": ("residual_norm_backward", -1, 6),
@@ -156,22 +160,22 @@ MOVES: dict[str, tuple[str, int, float]] = {
 
 
 def tune(batch: int, device: torch.device) -> dict[str, Any]:
-    """The best tile of each kernel for the image's rows; all times are printed."""
+    """Return the best tile of each kernel for the image rows, and print all times."""
     from sd3_light.model.fast import kernels
 
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
     best: dict[str, Any] = {}
     for kernel, choices in CANDIDATES.items():
         operation, form, moves = MOVES[kernel]
-        given = list(operands(operation, plan.image, plan, torch.bfloat16, WIDTH, HEADS))[form]
+        args = list(operands(operation, plan.image, plan, torch.bfloat16, WIDTH, HEADS))[form]
         if operation == "round_weight":
-            given = (*given, eight_room(3 * WIDTH, WIDTH, device))
+            args = (*args, empty_fp8_weight(3 * WIDTH, WIDTH, device))
         times = []
         for values in itertools.product(*choices.values()):
             kernels.TUNING[kernel] = dict(zip(choices, values, strict=True))
             try:
-                took = milliseconds(lambda name=operation, given=given: getattr(kernels, name)(*given))
-            except Exception as error:  # too large a tile for the device is a result too
+                took = milliseconds(lambda name=operation, args=args: getattr(kernels, name)(*args))
+            except Exception as error:  # a tile that is too large for the device is a result
                 print(f"tune {kernel} {kernels.TUNING[kernel]}: {type(error).__name__} {str(error)[:200]}", flush=True)
                 continue
             times.append((took, kernels.TUNING[kernel]))
@@ -186,8 +190,8 @@ def tune(batch: int, device: torch.device) -> dict[str, Any]:
 
 
 def products(batch: int, device: torch.device) -> dict[str, Any]:
-    """TFLOP/s of every product of a block, and milliseconds of all of them in a step."""
-    found: dict[str, Any] = {}
+    """Measure TFLOP/s of every product of a block, and the milliseconds of all products per step."""
+    results: dict[str, Any] = {}
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
@@ -195,7 +199,7 @@ def products(batch: int, device: torch.device) -> dict[str, Any]:
     def note(name: str, flop: float, function: Callable[[], Any]) -> None:
         took = attempt(name, lambda: milliseconds(function))
         if isinstance(took, float):
-            found[name] = {"ms": took, "tflops": flop / took / 1e9}
+            results[name] = {"ms": took, "tflops": flop / took / 1e9}
 
     for library in ("cublas", "cublaslt"):
         torch.backends.cuda.preferred_blas_library(library)
@@ -210,21 +214,22 @@ def products(batch: int, device: torch.device) -> dict[str, Any]:
                 note(f"{key} of weight bf16", flop, lambda g=g, x=x: torch.mm(g.t(), x))
                 note(f"{key} of weight", flop, lambda g=g, x=x: torch.mm(g.t(), x, out_dtype=torch.float32))
                 total += sum(
-                    found.get(f"{key} {what}", {"ms": 0.0})["ms"] for what in ("forward", "of input", "of weight")
+                    results.get(f"{key} {product}", {"ms": 0.0})["ms"]
+                    for product in ("forward", "of input", "of weight")
                 )
-        found[f"{library} all blocks"] = {"ms": BLOCKS * total, "tflops": 0.0}
+        results[f"{library} all blocks"] = {"ms": BLOCKS * total, "tflops": 0.0}
     torch.backends.cuda.preferred_blas_library("default")
     rows, joined, square = batch * NUM_IMAGE, normal(batch, NUM_IMAGE + NUM_TEXT, WIDTH), normal(WIDTH, WIDTH)
     flop = 2.0 * rows * WIDTH**2
     note("out, image rows among the joined ones, batched", flop, lambda: torch.bmm(
         joined[:, :NUM_IMAGE], square.t().expand(batch, -1, -1)))  # fmt: skip
-    for name, values in found.items():
+    for name, values in results.items():
         print(f"product {name:48} {values['ms']:8.3f} ms {values['tflops']:8.1f} TFLOP/s", flush=True)
-    return found
+    return results
 
 
 def attention(batch: int, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of one block's attention, forward, and forward with backward."""
+    """Measure milliseconds of the attention of one block, forward and with backward."""
     from sd3_light.model.fast.sample_attention import attend
 
     listed = attempt("flash implementations", lambda: torch.nn.attention.list_flash_attention_impls())
@@ -232,9 +237,9 @@ def attention(batch: int, device: torch.device) -> dict[str, Any]:
     for other in listed if isinstance(listed, list) else []:
         outcome = attempt(other, lambda other=other: torch.nn.attention.activate_flash_attention_impl(other))
         if outcome is None:
-            print(f"{other} is here; what follows runs on it where flash is named", flush=True)
+            print(f"activated {other}; the flash rows below use it", flush=True)
             break
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     cases: list[tuple[str, list[int] | None, int, str | None]] = [
         ("padded flash", None, batch, "flash"),
         ("padded cudnn", None, batch, "cudnn"),
@@ -258,14 +263,14 @@ def attention(batch: int, device: torch.device) -> dict[str, Any]:
         first = attempt(name, lambda run=forward: milliseconds(run))
         second = attempt(name, lambda run=both: milliseconds(run))
         if isinstance(first, float) and isinstance(second, float):
-            found[name] = {"forward": first, "both": second}
+            results[name] = {"forward": first, "both": second}
             rates = f"{flop / first / 1e9:.0f}, {2.5 * flop / (second - first) / 1e9:.0f}"
             print(f"attention {name:20} forward {first:.3f} ms, with backward {second:.3f} ms ({rates} TFLOP/s)")
-    return found
+    return results
 
 
 def optimizer(device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each pass over the weights of the real model."""
+    """Measure milliseconds of each pass over the weights of the full-size model."""
     from diffusers import SD3Transformer2DModel
 
     from sd3_light.model.fast.weights import WeightCopies
@@ -291,27 +296,27 @@ def optimizer(device: torch.device) -> dict[str, Any]:
         "fused AdamW that scales": lambda: step(one, 0 * one),
         "copies in bf16": copies.refresh,
     }
-    found = {}
+    results = {}
     for name, function in passes.items():
         took = attempt(name, lambda function=function: milliseconds(function))
-        found[name] = took
+        results[name] = took
         print(f"optimizer {name:24} {took if isinstance(took, dict) else round(took, 3)} ms", flush=True)
-    return found
+    return results
 
 
 def main() -> None:
-    """Parse, run, write."""
+    """Run the benchmark."""
     names = ("check", "tune", "products", "fp8", "rounding", "attention", "optimizer")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=[], metavar="PART", help=f"of {', '.join(names)}; none: all")
+    parser.add_argument("names", nargs="*", default=[], metavar="PART", help=f"any of {', '.join(names)}; default: all")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="JSON file for all numbers")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--tuning", type=Path, help="JSON file for the best tiles")
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(names)):
-        parser.error(f"no part is named {unknown[0]}")
+        parser.error(f"unknown part {unknown[0]}")
 
-    device, found = torch.device("cuda"), {}
+    device, results = torch.device("cuda"), {}
     parts: dict[str, Callable[[], Any]] = {
         "check": lambda: broken_kernels(device),
         "tune": lambda: tune(args.batch, device),
@@ -322,11 +327,11 @@ def main() -> None:
         "optimizer": lambda: optimizer(device),
     }
     for name in args.names or names:
-        found[name] = attempt(name, parts[name])
+        results[name] = attempt(name, parts[name])
         if args.out is not None:
-            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if args.tuning is not None and isinstance(found.get("tune"), dict):
-        args.tuning.write_text(json.dumps(found["tune"]) + "\n", encoding="utf-8")
+            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.tuning is not None and isinstance(results.get("tune"), dict):
+        args.tuning.write_text(json.dumps(results["tune"]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""How much GPU memory training takes, beside what `sd3-light check` predicts, and how fast the steps are.
+"""Compares the GPU memory of training with the estimate of `sd3-light check`, and measures the speed of steps.
 
     python benchmarks/train_memory.py [NAME ...] [--list] [--steps 3] [--out memory.json] [--tiny]
 
-Runs some steps of the real training module and torch engine, with running averages, on random batches that are on the
-device already; no cache, data or model folder is needed. All runs share one process and give their memory back.
+Runs some steps of the training module and the torch engine, with EMA, on random batches that are already on the device;
+no cache, data or model folder is needed. All runs share one process and release their memory.
 
-`allocated` and `reserved` are the peaks of torch's own counters; `process` is all that is not free on the GPU, CUDA's
-context included, so nobody else may use it meanwhile. `predicted` is the total of `budget/gpu_memory.py`; `ratio` is
-predicted / process, and `torch` the same without the context against `allocated`. `--tiny` runs small stand-ins, on
-a CPU too.
+`allocated` and `reserved` are the peaks of torch's counters; `process` is all used GPU memory, CUDA context included,
+so no other process may use the GPU. `predicted` is the total of `budget/gpu_memory.py`; `ratio` is predicted / process,
+and `torch` is the same without the context, relative to `allocated`. `--tiny` runs small versions, also on a CPU.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from sd3_light.training.module import SD3TrainingModule
 
 PADDED = 77 + 256
 REAL = (20, 120)
-"""Shortest and longest text of a sample with real tokens: CLIP's and T5's together."""
+"""Minimum and maximum text tokens per sample with real tokens, CLIP and T5 together."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,13 @@ SETUPS = {
 
 
 def tiny(setup: Setup) -> Setup:
-    """The same kind of run, small enough for a CPU."""
+    """Return a small version of a run for a CPU."""
     text = min(setup.text, 24)
     return replace(setup, size="tiny2", batch=min(setup.batch, 4), pixels=64, text=text, compiled=False)
 
 
 def config_of(setup: Setup) -> TrainConfig:
-    """The config that a user would write; its paths are never looked at."""
+    """Return the config of a run; its paths are never read."""
     tracks = [{"name": f"track{number}", "decay": 0.99} for number in range(1, setup.tracks)]
     table = {
         "output_dir": "run",
@@ -105,8 +104,8 @@ def config_of(setup: Setup) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": Path.cwd()})
 
 
-def case_of(setup: Setup) -> TrainingSetup:
-    """The same for the formula, as `check` sees it."""
+def setup_of(setup: Setup) -> TrainingSetup:
+    """Return the setup for the memory estimate, as in `check`."""
     return TrainingSetup(
         SIZES[setup.size],
         Tokens(image_tokens(setup.pixels, setup.pixels), setup.text),
@@ -120,7 +119,7 @@ def case_of(setup: Setup) -> TrainingSetup:
 
 
 def random_batch(setup: Setup, device: torch.device) -> tuple[Any, Any]:
-    """A prepared micro-batch: ((noisy, 1000 t, prompt, pooled[, lengths]), (target, mask))."""
+    """Return a prepared micro-batch: ((noisy, 1000 t, prompt, pooled[, lengths]), (target, mask))."""
     size, side = SIZES[setup.size], setup.pixels // 8
     latent = (setup.batch, size.latent_channels, side, side)
     noisy, target = (torch.randn(latent, device=device) for _ in range(2))
@@ -131,20 +130,20 @@ def random_batch(setup: Setup, device: torch.device) -> tuple[Any, Any]:
 
 
 def lengths_of(setup: Setup) -> Tensor:
-    """Text tokens of each sample; with real tokens one of them has the longest text."""
+    """Return the text tokens of each sample; with real tokens one sample has the maximum."""
     if not setup.real:
         return torch.full((setup.batch,), setup.text)
-    generator = torch.Generator().manual_seed(0)  # the same ones each time they are asked for
-    drawn = torch.randint(min(REAL[0], setup.text), setup.text + 1, (setup.batch,), generator=generator)
-    drawn[0] = setup.text
-    return drawn
+    generator = torch.Generator().manual_seed(0)  # the same lengths in every call
+    lengths = torch.randint(min(REAL[0], setup.text), setup.text + 1, (setup.batch,), generator=generator)
+    lengths[0] = setup.text
+    return lengths
 
 
 # --- one run ---------------------------------------------------------------------------------------
 
 
 def build(setup: Setup, device: torch.device) -> tuple[TorchEngine, Averages]:
-    """What the training stage builds, but for the weights' values: they are drawn on the device, which is quick."""
+    """Build the engine and averages of the training stage. Weights are drawn on the device, which is fast."""
     config = config_of(setup)
     with torch.device(device):
         transformer = SD3Transformer2DModel(**SIZES[setup.size].transformer_config())
@@ -155,7 +154,7 @@ def build(setup: Setup, device: torch.device) -> tuple[TorchEngine, Averages]:
 
 
 def run(setup: Setup, device: torch.device, steps: int) -> dict[str, float]:
-    """Seconds a step and, on a GPU, the peaks of its memory in bytes. The first step (it compiles) is not timed."""
+    """Return the seconds per step and, on a GPU, the peak memory. The first step, which compiles, is not timed."""
     engine, averages = build(setup, device)
     batches = [random_batch(setup, device) for _ in range(setup.accumulation)]
     started = first = time.perf_counter()
@@ -170,7 +169,7 @@ def run(setup: Setup, device: torch.device, steps: int) -> dict[str, float]:
 
 
 def device_name(device: torch.device) -> str:
-    """As torch says it."""
+    """Return the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -181,7 +180,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measured(device: torch.device) -> dict[str, float]:
-    """Bytes; nothing on a CPU. Memory that torch reserved stays reserved, so the process's total is its peak."""
+    """Return memory in bytes; empty on a CPU. torch keeps reserved memory, so the total of the process is its peak."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -192,8 +191,8 @@ def measured(device: torch.device) -> dict[str, float]:
     }
 
 
-def give_back(device: torch.device) -> None:
-    """Free what the last run left, so that the next one starts from nothing."""
+def release_memory(device: torch.device) -> None:
+    """Free the memory of the last run."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -202,8 +201,8 @@ def give_back(device: torch.device) -> None:
 
 
 def measure(setup: Setup, device: torch.device, steps: int) -> dict[str, Any]:
-    """One run beside its prediction; a run that does not fit says so."""
-    case = case_of(setup)
+    """Measure one run and compare it with its estimate; out-of-memory is recorded as an error."""
+    case = setup_of(setup)
     predicted = gpu_memory(case)
     row: dict[str, Any] = {
         **asdict(setup),
@@ -224,15 +223,15 @@ def measure(setup: Setup, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def speed(setup: Setup, size: ModelSize, image: int, seconds: float, device: torch.device) -> dict[str, float]:
-    """Images a second and the share of the device's peak, where that is known."""
+    """Return images per second, and the share of the device's peak if known."""
     lengths = lengths_of(setup).tolist()
     rate = setup.accumulation * step_flops(size, image, lengths) / seconds
-    found = {"images_per_second": setup.accumulation * setup.batch / seconds, "tflops": rate / 1e12}
+    results = {"images_per_second": setup.accumulation * setup.batch / seconds, "tflops": rate / 1e12}
     peak = peak_flops(device_name(device), "bfloat16")
-    return found if peak is None else {**found, "mfu": rate / peak}
+    return results if peak is None else {**results, "mfu": rate / peak}
 
 
-# --- the table -------------------------------------------------------------------------------------
+# --- table -------------------------------------------------------------------------------------
 
 _COLUMNS = (
     f"{'':26}{'predicted':>10}{'allocated':>10}{'reserved':>9}{'process':>9}{'ratio':>7}{'torch':>8}"
@@ -241,7 +240,7 @@ _COLUMNS = (
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    """A run as a line of the table; sizes in GiB."""
+    """Format a run as a line of the table, with sizes in GiB."""
     sizes = [f"{row[key] / GIB:.2f}" if key in row else "" for key in ("predicted", "allocated", "reserved", "process")]
     text = f"{name:26}{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}{sizes[3]:>9}"
     if "error" in row:
@@ -253,32 +252,32 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, run, print, write."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to make; none: all")
-    parser.add_argument("--list", action="store_true", help="name the runs and stop")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to measure; default: all")
+    parser.add_argument("--list", action="store_true", help="list the runs and exit")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file for all numbers")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(arguments)
     if args.list:
         print("\n".join(SETUPS))
         return
     if unknown := sorted(set(args.names) - set(SETUPS)):
-        parser.error(f"no run is named {unknown[0]}; see --list")
+        parser.error(f"unknown run {unknown[0]}; see --list")
     if args.steps < 2:
-        parser.error("--steps must be 2 or more: the first is not timed")
+        parser.error("--steps must be at least 2: the first step is not timed")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measure_all({name: SETUPS[name] for name in args.names or SETUPS}, device, args)
 
 
 def measure_all(setups: dict[str, Setup], device: torch.device, args: argparse.Namespace) -> None:
-    """Run after run; what was measured so far is on the disk after each."""
+    """Measure all runs; the output file is written after each."""
     name = device_name(device)
     print(f"{name}, torch {torch.__version__}; sizes in GiB\n{_COLUMNS}", flush=True)
     rows: dict[str, Any] = {}
     for key, setup in setups.items():
-        give_back(device)
+        release_memory(device)
         rows[key] = measure(tiny(setup) if args.tiny else setup, device, args.steps)
         print(line(key, rows[key]), flush=True)
         if args.out is not None:

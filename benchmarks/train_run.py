@@ -1,17 +1,17 @@
-"""How fast the training stage is, from a synthetic cache of real shape; encoders and pictures are not needed.
+"""Speed of the training stage on a synthetic cache with real shapes; encoders and images are not needed.
 
     python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
                                    [--workers 8] [--engine torch|deepspeed] [--out FOLDER] [--feed-only]
 
-Writes a cache of random numbers (256 px and SD3's text widths for the sizes that take them, the demo's for the small
-ones), a model folder with configs only and a train TOML, then runs the real stage: loader, engine, running average,
-log, and a checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). What is printed comes
-from the run's log.jsonl; the first `--warm` steps (compiling, hashing shards, filling memory) are left out.
+Writes a cache of random numbers (256 px and SD3's text widths for the large sizes, those of the demo for the small
+ones), a model folder with only configs and a train TOML, then runs the training stage: loader, engine, EMA, log, and a
+checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). The results come from the run's
+log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memory) are excluded.
 
-With `--text real` a caption has as many T5 tokens as a log-normal draw says (median 22, sigma 0.5, so 25 in the mean,
-5 at least), and as many CLIP tokens, 77 at most. `--out` keeps log, config and summary; the rest is deleted.
-`--feed-only` trains nothing: it says how many samples a second the workers prepare, as fast as they can.
+With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
+the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
+does not train: it measures how many samples per second the loader workers prepare.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.engines import Launch
 from sd3_light.runlog import read_log
 
-A_SHARD = 128
-PICTURES = "pictures"
-LABEL = f"{PICTURES}#0"
+SAMPLES_PER_SHARD = 128
+IMAGES = "images"
+LABEL = f"{IMAGES}#0"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The samples: pixels of a side, then tokens and width of each encoder."""
+    """Shape of the samples: side in pixels, then tokens and width of each encoder."""
 
     pixels: int
     clip_tokens: int
@@ -57,22 +57,22 @@ class Shape:
 
     @staticmethod
     def of(size: ModelSize) -> "Shape":
-        """SD3's own encoders where the size takes them, else the demo's."""
+        """Return the shape of SD3's encoders if the model size uses them, otherwise that of the demo."""
         if size.text_width == 4096:
             return Shape(256, 77, 256, 768, 1280, 4096)
         return Shape(64, 16, 16, 96, size.pooled_width - 96, size.text_width)
 
     @property
     def widths(self) -> dict[str, int]:
-        """Width of each encoder's tokens."""
+        """Token width of each encoder."""
         return {"clip_l": self.clip_l, "clip_g": self.clip_g, "t5": self.t5}
 
 
-# --- the cache -------------------------------------------------------------------------------------
+# --- cache -------------------------------------------------------------------------------------
 
 
 def token_counts(shape: Shape, count: int, real: bool, rng: np.random.Generator) -> dict[str, Tensor]:
-    """ENCODER -> tokens of each caption."""
+    """Return encoder -> tokens of each caption."""
     drawn = np.clip(rng.lognormal(np.log(22), 0.5, count), 5, shape.t5_tokens).astype(np.int64)
     t5 = torch.from_numpy(drawn) if real else torch.full((count,), shape.t5_tokens)
     clip = t5.clamp(max=shape.clip_tokens) if real else torch.full((count,), shape.clip_tokens)
@@ -80,7 +80,7 @@ def token_counts(shape: Shape, count: int, real: bool, rng: np.random.Generator)
 
 
 def content(shape: Shape, first: int, counts: Mapping[str, Tensor]) -> ShardContent:
-    """Samples with one caption each: latents around 0 with little variance, text of small numbers."""
+    """Return samples with one caption each: latents around 0 with small variance, text of small numbers."""
     number, side = len(counts["t5"]), shape.pixels // 8
     mean = torch.randn(number, 1, 16, side, side)
     moments = torch.cat([mean, torch.full_like(mean, -6.0)], dim=2).to(torch.float16)
@@ -96,35 +96,35 @@ def content(shape: Shape, first: int, counts: Mapping[str, Tensor]) -> ShardCont
 
 
 def write_cache(folder: Path, shape: Shape, samples: int, real: bool) -> float:
-    """A whole cache; returns the mean number of text tokens of a sample, CLIP's and T5's."""
+    """Write a whole cache; returns the mean text tokens per sample, CLIP and T5 together."""
     (folder / SHARDS).mkdir(parents=True)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
     counts = token_counts(shape, samples, real, rng)
     entries = []
-    for first in range(0, samples, A_SHARD):
-        part = {name: values[first : first + A_SHARD] for name, values in counts.items()}
-        entries.append(write(folder, shape, f"{first // A_SHARD:05d}", content(shape, first, part)))
-    nothing = {name: values[:1].clamp(max=2) if real else values[:1] for name, values in counts.items()}
-    empty = write(folder, shape, "empty", content(shape, 0, nothing))
+    for first in range(0, samples, SAMPLES_PER_SHARD):
+        part = {name: values[first : first + SAMPLES_PER_SHARD] for name, values in counts.items()}
+        entries.append(write(folder, shape, f"{first // SAMPLES_PER_SHARD:05d}", content(shape, first, part)))
+    empty_counts = {name: values[:1].clamp(max=2) if real else values[:1] for name, values in counts.items()}
+    empty = write(folder, shape, "empty", content(shape, 0, empty_counts))
     Manifest({"text_tokens": "real" if real else "padded"}, tuple(entries), empty, {"pictures": samples}).save(folder)
     return float((counts["clip_l"] + counts["t5"]).double().mean())
 
 
-def write(folder: Path, shape: Shape, name: str, what: ShardContent) -> ShardEntry:
-    """One shard."""
+def write(folder: Path, shape: Shape, name: str, samples: ShardContent) -> ShardEntry:
+    """Write one shard."""
     side = (shape.pixels, shape.pixels)
     bucket = "empty" if name == "empty" else f"{shape.pixels}x{shape.pixels}"
     entry = ShardEntry(f"{name}.safetensors", bucket, side, LABEL, 0, 0, "", name)
-    origins = [Origin(f"{number}", "", *side, ("",)) for number in what.sample_id.tolist()]
-    return write_shard(folder / SHARDS, entry, what, origins)
+    origins = [Origin(f"{number}", "", *side, ("",)) for number in samples.sample_id.tolist()]
+    return write_shard(folder / SHARDS, entry, samples, origins)
 
 
-# --- the model folder and the config ---------------------------------------------------------------
+# --- model folder and config ---------------------------------------------------------------
 
 
 def write_model_folder(folder: Path, shape: Shape) -> None:
-    """What `check` and training look at of an SD3 folder: configs. Its weights are empty files, never opened."""
+    """Write the files of an SD3 folder that `check` and training read: configs. Weights are empty files."""
     clip = {"max_position_embeddings": 77}
     configs: dict[str, dict[str, Any]] = {
         "vae": {"latent_channels": 16, "block_out_channels": [1] * 4, "scaling_factor": 1.5305, "shift_factor": 0.0609},
@@ -144,15 +144,15 @@ def write_model_folder(folder: Path, shape: Shape) -> None:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """A JSON file, with its folder."""
+    """Write a JSON file and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def train_toml(args: argparse.Namespace, shape: Shape) -> str:
-    """No export is asked for: the model folder could not be part of one."""
-    words = {"true": "true", "false": "false"}
-    flags = {name: words.get(getattr(args, name), f'"{getattr(args, name)}"') for name in ("checkpointing", "fast")}
+    """Return the train TOML. It has no exports, since the model folder is incomplete."""
+    booleans = {"true": "true", "false": "false"}
+    flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in ("checkpointing", "fast")}
     return f"""
 output_dir = "run"
 dataset = "data.toml"
@@ -187,14 +187,14 @@ update_every = 100
 """
 
 
-def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All that a run needs, and what is to be known of it."""
+def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Write all files of a run and return its description."""
     shape, size, real = Shape.of(SIZES[args.size]), SIZES[args.size], args.text == "real"
     tokens = write_cache(folder / "cache", shape, args.samples, real)
     write_model_folder(folder / "model", shape)
-    (folder / PICTURES).mkdir()
+    (folder / IMAGES).mkdir()
     (folder / "train.toml").write_text(train_toml(args, shape), encoding="utf-8")
-    data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{PICTURES}"\n'
+    data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{IMAGES}"\n'
     (folder / "data.toml").write_text(data, encoding="utf-8")
     case = TrainingSetup(
         size,
@@ -227,14 +227,14 @@ def lay_out(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- the run ---------------------------------------------------------------------------------------
+# --- run ---------------------------------------------------------------------------------------
 
 _MEANS = ("samples_per_second", "seconds", "data_wait", "tflops_per_gpu", "mfu", "host_memory_gib")
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
 
 
 def train(folder: Path, engine: str, saves: bool) -> None:
-    """The training stage on what was laid out."""
+    """Run the training stage in a prepared folder."""
     from sd3_light.checkpoint.background import CheckpointKeeper
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
@@ -250,12 +250,12 @@ def train(folder: Path, engine: str, saves: bool) -> None:
     check.require(loaded)
     try:
         stage.run(loaded, Launch(), by_deepspeed=engine == "deepspeed")
-    except UserError as error:  # what was logged until then is still worth printing
-        print(f"the run ended with: {error}")
+    except UserError as error:  # the log up to here is still useful
+        print(f"the run failed: {error}")
 
 
 def feed(folder: Path, args: argparse.Namespace) -> float:
-    """Samples a second that come out of the loader when nobody computes; the first ``warm`` steps do not count."""
+    """Return the samples per second of the loader without training; the first ``warm`` steps are excluded."""
     from sd3_light.encoders.vae import LatentScale
     from sd3_light.training.data import make_order, open_cache, training_steps
     from sd3_light.training.sd3 import InputPreparer
@@ -269,96 +269,98 @@ def feed(folder: Path, args: argparse.Namespace) -> float:
     steps = training_steps(config, data, make_order(data, loaded, launch), launch, None, preparer)(0)
     for _ in range(args.warm):
         next(steps)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(args.steps):
         next(steps)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     steps.close()
     return float(args.steps * args.batch * args.accumulation / took)
 
 
-def summary(log: Path, warm: int, begun: float) -> dict[str, Any]:
-    """What the log says after the first ``warm`` steps."""
+def summary(log: Path, warm: int, started: float) -> dict[str, Any]:
+    """Summarize the log after the first ``warm`` steps."""
     events = list(read_log(log))
     steps = [event for event in events if event["event"] == "step"]
-    settled = [event for event in steps if event["step"] > warm] or steps[-1:]
-    found: dict[str, Any] = {"records": len(settled)}
-    # until the model is built, and until the first steps are done; what was imported before is not counted
-    found |= {"seconds_to_start": next(e["time"] for e in events if e["event"] == "start") - begun}
-    found |= {f"seconds_to_step_{steps[0]['step']}": steps[0]["time"] - begun}
+    measured = [event for event in steps if event["step"] > warm] or steps[-1:]
+    results: dict[str, Any] = {"records": len(measured)}
+    # time until the model is built and until the first steps are done, without imports
+    results |= {"seconds_to_start": next(e["time"] for e in events if e["event"] == "start") - started}
+    results |= {f"seconds_to_step_{steps[0]['step']}": steps[0]["time"] - started}
     for name in _MEANS:
-        values = [event[name] for event in settled if name in event]
-        found |= {name: sum(values) / len(values)} if values else {}
-    # the peak counters start anew with each record, and the first one has the highest where memory is laid out
-    found |= {name: max(event[name] for event in steps) for name in _PEAKS if name in steps[-1]}
-    found["loss"] = [steps[0]["loss"], steps[-1]["loss"]]
-    saved = [event for event in events if event["event"] == "checkpoint"]
-    found["checkpoints"] = [
-        {name: event[name] for name in ("step", "stall_seconds", "seconds", "bytes")} for event in saved
+        values = [event[name] for event in measured if name in event]
+        results |= {name: sum(values) / len(values)} if values else {}
+    # peak counters reset with each record, and the first record can have the highest peak
+    results |= {name: max(event[name] for event in steps) for name in _PEAKS if name in steps[-1]}
+    results["loss"] = [steps[0]["loss"], steps[-1]["loss"]]
+    checkpoints = [event for event in events if event["event"] == "checkpoint"]
+    results["checkpoints"] = [
+        {name: event[name] for name in ("step", "stall_seconds", "seconds", "bytes")} for event in checkpoints
     ]
-    return found
+    return results
 
 
-def show(found: Mapping[str, Any]) -> None:
-    """Each number on a line."""
-    for name, value in found.items():
+def print_summary(results: Mapping[str, Any]) -> None:
+    """Print one value per line."""
+    for name, value in results.items():
         if name == "checkpoints":
-            for one in value:
+            for checkpoint in value:
                 print(
-                    f"checkpoint at step {one['step']}: training stood still {one['stall_seconds']:.2f} s, "
-                    f"written in {one['seconds']:.1f} s, {one['bytes'] / 1e9:.2f} GB"
+                    f"checkpoint at step {checkpoint['step']}: training paused {checkpoint['stall_seconds']:.2f} s, "
+                    f"written in {checkpoint['seconds']:.1f} s, {checkpoint['bytes'] / 1e9:.2f} GB"
                 )
         else:
             print(f"{name:22} {f'{value:.4g}' if isinstance(value, float) else value}")
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="sd3_light")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm", type=int, default=20, help="steps that are left out of the means")
+    parser.add_argument("--warm", type=int, default=20, help="warm-up steps that are excluded")
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--text", choices=("padded", "real"), default="padded")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--fp8", action="store_true", help="products of the fast blocks in 8 bits")
-    parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="the fast blocks")
+    parser.add_argument("--fp8", action="store_true", help="FP8 products in the fast blocks")
+    parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="use the fast blocks")
     choices = ("true", "false", "selective")
     parser.add_argument("--checkpointing", choices=choices, default="false", help="activation checkpointing")
-    parser.add_argument("--no-save", action="store_true", help="no checkpoint, not even at the end")
+    parser.add_argument("--no-save", action="store_true", help="write no checkpoint")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
-    parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="of the DeepSpeed engine")
-    parser.add_argument("--feed-only", action="store_true", help="the loader alone, without a model")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=range(4), default=1, help="ZeRO stage of the DeepSpeed engine"
+    )
+    parser.add_argument("--feed-only", action="store_true", help="measure only the loader")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--checkpoint-every", type=int, help="steps between two checkpoints; absent: one at the end")
-    parser.add_argument("--tmp", type=Path, help="where cache and run lie while it runs; absent: the system's place")
-    parser.add_argument("--out", type=Path, help="folder that keeps log, config and summary.json")
+    parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints; default: one at the end")
+    parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")
+    parser.add_argument("--out", type=Path, help="folder for log, config and summary.json")
     return parser
 
 
 def main() -> None:
-    """Lay out, run, sum up."""
+    """Run the benchmark."""
     args = options().parse_args()
     with tempfile.TemporaryDirectory(dir=args.tmp) as name:
         folder = Path(name)
-        about = lay_out(folder, args)
+        about = prepare_folder(folder, args)
         print(f"{args.samples} samples, {about['cache_gb']:.2f} GB, {about['text_tokens']:.1f} text tokens", flush=True)
         if args.feed_only:
             print(f"{feed(folder, args):.0f} samples/s prepared by {args.workers} workers")
             return
-        begun = time.time()
+        started = time.time()
         train(folder, args.engine, not args.no_save)
-        found = {**about, **summary(folder / "run" / "log.jsonl", args.warm, begun)}
+        results = {**about, **summary(folder / "run" / "log.jsonl", args.warm, started)}
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             for file in ("log.jsonl", "config.toml"):
                 shutil.copy(folder / "run" / file, args.out)
-            (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    show(found)
+            (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print_summary(results)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_the_table_is_what_the_formulas_give(layouts: Any, page: Any, name: str,
 def test_layouts_lie_where_they_cut(layouts: Any) -> None:
     """What cuts more takes less, and the fullest stage of four takes less than that of two."""
     size, tokens = SIZES["sd3.5_medium"], Tokens(4096, 333)
-    takes = {name: gpu_memory(layouts.case_of(name, size, tokens, 4)).total for name in layouts.LAYOUTS}
+    takes = {name: gpu_memory(layouts.setup_of(name, size, tokens, 4)).total for name in layouts.LAYOUTS}
     assert takes["FSDP2"] < takes["ZeRO-3"] < takes["ZeRO-2"] < takes["ZeRO-1"] < takes["DDP"]
     assert takes["4 stages, ZeRO-1"] < takes["2 stages, ZeRO-1"] < takes["ZeRO-1"]
 

@@ -50,7 +50,7 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)
         patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
-        patch.setattr(cache, "FrozenParts", memory.NoParts)
+        patch.setattr(cache, "FrozenParts", memory.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         patch.setattr(cache, "make_recipe", lambda *_: {"text_tokens": "real"})
         folder = tmp_path_factory.mktemp("memory")
@@ -75,7 +75,7 @@ def grow_intern_table() -> None:
 
 def measure(memory: ModuleType, folder: Path, count: int) -> dict[str, int]:
     """Return the peak allocations of each stage."""
-    memory.lay(folder, count)
+    memory.write_samples(folder, count)
     peaks = {}
     for part in (part for part in memory.PARTS if part != "read2"):
         (folder / "data.toml").write_text(memory.data_toml(part), encoding="utf-8")
