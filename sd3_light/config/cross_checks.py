@@ -13,10 +13,10 @@ from sd3_light.config.sizes import SIZES, chosen_size_name
 
 
 def _fault(
-    key: str, problem: str, given: str | None = None, allowed: str | None = None, hint: str | None = None
+    key: str, problem: str, value: str | None = None, allowed: str | None = None, hint: str | None = None
 ) -> Fault:
     """Build a fault without a file; the caller fills it in."""
-    return Fault("", key, problem, given, allowed, hint)
+    return Fault("", key, problem, value, allowed, hint)
 
 
 def _num_blocks(train: TrainConfig) -> int | None:
@@ -47,7 +47,7 @@ def text_recon(train: TrainConfig) -> Iterator[Fault]:
     """The target of the text reconstruction must come before the text stream's last output."""
     num_blocks, layer = _num_blocks(train), train.model.text_recon_target_layer
     if train.model.text_recon_gamma > 0 and num_blocks is not None and layer > num_blocks - 2:
-        yield _fault("model.text_recon_target_layer", **text_recon_problem(num_blocks), given=str(layer))
+        yield _fault("model.text_recon_target_layer", **text_recon_problem(num_blocks), value=str(layer))
 
 
 def text_recon_problem(num_blocks: int) -> dict[str, str]:
@@ -74,7 +74,7 @@ def schedule(train: TrainConfig) -> Iterator[Fault]:
         if train.lr_scheduler == "step" and value is None:
             yield _fault(key, 'is required with lr_scheduler = "step"')
         if train.lr_scheduler != "step" and value is not None:
-            yield _fault(key, 'has no effect without lr_scheduler = "step"', given=str(value), hint="remove it")
+            yield _fault(key, 'has no effect without lr_scheduler = "step"', value=str(value), hint="remove it")
 
 
 def pipeline(train: TrainConfig) -> Iterator[Fault]:
@@ -85,31 +85,31 @@ def pipeline(train: TrainConfig) -> Iterator[Fault]:
     if train.zero_stage != 1:
         reason = "clips by one stage's gradients only" if train.zero_stage == 0 else "does not support pipelines"
         problem, hint = f"with pipeline_stages = {stages} this ZeRO stage {reason}", "or pipeline_stages = 1"
-        yield _fault("zero_stage", problem, given=str(train.zero_stage), allowed="1", hint=hint)
+        yield _fault("zero_stage", problem, value=str(train.zero_stage), allowed="1", hint=hint)
     if train.parallel == "fsdp2":
         problem = "pipeline stages need the DeepSpeed engine, fsdp2 needs the torch engine"
         yield _fault("parallel", problem, '"fsdp2"', hint="remove parallel, or pipeline_stages = 1")
     if num_blocks is not None and stages > num_blocks + 2:
         problem = f"more stages than the {num_blocks + 2} layers (embedding, {num_blocks} blocks, output)"
-        yield _fault("pipeline_stages", problem, given=str(stages), allowed=f"1 to {num_blocks + 2}")
+        yield _fault("pipeline_stages", problem, value=str(stages), allowed=f"1 to {num_blocks + 2}")
 
 
 def partition(train: TrainConfig) -> Iterator[Fault]:
     """`partition_split` cuts the list of layers into `pipeline_stages` non-empty parts."""
     split, stages, num_blocks = train.partition_split, train.pipeline_stages, _num_blocks(train)
-    given = str(list(split))
+    value = str(list(split))
     if train.partition_method != "manual":
         if split:
             hint = 'write partition_method = "manual", or remove it'
-            yield _fault("partition_split", 'has no effect without partition_method = "manual"', given, hint=hint)
+            yield _fault("partition_split", 'has no effect without partition_method = "manual"', value, hint=hint)
         return
     if len(split) != stages - 1:
         allowed = f"{stages - 1} numbers, one less than pipeline_stages"
-        yield _fault("partition_split", f"cuts the layers into {len(split) + 1} parts, not {stages}", given, allowed)
+        yield _fault("partition_split", f"cuts the layers into {len(split) + 1} parts, not {stages}", value, allowed)
     if any(a >= b for a, b in pairwise(split)):
-        yield _fault("partition_split", "must increase", given)
+        yield _fault("partition_split", "must increase", value)
     if num_blocks is not None and any(index >= num_blocks + 2 for index in split):
-        yield _fault("partition_split", f"beyond the last of {num_blocks + 2} layers", given, f"1 to {num_blocks + 1}")
+        yield _fault("partition_split", f"beyond the last of {num_blocks + 2} layers", value, f"1 to {num_blocks + 1}")
 
 
 def blocks(train: TrainConfig) -> Iterator[Fault]:
@@ -143,11 +143,11 @@ def optimizer(train: TrainConfig) -> Iterator[Fault]:
         return
     problem, hint = "needs the torch engine without sharding", 'write type = "adamw"'
     if train.parallel == "fsdp2":
-        given = f'"{name}" with parallel = "fsdp2"'
-        yield _fault("optimizer.type", problem, given, hint=f'{hint} or parallel = "ddp"')
+        value = f'"{name}" with parallel = "fsdp2"'
+        yield _fault("optimizer.type", problem, value, hint=f'{hint} or parallel = "ddp"')
     if train.pipeline_stages > 1:
-        given = f'"{name}" with pipeline_stages = {train.pipeline_stages}'
-        yield _fault("optimizer.type", problem, given, hint=f"{hint} or pipeline_stages = 1")
+        value = f'"{name}" with pipeline_stages = {train.pipeline_stages}'
+        yield _fault("optimizer.type", problem, value, hint=f"{hint} or pipeline_stages = 1")
 
 
 def ema(train: TrainConfig) -> Iterator[Fault]:
@@ -157,11 +157,11 @@ def ema(train: TrainConfig) -> Iterator[Fault]:
         yield _fault("ema.track", "has no effect with ema.enable = false", hint=hint)
     names = Counter(track.name for track in train.ema.track)
     for index, track in enumerate(train.ema.track):
-        key, given = f"ema.track[{index}].name", f'"{track.name}"'
+        key, value = f"ema.track[{index}].name", f'"{track.name}"'
         if names[track.name] > 1 or track.name == "ema":
-            yield _fault(key, "the name is already taken (`ema` is the main track)", given, hint="choose another")
+            yield _fault(key, "the name is already taken (`ema` is the main track)", value, hint="choose another")
         if track.name == "raw":
-            yield _fault(key, "`raw` is the name of the weights without averaging", given, hint="choose another")
+            yield _fault(key, "`raw` is the name of the weights without averaging", value, hint="choose another")
     interval = train.ema.snapshot_every_n_steps
     if interval is not None and not any(track.power_width is not None for track in train.ema.track):
         hint = "add a [[ema.track]] with power_width, or remove it"
@@ -192,11 +192,11 @@ def adapter(train: TrainConfig) -> Iterator[Fault]:
         return
     if train.freeze:
         hint = "remove freeze, or remove [adapter] to train the weights"
-        yield _fault("freeze", "with [adapter] only the adapter trains", given=str(list(train.freeze)), hint=hint)
+        yield _fault("freeze", "with [adapter] only the adapter trains", value=str(list(train.freeze)), hint=hint)
     yield from adapter_faults(train.adapter)
     if train.model.init == "random":
         hint = "give the folder or file of a trained model, or remove it"
-        yield _fault("model.init", "an adapter needs trained weights", given='"random"', hint=hint)
+        yield _fault("model.init", "an adapter needs trained weights", value='"random"', hint=hint)
 
 
 def adapter_faults(table: AdapterConfig) -> Iterator[Fault]:
@@ -206,7 +206,7 @@ def adapter_faults(table: AdapterConfig) -> Iterator[Fault]:
     for key in ("use_rslora", "use_dora"):
         if getattr(table, key):
             hint = 'remove it, or write type = "lora"'
-            yield _fault(f"adapter.{key}", f'has no effect with type = "{table.type}"', given="true", hint=hint)
+            yield _fault(f"adapter.{key}", f'has no effect with type = "{table.type}"', value="true", hint=hint)
     if table.base_bits < 16:
         problem, hint = f'type = "{table.type}" does not support quantized weights', 'write 16, or type = "lora"'
         yield _fault("adapter.base_bits", problem, str(table.base_bits), hint=hint)
@@ -216,16 +216,16 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
     """Quantized weights are neither sharded nor compiled."""
     if train.adapter is None or train.adapter.base_bits == 16:
         return
-    key, given, hint = "adapter.base_bits", str(train.adapter.base_bits), "write 16, or "
+    key, value, hint = "adapter.base_bits", str(train.adapter.base_bits), "write 16, or "
     if train.parallel == "fsdp2":
         problem = 'parallel = "fsdp2" cannot shard quantized weights'
-        yield _fault(key, problem, given, hint=f'{hint}parallel = "ddp"')
+        yield _fault(key, problem, value, hint=f'{hint}parallel = "ddp"')
     if train.pipeline_stages > 1:
         problem = "pipeline stages do not support quantized weights"
-        yield _fault(key, problem, given, hint=f"{hint}pipeline_stages = 1")
+        yield _fault(key, problem, value, hint=f"{hint}pipeline_stages = 1")
     if train.compile:
         problem = "compile = true does not support quantized layers"
-        yield _fault(key, problem, given, hint=f"{hint}compile = false")
+        yield _fault(key, problem, value, hint=f"{hint}compile = false")
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a config: its location, the given value, what is allowed and what to do."""
+    """One fault of a config: its location, the value, what is allowed and what to do."""
 
     file: str
     key: str
     problem: str
-    given: str | None = None
+    value: str | None = None
     allowed: str | None = None
     hint: str | None = None
 
     def __str__(self) -> str:
         parts = [f"{self.file}: {self.key}: {self.problem}"]
-        if self.given is not None:
-            parts.append(f"given {self.given}")
+        if self.value is not None:
+            parts.append(f"got {self.value}")
         if self.allowed is not None:
             parts.append(f"allowed: {self.allowed}")
         if self.hint is not None:

@@ -88,8 +88,8 @@ def _unalias(raw: dict[str, Any], file: str) -> Iterator[Fault]:
             continue
         value = raw.pop(alias)
         if raw.setdefault(key, value) != value:
-            given = f"{alias} = {format_value(value)}, {key} = {format_value(raw[key])}"
-            yield Fault(file, key, "two spellings of the same key disagree", given=given, hint="keep one")
+            spellings = f"{alias} = {format_value(value)}, {key} = {format_value(raw[key])}"
+            yield Fault(file, key, "two spellings of the same key disagree", value=spellings, hint="keep one")
 
 
 def _pop_unsupported(raw: dict[str, Any], file: str) -> Iterator[Fault]:
@@ -117,7 +117,7 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
     for name, key, toml in entries:
         if not toml.is_file():
             hint = "relative paths start at the folder of the TOML file"
-            faults.append(Fault(str(path), key, "no such file", given=str(toml), hint=hint))
+            faults.append(Fault(str(path), key, "no such file", value=str(toml), hint=hint))
             continue
         directories, directory_faults = load_directories(toml)
         faults += directory_faults
@@ -151,7 +151,7 @@ def _joint_faults(
     for (width, height), name in sizes.items():
         if max(width, height) > limit:
             problem = f"the position table of size {model_size} ends at {limit} px"
-            yield Fault(str(toml), name, problem, given=f"[{width}, {height}]", hint="choose another model.size")
+            yield Fault(str(toml), name, problem, value=f"[{width}, {height}]", hint="choose another model.size")
 
 
 def _batch_size_faults(

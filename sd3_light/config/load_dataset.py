@@ -67,9 +67,9 @@ def _entries(directories: Any, file: str) -> tuple[list[tuple[int, dict[str, Any
         return [], [Fault(file, "directory", "is required and missing", allowed=allowed)]
     if not isinstance(directories, list):
         hint = "write [[directory]], with two brackets" if isinstance(directories, dict) else None
-        return [], [Fault(file, "directory", "wrong type", given=format_value(directories), allowed=allowed, hint=hint)]
+        return [], [Fault(file, "directory", "wrong type", value=format_value(directories), allowed=allowed, hint=hint)]
     faults = [
-        Fault(file, f"directory[{index}]", "wrong type", given=format_value(entry), allowed="a table")
+        Fault(file, f"directory[{index}]", "wrong type", value=format_value(entry), allowed="a table")
         for index, entry in enumerate(directories)
         if not isinstance(entry, dict)
     ]
@@ -106,12 +106,12 @@ def _table_faults(raw: dict[str, Any], prefix: str, buckets_off: bool, file: str
         if key in raw and buckets_off:
             problem = "has no effect without enable_ar_bucket = true"
             hint = "write enable_ar_bucket = true, or remove it"
-            yield Fault(file, prefix + key, problem, given=format_value(raw[key]), hint=hint)
+            yield Fault(file, prefix + key, problem, value=format_value(raw[key]), hint=hint)
     if "size_buckets" in raw:
         for key in ("resolutions", "enable_ar_bucket"):
             if raw.get(key):
                 hint = "keep one: size_buckets sets exact sizes"
-                yield Fault(file, prefix + key, "conflicts with size_buckets", given=format_value(raw[key]), hint=hint)
+                yield Fault(file, prefix + key, "conflicts with size_buckets", value=format_value(raw[key]), hint=hint)
     if "ar_buckets" in raw and (range_keys := [key for key in RANGE_KEYS if key in raw]):
         yield Fault(
             file, prefix + "ar_buckets", f"conflicts with {', '.join(range_keys)}", hint="keep one or the other"
@@ -135,7 +135,7 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
     if config.enable_ar_bucket and config.min_ar > config.max_ar and not source.faulty_keys & {"min_ar", "max_ar"}:
         name = "min_ar" if "min_ar" in own or "max_ar" not in own else "max_ar"
         yield Fault(
-            file, key(name), "min_ar is greater than max_ar", given=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
+            file, key(name), "min_ar is greater than max_ar", value=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
         )
     yield from _shuffle_faults(
         source, {**defaults, **own}, key("cache_shuffle_num"), key("cache_shuffle_delimiter"), file
@@ -151,8 +151,8 @@ def _shuffle_faults(
     delimiter = values.get("cache_shuffle_delimiter")
     if num and not tags and delimiter is None:
         hint = "write shuffle_tags = true, or give cache_shuffle_delimiter"
-        yield Fault(file, num_key, "nothing defines how captions are split", given=format_value(num), hint=hint)
+        yield Fault(file, num_key, "nothing defines how captions are split", value=format_value(num), hint=hint)
     if delimiter is not None and not tags and not num:
         problem = "has no effect without shuffle_tags or cache_shuffle_num"
         hint = "write shuffle_tags = true, or remove it"
-        yield Fault(file, delimiter_key, problem, given=format_value(delimiter), hint=hint)
+        yield Fault(file, delimiter_key, problem, value=format_value(delimiter), hint=hint)

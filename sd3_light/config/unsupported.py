@@ -88,8 +88,8 @@ def pop_unsupported(file_kind: str, raw: dict[str, Any], file: str, table: str =
             continue
         if entry.value is not None and raw[entry.key] != entry.value:
             continue
-        given = None if entry.value is None else f'"{entry.value}"'
+        value = None if entry.value is None else f'"{entry.value}"'
         problem = f"not supported: {entry.reason}"
-        faults.append(Fault(file, prefix + entry.key, problem, given=given, hint=entry.instead))
+        faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=entry.instead))
         del raw[entry.key]
     return faults

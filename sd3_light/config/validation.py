@@ -1,4 +1,4 @@
-"""Validates tables and turns pydantic's errors into faults: where, what was given, what is allowed, what was meant."""
+"""Validates tables and turns pydantic's errors into faults: location, value, what is allowed, and a suggestion."""
 
 import copy
 import json
@@ -132,16 +132,16 @@ def _remove(raw: dict[str, Any], path: tuple[str, ...]) -> None:
 
 def _fault(error: ErrorDetails, location: _ErrorLocation, file_kind: str, file: str, prefix: str) -> Fault:
     key, name = prefix + location.key, location.key.rpartition(".")[2]
-    given = format_value(error["input"], name)
+    value = format_value(error["input"], name)
     if error["type"] == "extra_forbidden":
-        return Fault(file, key, "unknown key", given=given, hint=suggest_key(file_kind, location.table, name))
+        return Fault(file, key, "unknown key", value=value, hint=suggest_key(file_kind, location.table, name))
     allowed = describe_type(location.annotation)
     if error["type"] == "missing":
         return Fault(file, key, "is required and missing", allowed=allowed)
     if error["type"] == "message" and table_type(location.annotation):
-        return Fault(file, key, error["msg"], given=given)
+        return Fault(file, key, error["msg"], value=value)
     hint = _value_hint(error["input"], location.annotation)
-    return Fault(file, key, _problem(error), given=given, allowed=allowed, hint=hint)
+    return Fault(file, key, _problem(error), value=value, allowed=allowed, hint=hint)
 
 
 def _problem(error: ErrorDetails) -> str:
@@ -157,20 +157,20 @@ def _problem(error: ErrorDetails) -> str:
     return "wrong type"
 
 
-def _value_hint(given: Any, annotation: Any) -> str | None:
-    if not isinstance(given, str):
+def _value_hint(value: Any, annotation: Any) -> str | None:
+    if not isinstance(value, str):
         return None
     unquote = "write it without quotes"
     if values := known_values(annotation):
-        if given in values:
+        if value in values:
             return unquote
-        close = get_close_matches(given.lower(), values, 1)
+        close = get_close_matches(value.lower(), values, 1)
         return f'did you mean "{close[0]}"?' if close else None
     allowed = describe_type(annotation)
     if allowed == "true or false":
-        return unquote if given.lower() in ("true", "false") else None
+        return unquote if value.lower() in ("true", "false") else None
     is_numeric = "number" in allowed or "integer" in allowed
-    return unquote if is_numeric and _is_number(given) else None
+    return unquote if is_numeric and _is_number(value) else None
 
 
 def _is_number(text: str) -> bool:

@@ -68,9 +68,9 @@ def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     """Optional libraries that the config needs are installed."""
     adapter = loaded.train.adapter
     if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
-        hint, given = f"run `{INSTALL_COMMAND}`, or write base_bits = 16", str(adapter.base_bits)
+        hint, value = f"run `{INSTALL_COMMAND}`, or write base_bits = 16", str(adapter.base_bits)
         problem = "needs bitsandbytes, which is not installed"
-        yield Fault(str(loaded.path), "adapter.base_bits", problem, given=given, hint=hint)
+        yield Fault(str(loaded.path), "adapter.base_bits", problem, value=value, hint=hint)
     record = OPTIMIZERS[loaded.train.optimizer.type]
     if record.package is not None and find_spec(record.package) is None:
         hint = f'run `{record.install}`, or write type = "adamw"'
@@ -86,7 +86,7 @@ def _folder_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     folder = model.diffusers_path
     if not folder.is_dir():
         hint = "give the diffusers folder of an SD3, or create one with `sd3-light init`"
-        yield Fault(file, key, "no such folder", given=str(folder), hint=hint)
+        yield Fault(file, key, "no such folder", value=str(folder), hint=hint)
         return
     try:
         missing = missing_parts(folder, transformer=start_source(model) == folder)
@@ -94,7 +94,7 @@ def _folder_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         yield Fault(file, key, str(error))
         return
     for part in missing:
-        yield Fault(file, key, f"the folder lacks {part}", given=str(folder), hint="download or copy the whole folder")
+        yield Fault(file, key, f"the folder lacks {part}", value=str(folder), hint="download or copy the whole folder")
 
 
 def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
@@ -106,7 +106,7 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         return  # its content is checked where its size is read
     if not init.is_dir():
         hint = 'give a folder with a denoiser, a single file, or "random"'
-        yield Fault(file, key, "no such folder", given=str(init), hint=hint)
+        yield Fault(file, key, "no such folder", value=str(init), hint=hint)
         return
     folder = denoiser_folder(init)
     try:
@@ -116,7 +116,7 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         return
     for part in missing:
         problem = f"the folder has no complete denoiser: {folder.relative_to(init) / part} is missing"
-        yield Fault(file, key, problem, given=str(init), hint="give an export, an SD3 folder or its transformer folder")
+        yield Fault(file, key, problem, value=str(init), hint="give an export, an SD3 folder or its transformer folder")
 
 
 def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
@@ -140,10 +140,10 @@ def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
     actual, hint = start.size, 'remove the key, or give init = "random"'
     if model.num_layers is not None and model.num_layers != actual.num_layers:
         problem = f"the weights in {start.source} have {actual.num_layers} layers"
-        yield Fault(file, "model.num_layers", problem, given=str(model.num_layers), hint=hint)
+        yield Fault(file, "model.num_layers", problem, value=str(model.num_layers), hint=hint)
     if model.qk_norm is not None and model.qk_norm != actual.qk_norm:
         problem = f"the weights in {start.source} {'have' if actual.qk_norm else 'have no'} qk-norm"
-        yield Fault(file, "model.qk_norm", problem, given=str(model.qk_norm).lower(), hint=hint)
+        yield Fault(file, "model.qk_norm", problem, value=str(model.qk_norm).lower(), hint=hint)
     if model.size is not None:
         # the two keys above are checked on their own
         expected = SIZES[model.size].with_overrides(
@@ -160,8 +160,8 @@ def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
     """Text reconstruction uses a layer that the denoiser has."""
     model, key = loaded.train.model, "model.text_recon_target_layer"
     if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
-        given = str(model.text_recon_target_layer)
-        yield Fault(str(loaded.path), key, given=given, **text_recon_problem(size.num_layers))
+        value = str(model.text_recon_target_layer)
+        yield Fault(str(loaded.path), key, value=value, **text_recon_problem(size.num_layers))
 
 
 def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
@@ -174,7 +174,7 @@ def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault
         yield Fault(file, "model.train_type", "an adapter needs trained weights, and these start at random", hint=hint)
     existing = adapter.init_from_existing
     if existing is not None and not existing.exists():
-        yield Fault(file, "adapter.init_from_existing", "no such file or folder", given=str(existing))
+        yield Fault(file, "adapter.init_from_existing", "no such file or folder", value=str(existing))
     try:
         match_targets(linear_layers(start.size), adapter.target_modules)
     except UserError as error:
@@ -193,14 +193,14 @@ def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fa
         longest = tokenizer_length(folder / "tokenizer_3")
     except UserError as error:
         problems, longest = [str(error)], None
-    yield from (Fault(file, key, problem, given=str(folder)) for problem in problems)
+    yield from (Fault(file, key, problem, value=str(folder)) for problem in problems)
     if longest is not None and loaded.train.model.t5_max_length > longest:
-        given = str(loaded.train.model.t5_max_length)
+        value = str(loaded.train.model.t5_max_length)
         yield Fault(
             file,
             "model.t5_max_length",
             f"tokenizer_3 accepts at most {longest} tokens",
-            given,
+            value,
             allowed=f"1 to {longest}",
         )
 
@@ -236,7 +236,7 @@ def _source_faults(dataset: DatasetConfig) -> Iterator[Fault]:
     for index, directory in enumerate(dataset.directories):
         for key, problem, path in _path_problems(directory):
             hint = "relative paths start at the folder of the TOML"
-            yield Fault(str(dataset.path), f"directory[{index}].{key}", problem, given=str(path), hint=hint)
+            yield Fault(str(dataset.path), f"directory[{index}].{key}", problem, value=str(path), hint=hint)
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]]:
@@ -263,11 +263,11 @@ def _bucket_faults(dataset: DatasetConfig, size: ModelSize) -> Iterator[Fault]:
         odd = [str(bucket) for bucket in buckets if bucket.width % SIDE_STEP or bucket.height % SIDE_STEP]
         too_wide = [str(bucket) for bucket in buckets if max(bucket.width, bucket.height) > limit]
         if odd:
-            yield Fault(str(dataset.path), key, f"sides must be multiples of {SIDE_STEP}", given=", ".join(odd))
+            yield Fault(str(dataset.path), key, f"sides must be multiples of {SIDE_STEP}", value=", ".join(odd))
         if too_wide:
             problem = f"the denoiser's position table ends at {limit} px"
             hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
-            yield Fault(str(dataset.path), key, problem, given=", ".join(too_wide), hint=hint)
+            yield Fault(str(dataset.path), key, problem, value=", ".join(too_wide), hint=hint)
 
 
 # --- output folders ---------------------------------------------------------------------
@@ -287,17 +287,17 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         outputs += [("eval_datasets", dataset.cache_dir) for dataset in loaded.eval_datasets.values()]
     for name, output in outputs:
         if isinstance(output, str) and (problem := protocol_problem(output)):
-            yield Fault(str(loaded.path), name, problem, given=output)
+            yield Fault(str(loaded.path), name, problem, value=output)
         # a finished, read-only cache can be trained from with --trust_cache
         finished = name != "output_dir" and isinstance(output, Path) and (output / MANIFEST).is_file()
         if isinstance(output, Path) and not finished and (problem := _cannot_create(output)):
-            yield Fault(str(loaded.path), name, problem, given=str(output), hint="choose another folder")
+            yield Fault(str(loaded.path), name, problem, value=str(output), hint="choose another folder")
 
 
 def _tracker_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     """The package of every enabled tracker is installed."""
     for key, remedy in missing_trackers(loaded.train.monitoring).items():
-        yield Fault(str(loaded.path), f"monitoring.{key}", "the package is not installed", given="true", hint=remedy)
+        yield Fault(str(loaded.path), f"monitoring.{key}", "the package is not installed", value="true", hint=remedy)
 
 
 def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:
@@ -307,7 +307,7 @@ def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:
         return
     size = manifest_bytes(folder / "manifest.json")
     if size is not None and (problem := too_large(size)):
-        yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, given="false")
+        yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, value="false")
 
 
 def _cannot_create(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ EVAL = 'eval_datasets = [{name = "held-out", config = "data.toml"}]\n'
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("value", "expected"),
     [
         ("s3://bucket/folder", "s3://bucket/folder"),
         ("s3://bucket/folder//", "s3://bucket/folder"),
@@ -26,28 +26,28 @@ EVAL = 'eval_datasets = [{name = "held-out", config = "data.toml"}]\n'
         ("memory://cache", "memory://cache"),
     ],
 )
-def test_urls_are_unchanged(files: Any, given: str, expected: str) -> None:
-    loaded = files.load(f'{EVAL}cache_dir = "{given}"')
+def test_urls_are_unchanged(files: Any, value: str, expected: str) -> None:
+    loaded = files.load(f'{EVAL}cache_dir = "{value}"')
     assert loaded.train.cache_dir == loaded.dataset.cache_dir == expected
     assert loaded.eval_datasets["held-out"].cache_dir == f"{expected}-eval-held-out"
 
 
-@pytest.mark.parametrize("given", ["cache", "a/b://c", "./s3://bucket", "~/cache"])
-def test_paths_are_paths(files: Any, given: str) -> None:
-    assert isinstance(files.load(f'cache_dir = "{given}"').dataset.cache_dir, Path)
-    assert not is_url(given)
+@pytest.mark.parametrize("value", ["cache", "a/b://c", "./s3://bucket", "~/cache"])
+def test_paths_are_paths(files: Any, value: str) -> None:
+    assert isinstance(files.load(f'cache_dir = "{value}"').dataset.cache_dir, Path)
+    assert not is_url(value)
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/folder", "cache"])
-def test_the_resolved_config_has_the_same_location(files: Any, given: str) -> None:
-    loaded = files.load(f'cache_dir = "{given}"')
+@pytest.mark.parametrize("value", ["s3://bucket/folder", "cache"])
+def test_the_resolved_config_has_the_same_location(files: Any, value: str) -> None:
+    loaded = files.load(f'cache_dir = "{value}"')
     again = files.folder / "again.toml"
     again.write_text(resolved_toml(loaded), encoding="utf-8")
     assert load_config(again).train == loaded.train
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         "s3://AKIA:hunter2@bucket/folder",
         "s3://hunter2@bucket/folder",
@@ -56,8 +56,8 @@ def test_the_resolved_config_has_the_same_location(files: Any, given: str) -> No
         "https://host/x?token=hunter2",
     ],
 )
-def test_secrets_in_a_url_are_rejected_and_hidden(files: Any, given: str) -> None:
-    for faults in (files.faults(f'cache_dir = "{given}"'), files.faults(overrides=(f"cache_dir={given}",))):
+def test_secrets_in_a_url_are_rejected_and_hidden(files: Any, value: str) -> None:
+    for faults in (files.faults(f'cache_dir = "{value}"'), files.faults(overrides=(f"cache_dir={value}",))):
         (fault,) = faults
         assert fault.key == "cache_dir"
         assert "must not" in fault.problem
@@ -66,7 +66,7 @@ def test_secrets_in_a_url_are_rejected_and_hidden(files: Any, given: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("value", "problem"),
     [
         ("simplecache::s3://bucket/x", "not a URL with a single protocol"),
         ("://bucket/x", "not a URL with a single protocol"),
@@ -76,11 +76,11 @@ def test_secrets_in_a_url_are_rejected_and_hidden(files: Any, given: str) -> Non
         ("file://folder/cache", "three slashes"),
     ],
 )
-def test_invalid_urls(only_fault: OnlyFault, given: str, problem: str) -> None:
-    fault = only_fault(f'cache_dir = "{given}"')
+def test_invalid_urls(only_fault: OnlyFault, value: str, problem: str) -> None:
+    fault = only_fault(f'cache_dir = "{value}"')
     assert fault.key == "cache_dir"
     assert problem in fault.problem
-    assert fault.given == f'"{given}"'
+    assert fault.value == f'"{value}"'
 
 
 def test_hiding_secrets_in_text() -> None:

@@ -188,4 +188,4 @@ def test_batch_list_names_the_missing_resolution(only_fault: OnlyFault) -> None:
 
 def test_resolution_beyond_the_position_table(only_fault: OnlyFault) -> None:
     fault = only_fault(model='size = "tiny2"', dataset='resolutions = [272]\n[[directory]]\npath = "a"')
-    assert (fault.key, fault.given) == ("resolutions", "[272, 272]")
+    assert (fault.key, fault.value) == ("resolutions", "[272, 272]")

@@ -75,8 +75,8 @@ def test_a_report_is_a_user_error(files: Any) -> None:
 )
 def test_readable_messages(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:
     fault = only_fault(line)
-    key, _, given = line.partition(" = ")
-    assert (fault.key, fault.problem, fault.given, fault.allowed, fault.hint) == (key, problem, given, allowed, hint)
+    key, _, value = line.partition(" = ")
+    assert (fault.key, fault.problem, fault.value, fault.allowed, fault.hint) == (key, problem, value, allowed, hint)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_missing_dataset_files_are_named(files: Any) -> None:
         ("dataset", "no such file"),
         ("eval_datasets[1]", "no such file"),
     ]
-    assert faults[1].given == str(files.folder / "gone.toml")
+    assert faults[1].value == str(files.folder / "gone.toml")
 
 
 @pytest.mark.parametrize(

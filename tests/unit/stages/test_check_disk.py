@@ -131,7 +131,7 @@ def test_frozen_parts_match(files: Any, only_fault: Single, file: str, content: 
 def test_t5_length_fits_its_tokenizer(files: Any, only_fault: Single) -> None:
     files.json("sd3/tokenizer_3/tokenizer_config.json", {"model_max_length": 10})
     fault = only_fault()
-    assert (fault.key, fault.given, fault.allowed) == ("model.t5_max_length", "12", "1 to 10")
+    assert (fault.key, fault.value, fault.allowed) == ("model.t5_max_length", "12", "1 to 10")
 
 
 def test_text_reconstruction_uses_an_existing_layer(files: Any, only_fault: Single) -> None:
@@ -147,7 +147,7 @@ def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
     fault = only_fault(dataset=dataset)
     assert fault.key == "directory[0].resolutions"
     assert "ends at 256 px" in fault.problem
-    assert "256x256" not in (fault.given or "")
+    assert "256x256" not in (fault.value or "")
     assert disk_faults(files.load(dataset=dataset.replace("true", "false"))) == []
 
 

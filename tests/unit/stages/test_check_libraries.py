@@ -36,5 +36,5 @@ def test_few_bits_without_their_library(
     files.denoiser("sd3/transformer")
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
     fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
-    assert (fault.key, fault.given) == ("adapter.base_bits", "4")
+    assert (fault.key, fault.value) == ("adapter.base_bits", "4")
     assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 16"
