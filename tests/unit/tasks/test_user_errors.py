@@ -142,7 +142,7 @@ def test_bad_modules(tmp_path: Path, make: Any, message: str) -> None:
     ("keys", "message"),
     [
         ({"rank": "8"}, "train_adapter: rank: wrong type"),
-        ({"rnak": 8}, "train_adapter: rnak: unknown key; given 8; did you mean `rank`?"),
+        ({"rnak": 8}, "train_adapter: rnak: unknown key; got 8; did you mean `rank`?"),
         ({"target_modules": ["9"]}, "9: no linear layer has a name that ends so"),
         ({"type": "lokr", "use_dora": True}, 'use_dora: has no effect with type = "lokr"'),
         ({"init_from_existing": "nowhere.safetensors"}, "nowhere.safetensors is no file"),
