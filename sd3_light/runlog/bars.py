@@ -32,7 +32,7 @@ class Bar:
         self.fields: dict[str, Field] = {}
         self._first = (time.monotonic(), done)
         self._points = deque([self._first], maxlen=_NUM_POINTS)
-        self._display: _Display = _Silent()
+        self._display: _Display = _SilentDisplay()
         self._next_update = 0.0
 
     def advance(self, n: int = 1, **fields: Field) -> None:
@@ -101,7 +101,7 @@ class _Display(Protocol):
         """Show the final state of the bar."""
 
 
-class _Silent:
+class _SilentDisplay:
     def update(self, bar: Bar) -> float:
         return float("inf")
 
@@ -109,7 +109,7 @@ class _Silent:
         pass
 
 
-class _Lines:
+class _LineDisplay:
     """Plain lines; the first is printed before any work, so that a slow start is visible."""
 
     def __init__(self, bar: Bar):
@@ -124,15 +124,15 @@ class _Lines:
         info(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
 
 
-class _Live:
+class _LiveDisplay:
     """A line of the live display that all bars share; a nested bar is below its parent and disappears when it ends."""
 
     _screen: Progress | None = None
 
     def __init__(self, bar: Bar):
-        self._outermost = _Live._screen is None
-        screen = _Live._screen or _new_screen()
-        _Live._screen = self._own_screen = screen
+        self._outermost = _LiveDisplay._screen is None
+        screen = _LiveDisplay._screen or _new_screen()
+        _LiveDisplay._screen = self._own_screen = screen
         self._task: TaskID = screen.add_task(
             bar.title, total=bar.total, completed=bar.done, status=bar.status(brief=True)
         )
@@ -150,7 +150,7 @@ class _Live:
         status = bar.status(finished=True) + ("" if finished else " · stopped")
         self._own_screen.update(self._task, total=bar.total, completed=bar.done, status=status)
         self._own_screen.stop()
-        _Live._screen = None
+        _LiveDisplay._screen = None
 
 
 def _new_screen() -> Progress:
@@ -171,8 +171,8 @@ def _new_screen() -> Progress:
 
 def _display_for(bar: Bar) -> _Display:
     if not is_main_process():
-        return _Silent()
-    return _Live(bar) if console.is_terminal and not console.is_dumb_terminal else _Lines(bar)
+        return _SilentDisplay()
+    return _LiveDisplay(bar) if console.is_terminal and not console.is_dumb_terminal else _LineDisplay(bar)
 
 
 def _number(value: Field, digits: int = 4) -> str:

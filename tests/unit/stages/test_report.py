@@ -22,12 +22,12 @@ Event = dict[str, Any]
 Write = Callable[..., Path]
 
 
-def event(kind: str, at: float, **fields: Any) -> Event:
-    return {"event": kind, "time": 1.8e9 + at, **fields}
+def event(kind: str, seconds: float, **fields: Any) -> Event:
+    return {"event": kind, "time": 1.8e9 + seconds, **fields}
 
 
-def step(at: int, loss: float | str, **fields: Any) -> Event:
-    return event("step", at, step=at, samples=64 * at, skipped=0, loss=loss, **fields)
+def step(number: int, loss: float | str, **fields: Any) -> Event:
+    return event("step", number, step=number, samples=64 * number, skipped=0, loss=loss, **fields)
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def loss_of(folder: Path) -> list[tuple[float, float]]:
     return stage.run(folder).steps["loss"].points
 
 
-# --- what counts ------------------------------------------------------------------------------
+# --- repeated steps and evaluations -----------------------------------------------------------
 
 
 def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write) -> None:
     folder = write(
         [
             event("start", 0, step=0, total=8),
-            *(step(at, 1.0) for at in range(1, 7)),
+            *(step(x, 1.0) for x in range(1, 7)),
             event("eval", 6, step=6, set="held", weights="ema", flow=1.0),
             event("resume", 100, step=4, total=8),
             step(5, 2.0),
@@ -84,7 +84,7 @@ def test_a_new_start_discards_the_steps_before(write: Write) -> None:
 def test_evaluations_are_separate_by_set_and_weights(write: Write) -> None:
     keys = [("held", "raw"), ("held", "ema"), ("coco", "ema")]
     losses = {"flow": 0.5, "flow@0.1": 0.25, "flow@0.9": "nan"}
-    folder = write(event("eval", 1, step=at, set=name, weights=kind, **losses) for at in (0, 10) for name, kind in keys)
+    folder = write(event("eval", 1, step=x, set=name, weights=kind, **losses) for x in (0, 10) for name, kind in keys)
     evals = stage.run(folder).evals
     assert list(evals) == keys
     assert evals["held", "ema"]["flow@0.1"].points == [(0, 0.25), (10, 0.25)]
@@ -97,9 +97,9 @@ def test_evaluations_are_separate_by_set_and_weights(write: Write) -> None:
 def test_spikes_means_and_nonfinite_values_survive_thinning() -> None:
     count = 20 * NUM_BINS
     builder = CurveBuilder(count, ["loss"], ["band"])
-    for at in range(count):
-        value: Any = {7001: 51.0, 7003: -49.0, 9000: "nan"}.get(at, 1.0)
-        builder.add(at, {"loss": value, "band": {"a": 2.0}} if at % 2 else {"loss": value})
+    for x in range(count):
+        value: Any = {7001: 51.0, 7003: -49.0, 9000: "nan"}.get(x, 1.0)
+        builder.add(x, {"loss": value, "band": {"a": 2.0}} if x % 2 else {"loss": value})
     builder.finish()
     loss, band = builder.curves["loss"], builder.curves["band/a"]
     assert len(loss.x) == NUM_BINS
@@ -114,19 +114,19 @@ def test_spikes_means_and_nonfinite_values_survive_thinning() -> None:
 
 def test_smoothing_keeps_a_level_and_a_slope() -> None:
     builder = CurveBuilder(400, ["level", "slope"])
-    for at in range(400):
-        builder.add(at, {"level": 3.0, "slope": float(at)})
-    smooth, records = builder.curves["level"].smooth()
-    assert records == 11
+    for x in range(400):
+        builder.add(x, {"level": 3.0, "slope": float(x)})
+    smooth, window = builder.curves["level"].smooth()
+    assert window == 11
     assert {y for _, y in smooth} == {3.0}
     slope, _ = builder.curves["slope"].smooth()
-    assert slope[100:300] == [(at, at) for at in range(100, 300)]
+    assert slope[100:300] == [(x, x) for x in range(100, 300)]
 
 
 def test_an_even_sample_includes_the_last_event() -> None:
     sample = EvenSample()
-    for at in range(10 * MOST_EVENTS + 1):
-        sample.add({"step": at})
+    for x in range(10 * MOST_EVENTS + 1):
+        sample.add({"step": x})
     shown = [event["step"] for event in sample]
     assert MOST_EVENTS <= len(shown) <= 2 * MOST_EVENTS + 1
     assert (shown[0], shown[-1]) == (0, 10 * MOST_EVENTS)
@@ -139,9 +139,9 @@ def test_a_long_log_is_scanned_and_keeps_its_spikes(write: Write, monkeypatch: p
 
     def events() -> Iterable[Event]:
         yield event("start", 0, step=0)
-        for at in range(1, 1001):
-            loss: float | str = {501: 9.0, 701: "nan"}.get(at, 1.0)
-            yield step(at, loss, grad_norm=7.0 if at == 333 else 0.5, lr=1e-4)
+        for x in range(1, 1001):
+            loss: float | str = {501: 9.0, 701: "nan"}.get(x, 1.0)
+            yield step(x, loss, grad_norm=7.0 if x == 333 else 0.5, lr=1e-4)
 
     report = stage.run(write(events()))
     assert (501, 9.0) in report.steps["loss"].extremes
@@ -157,12 +157,12 @@ def test_a_long_log_is_scanned_and_keeps_its_spikes(write: Write, monkeypatch: p
 def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> None:
     line = step(1, 0.5123456789012345, lr=1e-4, grad_norm=0.31234567890123456)
     line |= dict.fromkeys(("param_norm", "samples_per_second", "data_wait", "mfu", "flow"), 0.123456789012345)
-    line["band"] = {f"0.{at}": 0.123456789012345 for at in range(10)}
+    line["band"] = {f"0.{x}": 0.123456789012345 for x in range(10)}
     text = json.dumps(line)
     assert 10 * MOST_PARSED == 500_000
     with (tmp_path / "log.jsonl").open("w") as file:
         file.write(json.dumps(event("start", 0, step=0)) + "\n")
-        file.writelines(text.replace('"step": 1,', f'"step": {at},') + "\n" for at in range(1, 500_001))
+        file.writelines(text.replace('"step": 1,', f'"step": {x},') + "\n" for x in range(1, 500_001))
     code = (
         "import resource, sys; from pathlib import Path; from sd3_light.stages.report import write_run_page;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
@@ -184,7 +184,7 @@ def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
     folder = write(
         [
             event("start", 0, step=0, total=100),
-            *(step(at, 1 / at, samples_per_second=103.26, data_wait=0.125, mfu=0.41) for at in range(1, 101)),
+            *(step(x, 1 / at, samples_per_second=103.26, data_wait=0.125, mfu=0.41) for x in range(1, 101)),
             event("eval", 100, step=100, set="held", weights="ema", flow=0.25),
             event("checkpoint", 101, step=100, file="step-00000100"),
             event("checkpoint_failed", 102, step=100, reason="disk full"),
