@@ -41,9 +41,9 @@ class RunLog:
     """The log of a run folder, written by the main process; on other ranks every call does nothing.
 
     A line is written (to the system's cache) when `event` returns. While the disk is full, lines wait in memory, and a
-    mirror that fails is disabled; each is reported once. When a log is opened again, an incomplete last line of a killed
-    run is removed. `secrets` are replaced by `***` in every text. `x_axis` names the field of "step" and "eval" events
-    that is the x of their curves. Several threads may log at the same time.
+    mirror that fails is disabled; each is reported once. When a log is opened again, the incomplete last line of a
+    killed run is removed. `secrets` are replaced by `***` in every text. `x_axis` names the field of "step" and "eval"
+    events that is the x of their curves. Several threads may log at the same time.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
     folder = write(
         [
             event("start", 0, step=0, total=100),
-            *(step(x, 1 / at, samples_per_second=103.26, data_wait=0.125, mfu=0.41) for x in range(1, 101)),
+            *(step(x, 1 / x, samples_per_second=103.26, data_wait=0.125, mfu=0.41) for x in range(1, 101)),
             event("eval", 100, step=100, set="held", weights="ema", flow=0.25),
             event("checkpoint", 101, step=100, file="step-00000100"),
             event("checkpoint_failed", 102, step=100, reason="disk full"),
