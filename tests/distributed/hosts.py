@@ -1,6 +1,6 @@
-"""Two hosts on one machine: each has a network, processes and a name of its own; a virtual cable joins them.
+"""Two virtual hosts on one machine, each with its own network, process space and host name, joined by a virtual cable.
 
-They share the disk, as machines with a shared file system do, and nothing else.
+Like machines with a shared file system they share the disk and nothing else.
 """
 
 import os
@@ -19,55 +19,55 @@ from typing import Self, TypeVar
 DEVICE = "eth0"
 NAMES = ("alpha", "beta")
 ADDRESSES = ("10.203.0.1", "10.203.0.2")
-NOBODY = "10.203.0.77"
+UNUSED_ADDRESS = "10.203.0.77"
 """An address of the same network that no host has."""
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 _PREFIX = "sd3-light-test"
-_NO_CARD = "02:00:00:00:00:77"
+_UNUSED_MAC = "02:00:00:00:00:77"
 _TOOLS = ("ip", "unshare")
-_NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-Found = TypeVar("Found")
+_SET_HOSTNAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+T = TypeVar("T")
 
 
 class Job:
-    """A command on a host. Its words go to a file, and killing it ends all that it started, at once."""
+    """A command on a host. Its output goes to a file; killing it also kills everything that it started."""
 
-    def __init__(self, command: Sequence[str], said: Path, environment: Mapping[str, str]) -> None:
-        self.said = said
-        with said.open("wb") as file:
+    def __init__(self, command: Sequence[str], output: Path, environment: Mapping[str, str]) -> None:
+        self.output = output
+        with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         self.started = time.monotonic()
 
     @property
-    def words(self) -> str:
-        """All that it said so far."""
-        return self.said.read_text(encoding="utf-8", errors="replace")
+    def text(self) -> str:
+        """The output so far."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
 
-    def until(self, look: Callable[[], Found | None]) -> Found:
-        """What ``look`` finds, as soon as it finds something; the job must live on until then."""
-        deadline = time.monotonic() + PATIENCE
-        while not (found := look()):
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.words}"
-            assert time.monotonic() < deadline, f"nothing happens:\n{self.words}"
+    def until(self, probe: Callable[[], T | None]) -> T:
+        """Return the first true result of ``probe``; the job must be alive until then."""
+        deadline = time.monotonic() + TIMEOUT
+        while not (result := probe()):
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.text}"
+            assert time.monotonic() < deadline, f"timed out:\n{self.text}"
             time.sleep(0.02)
-        return found
+        return result
 
-    def end(self, within: float = PATIENCE) -> int:
-        """Wait until it ends by itself; its exit code."""
+    def end(self, within: float = TIMEOUT) -> int:
+        """Wait until it exits by itself; return its exit code."""
         try:
             return self.process.wait(within)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {within:.0f} s:\n{self.words}") from None
+            raise AssertionError(f"still there after {within:.0f} s:\n{self.text}") from None
 
     def kill(self) -> None:
-        """As a power cut: the first process of the host's process space goes, and the kernel takes the rest along."""
+        """Kill it like a power cut: the kernel ends the host's whole process space with its first process."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
 class Hosts:
-    """Two hosts, from the beginning of its block to the end; then all that runs on them is killed and they go."""
+    """A context of two hosts; at its end everything on them is killed and they are removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,31 +92,31 @@ class Hosts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for job in self._jobs:
             job.kill()
         self._remove()
 
     def start(self, host: int, command: Sequence[str], **environment: str) -> Job:
-        """Run a command on host 0 or 1, with a temp folder of its own."""
+        """Run a command on host 0 or 1, with its own temporary folder."""
         number = len(self._jobs)
         temporary = self.folder / f"tmp-{NAMES[host]}"
         temporary.mkdir(parents=True, exist_ok=True)
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary), **environment}
-        # gloo asks the host's name for its address; hosts without a name server tell it by the device
+        # gloo resolves the host's name for its address; without a name server it needs the device
         variables.setdefault("GLOO_SOCKET_IFNAME", DEVICE)
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "--pid", "--fork", "--kill-child"]
-        inside += ["--mount-proc", "sh", "-c", _NAMED, NAMES[host], *command]
-        job = Job(inside, self.folder / f"said-{number}-{NAMES[host]}.txt", variables)
+        inside += ["--mount-proc", "sh", "-c", _SET_HOSTNAME, NAMES[host], *command]
+        job = Job(inside, self.folder / f"output-{number}-{NAMES[host]}.txt", variables)
         self._jobs.append(job)
         return job
 
-    def cut(self) -> None:
-        """Pull the cable: nobody is told, packets just do not arrive any more."""
+    def cut_cable(self) -> None:
+        """Cut the cable: packets are lost and neither host is notified."""
         for space, other in zip(self._spaces, reversed(ADDRESSES), strict=True):
-            # a link that is set down tells its own host; packets to a card that nobody has tell nobody
-            _ip("-n", space, "neighbour", "replace", other, "lladdr", _NO_CARD, "dev", DEVICE, "nud", "permanent")
+            # setting a link down would notify its host; packets to an unused MAC address are lost silently
+            _ip("-n", space, "neighbour", "replace", other, "lladdr", _UNUSED_MAC, "dev", DEVICE, "nud", "permanent")
 
     def _remove(self) -> None:
         for space in self._spaces:
@@ -124,17 +124,17 @@ class Hosts:
 
 
 @cache
-def why_not() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+def why_unavailable() -> str | None:
+    """Return why hosts cannot be created here, or None."""
     if not sys.platform.startswith("linux"):
-        return "this is no Linux"
+        return "not Linux"
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} not installed"
     try:
         with Hosts(Path()):
             return None
     except subprocess.CalledProcessError as error:
-        return f"`{' '.join(error.cmd)}` says {error.stderr.decode().strip()!r}"
+        return f"`{' '.join(error.cmd)}` failed: {error.stderr.decode().strip()!r}"
 
 
 def _ip(*arguments: str) -> None:
@@ -142,7 +142,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _sweep() -> None:
-    """Remove the hosts of test processes that were killed, and what still runs on them."""
+    """Remove the hosts of killed test processes and everything that still runs on them."""
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     for line in listed.splitlines():
         space = line.split()[0]

@@ -1,6 +1,6 @@
-"""Runs of one project under many layouts, several to a launch: what the tests of engines and checkpoints stand on.
+"""Runs of one project under many layouts, several per launch, for the tests of engines and checkpoints.
 
-As a program, started by torchrun or plain python: carries out a list of jobs, one training run each.
+As a program, started by torchrun or plain python, it runs a list of jobs: one training run each.
 """
 
 import json
@@ -22,7 +22,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """An engine over some processes; every layout makes global batches of 8."""
+    """An engine on some processes; every layout has global batches of 8."""
 
     name: str
     world: int = 1
@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def keys(self) -> list[str]:
-        """Overrides of the train TOML."""
+        """Overrides of the train config."""
         replicas = self.world // self.stages
         return [
             f'parallel="{self.parallel}"',
@@ -46,13 +46,13 @@ class Layout:
 
     @property
     def engine(self) -> str:
-        """What a run's log says."""
+        """The engine's name in a run's log."""
         if self.deepspeed:
             return f"deepspeed pp{self.stages} dp{self.world // self.stages} zero{self.zero}"
         return f"torch {self.parallel}" if self.world > 1 else "torch"
 
     def accumulating(self, micro_batches: int) -> "Layout":
-        """The same with other micro-batches."""
+        """Return the layout with another number of micro-batches."""
         return replace(self, accumulation=micro_batches)
 
 
@@ -71,18 +71,18 @@ PIPE4   = Layout("pipe4",   4, deepspeed=True, stages=4, accumulation=4)
 # fmt: on
 ALL_LAYOUTS = (ONE, DDP, FSDP2, DS_ONE, ZERO0, ZERO1, PIPE, ZERO2, ZERO3, PIPES)
 
-WITHOUT = "SD3_LIGHT_TEST_WITHOUT_DEEPSPEED"
-"""A variable that lets the tests of layouts run as if DeepSpeed were not installed."""
+WITHOUT_DEEPSPEED = "SD3_LIGHT_TEST_WITHOUT_DEEPSPEED"
+"""If this variable is set, the layout tests run as if DeepSpeed were not installed."""
 
-HAS_DEEPSPEED = find_spec("deepspeed") is not None and not os.environ.get(WITHOUT)
+HAS_DEEPSPEED = find_spec("deepspeed") is not None and not os.environ.get(WITHOUT_DEEPSPEED)
 LAYOUTS = tuple(layout for layout in ALL_LAYOUTS if HAS_DEEPSPEED or not layout.deepspeed)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a project's train TOML in a folder beside it, from its beginning or from a checkpoint.
+    """A run of a project's train config in its own folder, from the start or from a checkpoint.
 
-    With ``poisoned`` the pictures of that step of the process are not numbers.
+    With ``poisoned`` the latents of that step of the process are NaN.
     """
 
     toml: str
@@ -94,25 +94,25 @@ class Job:
 
     @property
     def overrides(self) -> list[str]:
-        """All of them."""
+        """All overrides of the job."""
         return [f'output_dir="{self.run}"', *self.layout.keys, *self.keys]
 
 
 def launch(jobs: Sequence[Job], folder: Path, timeout: int = 280) -> None:
-    """One launch of the jobs, all of layouts of one size: by torchrun, or by plain python where they are alone."""
+    """Launch jobs of one world size together, with torchrun, or with plain python for a single process."""
     (world,) = {job.layout.world for job in jobs}
     folder.mkdir(parents=True, exist_ok=True)
-    listed = folder / f"jobs-{world}.json"
-    listed.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    job_list = folder / f"jobs-{world}.json"
+    job_list.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    command = [sys.executable, *(torchrun if world > 1 else []), str(Path(__file__).resolve()), str(listed)]
+    command = [sys.executable, *(torchrun if world > 1 else []), str(Path(__file__).resolve()), str(job_list)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
     assert done.returncode == 0, done.stderr[-8000:]
 
 
 def train_here(job: Job) -> None:
-    """The job in this process, whose layout it is; an export's proof is left to other tests."""
+    """Run the job in this process; the proof of exports is left to other tests."""
     from sd3_light.config import load_config
     from sd3_light.engines import Launch
     from sd3_light.stages import train
@@ -123,11 +123,11 @@ def train_here(job: Job) -> None:
 
 
 POISON = {"in": 0}
-"""How many steps from now have a bad batch; 0: none."""
+"""The number of steps until a bad batch; 0: none."""
 
 
 def poison(batches: Sequence[Any]) -> Sequence[Any]:
-    """The micro-batches of a step, or such that no loss of them is finite."""
+    """Return the micro-batches of a step, or a copy with non-finite losses."""
     POISON["in"] -= 1
     if POISON["in"]:
         return batches
@@ -135,8 +135,8 @@ def poison(batches: Sequence[Any]) -> Sequence[Any]:
 
 
 def patch() -> None:
-    """No proof of exports, bad batches where a job asks for them, what a run has loaded is compared with its
-    checkpoint, bit by bit, and what it holds at its end is noted."""
+    """Patch training: skip the proof of exports, inject bad batches, compare loaded state with its checkpoint bit for
+    bit, and record the memory held at the end."""
     from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
@@ -148,50 +148,50 @@ def patch() -> None:
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = resume.ResumePoint.load
 
-    def checked(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
-        found = load(saved, engine, averages, *more)
+    def load_and_check(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
+        restored = load(saved, engine, averages, *more)
         tracks = (engine.like_weights(track_kind(n), t.shadow) for n, t in averages.tracks.items())
         for piece in chain(engine.pieces(), chain.from_iterable(tracks)):
-            wanted = saved.checkpoint.tensor(piece.name).view(-1)[piece.start : piece.start + len(piece.values)]
-            assert torch.equal(piece.values.cpu(), wanted), f"{piece.name} is not what was saved"
-        return found
+            expected = saved.checkpoint.tensor(piece.name).view(-1)[piece.start : piece.start + len(piece.values)]
+            assert torch.equal(piece.values.cpu(), expected), f"{piece.name} differs from the checkpoint"
+        return restored
 
-    resume.ResumePoint.load = checked  # type: ignore[method-assign]
+    resume.ResumePoint.load = load_and_check  # type: ignore[method-assign]
     finish = train.Driver.finish
 
-    def noting(driver: Any, start: Any) -> None:
-        note_held(driver.folder, driver.run.engine, driver.averages)
+    def record_and_finish(driver: Any, start: Any) -> None:
+        record_memory(driver.folder, driver.run.engine, driver.averages)
         finish(driver, start)
 
-    train.Driver.finish = noting  # type: ignore[method-assign]
+    train.Driver.finish = record_and_finish  # type: ignore[method-assign]
 
 
-def note_held(run: Path, engine: Any, averages: Any) -> None:
-    """Bytes of what this process holds of weights, optimizer state and averages, in a file of the run's folder."""
-    state = [value for kept in engine.optimizer.torch_optimizer.state.values() for value in kept.values()]
-    found = {
-        "weights": held(engine.weights.values()),
-        "moments": held(value for value in state if torch.is_tensor(value) and value.dim()),
-        "averages": held(tensor for track in averages.tracks.values() for tensor in track.shadow.values()),
+def record_memory(run: Path, engine: Any, averages: Any) -> None:
+    """Record the bytes of this process's weights, optimizer state and averages in the run's folder."""
+    state = [value for values in engine.optimizer.torch_optimizer.state.values() for value in values.values()]
+    sizes = {
+        "weights": storage_bytes(engine.weights.values()),
+        "moments": storage_bytes(value for value in state if torch.is_tensor(value) and value.dim()),
+        "averages": storage_bytes(tensor for track in averages.tracks.values() for tensor in track.shadow.values()),
     }
-    (run / f"held-{engine.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    (run / f"held-{engine.rank}.json").write_text(json.dumps(sizes), encoding="utf-8")
 
 
-def held(tensors: Iterable[Any]) -> int:
-    """Bytes of the memory in which tensors lie, each counted once."""
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def main(listed: Path) -> None:
-    """All jobs, one after another, in the same processes."""
+def main(job_list: Path) -> None:
+    """Run all jobs one after another in the same processes."""
     from sd3_light.engines import Launch
     from sd3_light.runlog.console import set_main_process
 
     set_main_process(Launch.detect().is_main)
     patch()
-    for table in json.loads(listed.read_text(encoding="utf-8")):
+    for table in json.loads(job_list.read_text(encoding="utf-8")):
         train_here(Job(**{**table, "layout": Layout(**table["layout"]), "keys": tuple(table["keys"])}))
 
 

@@ -1,4 +1,4 @@
-"""Two processes write one checkpoint in the background and agree on how it went, whatever befalls one of them."""
+"""Two processes write one checkpoint in the background and get the same result, also when one of them fails."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from sd3_light.checkpoint.store import open_checkpoint, temporary_folder
 from sd3_light.engines.protocol import TensorPiece
 
 ROWS, WIDTH = 6, 5
-LONGEST_FILE = resource.getrlimit(resource.RLIMIT_FSIZE)
+FILE_SIZE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
-# --- what each of the two processes does (this file is their program) ---------------------------
+# --- the program of each of the two processes (this file) ----------------------------------------
 
 
 def halves(rank: int, value: float) -> list[TensorPiece]:
-    """Half of the rows of one tensor, all of a replica that rank 1 writes, and a tensor that rank 0 has alone."""
+    """Return half of one tensor, a replica that rank 1 writes, and a tensor that only rank 0 has."""
     rows = torch.arange(ROWS * WIDTH, dtype=torch.float32) + value
     count = ROWS * WIDTH // 2
     pieces = [TensorPiece("param/rows", rows[rank * count :][:count], rank * count, (ROWS, WIDTH))]
@@ -36,71 +36,73 @@ def halves(rank: int, value: float) -> list[TensorPiece]:
 
 
 class Worker:
-    """One of the two processes; every story saves on both and returns what this one was told."""
+    """One of the two processes; every scenario saves on both and returns the results that this one got."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder = rank, folder
-        patience = timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=patience)
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
+        timeout = timedelta(seconds=60)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timeout
+        )
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self.keeper = CheckpointKeeper(folder / "saved", rank, 2, self.group, keep_last=2)
 
-    def tell(self, keeper: CheckpointKeeper) -> list[dict[str, Any]]:
-        found = []
-        for one in keeper.wait():
-            said = (
-                {"failed": one.reason}
-                if isinstance(one, CheckpointFailed)
-                else {"file": one.path.name, "bytes": one.bytes}
+    def results(self, keeper: CheckpointKeeper) -> list[dict[str, Any]]:
+        results = []
+        for save in keeper.wait():
+            outcome = (
+                {"failed": save.reason}
+                if isinstance(save, CheckpointFailed)
+                else {"file": save.path.name, "bytes": save.bytes}
             )
-            found.append({"step": one.step, **said, "facts": one.facts})
-        return found
+            results.append({"step": save.step, **outcome, "facts": save.facts})
+        return results
 
     def save(self, step: int, keeper: CheckpointKeeper | None = None) -> list[dict[str, Any]]:
         keeper = keeper or self.keeper
         keeper.save(step, halves(self.rank, step), {"step": step})
-        return self.tell(keeper)
+        return self.results(keeper)
 
     def while_training(self) -> list[dict[str, Any]]:
-        """Rank 1's part comes late: rank 0's thread waits for it in a collective while both main threads use theirs."""
-        go_on, write = threading.Event(), background.write_part
+        """Rank 1's part is late: rank 0's thread waits for it in a collective, and both main threads run their own."""
+        gate, write = threading.Event(), background.write_part
         if self.rank == 1:
-            background.write_part = lambda *given: go_on.wait(60) and write(*given)  # type: ignore[assignment]
+            background.write_part = lambda *args: gate.wait(60) and write(*args)  # type: ignore[assignment]
         self.keeper.save(1, halves(self.rank, 1), {"step": 1})
         total = torch.ones(1)
         for _ in range(50):
             dist.all_reduce(total)
         unfinished = not self.keeper.has_results()
         dist.barrier()
-        go_on.set()
+        gate.set()
         background.write_part = write
-        return [{"total": total.item(), "unfinished": unfinished}, *self.tell(self.keeper)]
+        return [{"total": total.item(), "unfinished": unfinished}, *self.results(self.keeper)]
 
     def full_disk(self) -> list[dict[str, Any]]:
-        """Rank 1 may write no file of more than a few bytes; then there is room again."""
+        """Rank 1 cannot write more than a few bytes; then the disk has space again."""
         if self.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, LONGEST_FILE[1]))
-        told = self.save(2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, LONGEST_FILE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, FILE_SIZE_LIMIT[1]))
+        results = self.save(2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, FILE_SIZE_LIMIT)
         dist.barrier()
-        told.append({"left": sorted(path.name for path in (self.folder / "saved").iterdir())})
+        results.append({"left": sorted(path.name for path in (self.folder / "saved").iterdir())})
         dist.barrier()
-        return [*told, *self.save(2), *self.save(3)]
+        return [*results, *self.save(2), *self.save(3)]
 
     def commit_fails(self) -> list[dict[str, Any]]:
-        """The rank that has the last word cannot speak it."""
+        """Rank 0 fails in the final commit."""
         real = background.commit
 
         def commit(*_: Any) -> Path:
             raise OSError(28, "No space left on device", "index.json")
 
         background.commit = commit
-        told = self.save(4)
+        results = self.save(4)
         background.commit = real
-        return told
+        return results
 
     def leftovers(self) -> list[dict[str, Any]]:
-        """A killed run of more ranks left parts of the same step."""
+        """A killed run with more ranks left parts of the same step."""
         temporary = temporary_folder(self.folder / "saved", 5)
         if self.rank == 0:
             temporary.mkdir()
@@ -110,32 +112,32 @@ class Worker:
         return self.save(5)
 
     def one_writer(self) -> list[dict[str, Any]]:
-        """Rank 1 writes nothing and is told all the same."""
+        """Rank 1 writes nothing but gets the result."""
         keeper = CheckpointKeeper(self.folder / "alone", self.rank, 1, self.group)
         keeper.save(1, halves(0, 1)[2:], {})
-        return self.tell(keeper)
+        return self.results(keeper)
 
     def outsider(self) -> list[dict[str, Any]]:
-        """Rank 1 is not in the group: it copies nothing and goes its way."""
+        """Rank 1 is not in the group: it copies nothing and does not wait."""
         group: dist.ProcessGroup = dist.new_group([0], backend="gloo")
         keeper = CheckpointKeeper(self.folder / "outsider", self.rank, 1, group)
         stall = keeper.save(1, halves(0, 1)[2:], {})
-        return [{"still": stall == 0}, *self.tell(keeper)]
+        return [{"idle": stall == 0}, *self.results(keeper)]
 
     def not_shared(self) -> list[dict[str, Any]]:
-        """Each machine has a folder of its own."""
+        """Each machine has its own folder."""
         keeper = CheckpointKeeper(self.folder / f"machine{self.rank}", self.rank, 2, self.group)
-        told = self.save(1, keeper)
-        return [*told, {"left": [path.name for path in keeper.folder.iterdir()]}]
+        results = self.save(1, keeper)
+        return [*results, {"left": [path.name for path in keeper.folder.iterdir()]}]
 
     def a_rank_dies(self) -> list[dict[str, Any]]:
-        """In the middle of a save."""
+        """Rank 1 dies during a save."""
         if self.rank == 1:
             background.write_part = lambda *_: os._exit(7)  # type: ignore[assignment]
         return self.save(6)
 
 
-STORIES = [
+SCENARIOS = [
     "while_training",
     "full_disk",
     "commit_fails",
@@ -149,26 +151,26 @@ STORIES = [
 
 def main(rank: int, folder: Path) -> None:
     worker = Worker(rank, folder)
-    told = {}
-    for story in STORIES:
-        told[story] = getattr(worker, story)()
-        (folder / f"told{rank}.json").write_text(json.dumps(told))
-    os._exit(0)  # the process group's own end would wait for the dead rank
+    results = {}
+    for scenario in SCENARIOS:
+        results[scenario] = getattr(worker, scenario)()
+        (folder / f"results{rank}.json").write_text(json.dumps(results))
+    os._exit(0)  # destroying the process group would wait for the dead rank
 
 
-# --- what came of it ---------------------------------------------------------------------------
+# --- tests of the results ----------------------------------------------------------------------
 
 
 class Outcome:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.told = [json.loads((folder / f"told{rank}.json").read_text()) for rank in (0, 1)]
+        self.results = [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
 
-    def both(self, story: str) -> list[dict[str, Any]]:
-        """What both ranks were told, which is the same."""
-        ours, theirs = (told[story] for told in self.told)
-        assert ours == theirs
-        return list(ours)
+    def of_both(self, scenario: str) -> list[dict[str, Any]]:
+        """Return the results, which must be the same on both ranks."""
+        first, second = (results[scenario] for results in self.results)
+        assert first == second
+        return list(first)
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +181,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE)
         for rank in (0, 1)
     ]
-    said = [process.communicate(timeout=120)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 7], "\n".join(said)
+    errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 7], "\n".join(errors)
     return Outcome(folder)
 
 
-def test_each_writes_its_half_and_one_process_reads_all(outcome: Outcome) -> None:
+def test_each_rank_writes_its_half_and_one_process_reads_all(outcome: Outcome) -> None:
     saved = open_checkpoint(outcome.folder / "saved" / "step-00000003")
     assert sorted(path.name for path in saved.path.iterdir()) == [
         "index.json",
@@ -192,38 +194,38 @@ def test_each_writes_its_half_and_one_process_reads_all(outcome: Outcome) -> Non
         "rank-00001.safetensors",
     ]
     assert saved.facts == {"step": 3}
-    whole = torch.arange(ROWS * WIDTH, dtype=torch.float32) + 3
-    assert torch.equal(saved.tensor("param/rows"), whole.view(ROWS, WIDTH))
-    assert torch.equal(saved.tensor("ema/rows"), whole.bfloat16())
+    expected = torch.arange(ROWS * WIDTH, dtype=torch.float32) + 3
+    assert torch.equal(saved.tensor("param/rows"), expected.view(ROWS, WIDTH))
+    assert torch.equal(saved.tensor("ema/rows"), expected.bfloat16())
     assert torch.equal(saved.tensor("step/rows"), torch.tensor(3.0))
-    assert torch.equal(saved.read("param/rows", 13, 17), whole[13:17])  # across the two files
+    assert torch.equal(saved.read("param/rows", 13, 17), expected[13:17])  # across the two files
 
 
-def test_collectives_of_the_loop_and_of_saving_do_not_meet(outcome: Outcome) -> None:
-    during, saved = outcome.both("while_training")
+def test_collectives_of_the_loop_and_of_saving_do_not_mix(outcome: Outcome) -> None:
+    during, saved = outcome.of_both("while_training")
     assert during == {"total": 2.0**50, "unfinished": True}
     assert (saved["file"], saved["facts"]) == ("step-00000001", {"step": 1})
 
 
-def test_a_rank_without_room_fails_the_save_for_all_and_the_next_works(outcome: Outcome) -> None:
-    failed, left, again, next_one = outcome.both("full_disk")
+def test_a_full_disk_on_one_rank_fails_the_save_for_all(outcome: Outcome) -> None:
+    failed, left, retried, following = outcome.of_both("full_disk")
     temporary = temporary_folder(outcome.folder / "saved", 2)
     assert failed["failed"] == (
         f"rank 1: File too large: {temporary}/rank-00001.safetensors; earlier checkpoints are intact"
     )
     assert left == {"left": ["step-00000001"]}
-    assert [one["file"] for one in (again, next_one)] == ["step-00000002", "step-00000003"]
+    assert [save["file"] for save in (retried, following)] == ["step-00000002", "step-00000003"]
     sizes = [path.stat().st_size for path in (outcome.folder / "saved" / "step-00000003").glob("rank-*")]
-    assert next_one["bytes"] == sum(sizes)
+    assert following["bytes"] == sum(sizes)
 
 
-def test_a_failing_commit_is_told_to_all(outcome: Outcome) -> None:
-    (failed,) = outcome.both("commit_fails")
+def test_a_failed_commit_is_reported_on_all_ranks(outcome: Outcome) -> None:
+    (failed,) = outcome.of_both("commit_fails")
     assert failed["failed"] == "rank 0: No space left on device: index.json; earlier checkpoints are intact"
 
 
-def test_leftovers_of_a_killed_run_do_not_get_into_the_checkpoint(outcome: Outcome) -> None:
-    (saved,) = outcome.both("leftovers")
+def test_leftovers_of_a_killed_run_are_not_in_the_checkpoint(outcome: Outcome) -> None:
+    (saved,) = outcome.of_both("leftovers")
     path = outcome.folder / "saved" / saved["file"]
     assert len(list(path.iterdir())) == 3
     assert open_checkpoint(path).tensor("step/rows") == 5
@@ -233,28 +235,28 @@ def test_only_the_newest_are_kept(outcome: Outcome) -> None:
     assert {path.name for path in (outcome.folder / "saved").glob("step-*")} == {"step-00000003", "step-00000005"}
 
 
-def test_a_rank_that_writes_nothing_is_told(outcome: Outcome) -> None:
-    (saved,) = outcome.both("one_writer")
+def test_a_rank_that_writes_nothing_gets_the_result(outcome: Outcome) -> None:
+    (saved,) = outcome.of_both("one_writer")
     path = outcome.folder / "alone" / saved["file"]
     assert [file.name for file in path.glob("rank-*")] == ["rank-00000.safetensors"]
     assert saved["bytes"] == (path / "rank-00000.safetensors").stat().st_size
 
 
-def test_a_rank_outside_the_group_has_nothing_to_do(outcome: Outcome) -> None:
-    (_, saved), theirs = (told["outsider"] for told in outcome.told)
+def test_a_rank_outside_of_the_group_does_nothing(outcome: Outcome) -> None:
+    (_, saved), other = (results["outsider"] for results in outcome.results)
     assert saved["file"] == "step-00000001"
-    assert theirs == [{"still": True}]
+    assert other == [{"idle": True}]
 
 
-def test_a_folder_that_machines_do_not_share_is_named(outcome: Outcome) -> None:
-    failed, left = outcome.both("not_shared")
-    assert "rank 0: rank 1's part is not in" in failed["failed"]
-    assert "one that all machines share" in failed["failed"]
+def test_a_folder_that_is_not_shared_is_reported(outcome: Outcome) -> None:
+    failed, left = outcome.of_both("not_shared")
+    assert "rank 0: the part of rank 1 is not in" in failed["failed"]
+    assert "use a folder that all machines share" in failed["failed"]
     assert left == {"left": []}
 
 
-def test_a_rank_that_dies_fails_the_save_of_the_other(outcome: Outcome) -> None:
-    (failed,) = outcome.told[0]["a_rank_dies"]
+def test_the_death_of_a_rank_fails_the_save_of_the_other(outcome: Outcome) -> None:
+    (failed,) = outcome.results[0]["a_rank_dies"]
     assert failed["failed"].startswith("rank 0 lost the other ranks: ")
     assert "\n" not in failed["failed"]
     assert not (outcome.folder / "saved" / "step-00000006").exists()

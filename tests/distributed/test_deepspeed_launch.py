@@ -1,4 +1,4 @@
-"""The commands of the guide that train with DeepSpeed, as people type them: real launchers, processes on the CPU."""
+"""The documented DeepSpeed commands, with real launchers and processes on the CPU."""
 
 import os
 import socket
@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port: int = place.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
-    """A launcher that finds its python and sees no GPU."""
+    """Start a launcher that finds this Python and no GPU."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -31,13 +31,13 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
 
 
 def finish(*launchers: "subprocess.Popen[str]") -> str:
-    """What they said; all must end well."""
-    said = ""
+    """Wait for the launchers, which must succeed; return their output."""
+    output = ""
     for launcher in launchers:
         out, err = launcher.communicate(timeout=240)
-        said += out + err
-        assert launcher.returncode == 0, said[-8000:]
-    return said
+        output += out + err
+        assert launcher.returncode == 0, output[-8000:]
+    return output
 
 
 def arguments(project: Project, run: str, *keys: str) -> list[str]:
@@ -48,8 +48,8 @@ def arguments(project: Project, run: str, *keys: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
-    """A cached project with one process's run of two steps to compare with."""
+def reference(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
+    """A cached project with a single-process run of two steps to compare with."""
     project = cached_project.copy(tmp_path_factory.mktemp("launch") / "project")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
@@ -58,33 +58,35 @@ def place(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
 
 
 def same_losses(project: Project, run: str) -> bool:
-    found, wanted = project.losses(run), project.losses("one")
-    return found.keys() == wanted.keys() and found == pytest.approx(wanted, rel=1e-5)
+    actual, expected = project.losses(run), project.losses("one")
+    return actual.keys() == expected.keys() and actual == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_deepspeed_launcher_trains(place: Project) -> None:
-    """`deepspeed --num_gpus=2 train.py --deepspeed --config TRAIN.toml --trust_cache`, on one node; DeepSpeed's own
-    words stay away from ours."""
+def test_the_deepspeed_launcher_trains(reference: Project) -> None:
+    """`deepspeed --num_gpus=2 train.py --deepspeed --config TRAIN.toml --trust_cache`, on one node; DeepSpeed's
+    own messages are suppressed."""
     launcher = ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}"]
-    said = finish(start([*launcher, *arguments(place, "launched", "micro_batch_size_per_gpu=2")]))
-    assert same_losses(place, "launched")
-    (event,) = place.events("start", "launched")
+    output = finish(start([*launcher, *arguments(reference, "launched", "micro_batch_size_per_gpu=2")]))
+    assert same_losses(reference, "launched")
+    (event,) = reference.events("start", "launched")
     assert (event["world"], event["engine"]) == (2, "deepspeed pp1 dp2 zero1")
-    ours = said.partition("the cache is trusted")[2].partition("exits successfully")[0]
+    ours = output.partition("the cache is trusted")[2].partition("exits successfully")[0]
     assert "SEED_LAYERS" not in ours
     assert "[INFO] [engine.py" not in ours
 
 
-def test_torchrun_trains_on_two_nodes(place: Project) -> None:
-    """`torchrun --nnodes 2 --node_rank R --nproc_per_node 2 ... train.py --deepspeed --config X --trust_cache`: here
-    both nodes are this machine, and each has a stage of two pipelines."""
+def test_torchrun_trains_on_two_nodes(reference: Project) -> None:
+    """`torchrun --nnodes 2 --node_rank R --nproc_per_node 2 ... train.py --deepspeed --config X --trust_cache`: both
+    nodes are this machine, and each runs one stage of two pipelines."""
     port, nodes = free_port(), []
     for rank in range(2):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
         launcher += ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        nodes.append(start([*launcher, *arguments(place, "nodes", "pipeline_stages=2", "micro_batch_size_per_gpu=2")]))
+        nodes.append(
+            start([*launcher, *arguments(reference, "nodes", "pipeline_stages=2", "micro_batch_size_per_gpu=2")])
+        )
     finish(*nodes)
-    assert same_losses(place, "nodes")
-    (event,) = place.events("start", "nodes")
+    assert same_losses(reference, "nodes")
+    (event,) = reference.events("start", "nodes")
     assert (event["world"], event["engine"]) == (4, "deepspeed pp2 dp2 zero1")
-    assert len(list((place.folder / "nodes" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))) == 4
+    assert len(list((reference.folder / "nodes" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))) == 4

@@ -1,6 +1,6 @@
-"""The same training and one checkpoint for all: torch's engine and DeepSpeed's, in every layout.
+"""Every layout of the torch and DeepSpeed engines trains alike and resumes the others' checkpoints.
 
-Without DeepSpeed the layouts of torch's engine are left, and read each other's checkpoints.
+Without DeepSpeed only the layouts of the torch engine are tested.
 """
 
 import json
@@ -33,7 +33,7 @@ from tests.distributed.layouts import (
     PIPE4,
     PIPES,
     ROOT,
-    WITHOUT,
+    WITHOUT_DEEPSPEED,
     ZERO0,
     ZERO1,
     ZERO2,
@@ -47,18 +47,18 @@ from tests.project import Project
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 STEPS, SAVED = 14, 4
 BIAS = "proj_out.bias"
-PROVEN_APART = {"proof.json", "config.toml"}  # seconds; the run's own folder and layout
+NOT_COMPARED = {"proof.json", "config.toml"}  # they contain durations, the run's folder and layout
 
 
 @pytest.fixture(scope="module")
 def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
-    """Real tokens in three buckets, masks for every other picture, text reconstruction, pseudo-Huber, clipping that
-    bites, an average, an evaluation, and some weights frozen; with its cache."""
+    """A cached project with real tokens in three buckets, masks for every other image, text reconstruction,
+    pseudo-Huber, effective clipping, an average, an evaluation, and some frozen weights."""
     project = raw_project.copy(tmp_path_factory.mktemp("rich") / "project")
     (project.folder / "masks").mkdir()
     for number, path in enumerate(sorted(project.images.glob("*.png"))[::2]):
-        with Image.open(path) as picture:
-            mask = Image.new("L", picture.size, 0)
+        with Image.open(path) as image:
+            mask = Image.new("L", image.size, 0)
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))
         mask.save(project.folder / "masks" / path.name)
     project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
@@ -80,7 +80,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
 
 
 def job(project: Project, layout: Layout, *keys: str, source: Layout | None = None, run: str = "") -> Job:
-    """A run of a layout, from its beginning or from the checkpoint of another's run."""
+    """Return a run of a layout, from the start or from another layout's checkpoint."""
     name = run or (layout.name if source is None else f"{layout.name}-from-{source.name}")
     checkpoint = None if source is None else str(saved(project, source))
     return Job(str(project.train_toml), name, layout, keys, checkpoint)
@@ -91,16 +91,18 @@ def saved(project: Project, layout: Layout, step: int = SAVED, run: str = "") ->
 
 
 def export_again(project: Project, layout: Layout) -> Job:
-    """The reference run in this layout, as a kill before its last export would have left it: nothing is left but to
-    write that export."""
+    """Return a resume of the reference run in this layout, as if killed before its last export: only the export is
+    left to do."""
     name = f"{layout.name}-export"
     run = Path(project.folder / name)
     shutil.copytree(project.folder / ONE.name, run, ignore=shutil.ignore_patterns("exports"))
-    return Job(str(project.train_toml), name, layout, cut(layout), str(run / "checkpoints" / checkpoint_name(STEPS)))
+    return Job(
+        str(project.train_toml), name, layout, partition_keys(layout), str(run / "checkpoints" / checkpoint_name(STEPS))
+    )
 
 
-def cut(layout: Layout, split: int | None = None) -> tuple[str, ...]:
-    """Keys that cut a pipeline otherwise than most of these runs do: by number, or before a layer."""
+def partition_keys(layout: Layout, split: int | None = None) -> tuple[str, ...]:
+    """Return keys for a partition that differs from the default: uniform, or split before a given layer."""
     if layout.stages == 1:
         return ()
     if split is None:
@@ -111,71 +113,71 @@ def cut(layout: Layout, split: int | None = None) -> tuple[str, ...]:
 def require_same_curve(
     project: Project, run: str, layout: Layout, reference: str = ONE.name, rel: float = 1e-5
 ) -> None:
-    """Every loss, the gradient's norm and the weights' norm of every step that the run made."""
-    begun = project.events("start", run) + project.events("resume", run)
-    assert [event["engine"] for event in begun] == [layout.engine]
-    assert begun[0]["world"] == layout.world
-    wanted = {event["step"]: event for event in project.events("step", reference)}
+    """Compare every loss, the gradient norm and the weight norm of every step of the run."""
+    starts = project.events("start", run) + project.events("resume", run)
+    assert [event["engine"] for event in starts] == [layout.engine]
+    assert starts[0]["world"] == layout.world
+    expected = {event["step"]: event for event in project.events("step", reference)}
     steps = project.events("step", run)
     assert len(steps) >= 10
-    assert [event["step"] for event in steps] == list(range(begun[0]["step"] + 1, len(wanted) + 1))
+    assert [event["step"] for event in steps] == list(range(starts[0]["step"] + 1, len(expected) + 1))
     for event in steps:
-        other = wanted[event["step"]]
+        other = expected[event["step"]]
         for key in {"loss", "flow", "text_recon", "grad_norm", "param_norm"} & set(other):
-            # text reconstruction begins with nothing: it is compared as the part of the loss that it is
+            # text reconstruction starts at zero: its tolerance is relative to the loss
             limit = rel * other["loss"] if key == "text_recon" else 0
             assert event[key] == pytest.approx(other[key], rel=rel, abs=limit), f"{run}: {key} at {event['step']}"
         assert event["band"] == pytest.approx(other["band"], rel=rel), run
     ours, theirs = project.events("eval", run), project.events("eval", reference)
     assert [event["weights"] for event in ours] == [event["weights"] for event in theirs]
-    for one, other in zip(ours, theirs, strict=True):
+    for event, other in zip(ours, theirs, strict=True):
         for key in ("flow", "flow@0.1", "flow@0.9"):
-            assert one[key] == pytest.approx(other[key], rel=rel), f"{run}: {key}"
+            assert event[key] == pytest.approx(other[key], rel=rel), f"{run}: {key}"
 
 
 def content(folder: Path) -> dict[str, bytes]:
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if name not in PROVEN_APART}
+    return {name: path.read_bytes() for name, path in files.items() if name not in NOT_COMPARED}
 
 
 def require_same_export(project: Project, layout: Layout) -> None:
-    """Byte for byte what one process exports of the same weights."""
-    wanted = content(project.folder / ONE.name / "exports" / checkpoint_name(STEPS))
-    found = content(project.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
-    assert "transformer/diffusion_pytorch_model.safetensors" in wanted
-    card = found["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
-    found["README.md"] = card  # it tells the run's name
-    assert set(found) == set(wanted), layout.name
-    assert not [name for name in wanted if found[name] != wanted[name]], layout.name
+    """Compare the export byte for byte with that of one process."""
+    expected = content(project.folder / ONE.name / "exports" / checkpoint_name(STEPS))
+    exported = content(project.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
+    assert "transformer/diffusion_pytorch_model.safetensors" in expected
+    card = exported["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
+    exported["README.md"] = card  # the card contains the run's name
+    assert set(exported) == set(expected), layout.name
+    assert not [name for name in expected if exported[name] != expected[name]], layout.name
 
 
-# --- a lean round: every layout writes, and reads another's ----------------------------------------
+# --- each layout writes a checkpoint and reads another's -------------------------------------------
 
 FAST = {DDP: 'activation_checkpointing="selective"', ZERO1: "compile=false", ZERO2: "activation_checkpointing=true"}
-# two pipelines of two are left to the whole matrix below, and to test_deepspeed_launch.py
+# PIPES is covered by the full matrix below and by test_deepspeed_launch.py
 READS = {DS_ONE: ONE, DDP: PIPE, FSDP2: ZERO3, ZERO0: DDP, ZERO1: ZERO0, PIPE: ZERO2, ZERO2: FSDP2, ZERO3: ZERO1}
 POISONED: tuple[Layout, ...] = (ZERO0, PIPE, ZERO3)
 EXPORTS: tuple[Layout, ...] = (DDP, FSDP2, ZERO1, PIPE, ZERO3)
-TAKEN_UP: tuple[Layout, ...] = (ZERO3, PIPE)
+RESUMED_BY_ONE: tuple[Layout, ...] = (ZERO3, PIPE)
 if not HAS_DEEPSPEED:
     FAST = {layout: key for layout, key in FAST.items() if not layout.deepspeed}
-    READS, POISONED, EXPORTS, TAKEN_UP = {DDP: FSDP2, FSDP2: DDP}, (DDP, FSDP2), (DDP, FSDP2), (FSDP2,)
+    READS, POISONED, EXPORTS, RESUMED_BY_ONE = {DDP: FSDP2, FSDP2: DDP}, (DDP, FSDP2), (DDP, FSDP2), (FSDP2,)
 
 
 def poisoned(project: Project, layout: Layout) -> Job:
-    """A short run whose second step cannot be taken."""
-    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9", *cut(layout, split=1))
+    """Return a short run whose second step is skipped."""
+    keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9", *partition_keys(layout, split=1))
     return replace(job(project, layout, *keys, run=f"{layout.name}-poisoned"), poisoned=2)
 
 
 @pytest.fixture(scope="module")
 def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Every layout trained from the beginning; then each went on from another's checkpoint, and some exported."""
+    """A project trained in every layout from the start and from another's checkpoint; some layouts export too."""
     project = rich.copy(tmp_path_factory.mktemp("trained") / "project")
     for world in (1, 2):
-        fresh = [layout for layout in LAYOUTS if layout.world == world]
-        jobs = [job(project, layout) for layout in fresh]
-        jobs += [job(project, layout, source=READS[layout]) for layout in fresh if layout in READS]
+        layouts = [layout for layout in LAYOUTS if layout.world == world]
+        jobs = [job(project, layout) for layout in layouts]
+        jobs += [job(project, layout, source=READS[layout]) for layout in layouts if layout in READS]
         jobs += [export_again(project, layout) for layout in EXPORTS if layout.world == world]
         jobs += [
             job(project, layout, "fast=true", key, run=f"{layout.name}-fast")
@@ -188,15 +190,15 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.mark.parametrize("layout", READS, ids=lambda layout: layout.name)
-def test_every_layout_makes_the_same_steps(trained: Project, layout: Layout) -> None:
-    """From the beginning, and from what another layout saved (which was loaded bit for bit: the job says so)."""
+def test_every_layout_trains_alike(trained: Project, layout: Layout) -> None:
+    """From the start, and from another layout's checkpoint (the job checks that it loads bit for bit)."""
     require_same_curve(trained, layout.name, layout)
     require_same_curve(trained, f"{layout.name}-from-{READS[layout].name}", layout)
 
 
 @pytest.mark.parametrize("layout", FAST, ids=lambda layout: layout.name)
-def test_fast_blocks_make_the_same_steps(trained: Project, layout: Layout) -> None:
-    """Their gradients reach the stock parameters, where DDP and ZeRO wait for them."""
+def test_fast_blocks_train_alike(trained: Project, layout: Layout) -> None:
+    """Their gradients reach the stock parameters, where DDP and ZeRO expect them."""
     require_same_curve(trained, f"{layout.name}-fast", layout, rel=1e-4)
 
 
@@ -206,22 +208,22 @@ def test_every_layout_exports_the_same_bytes(trained: Project, layout: Layout) -
 
 
 @pytest.mark.parametrize("layout", POISONED, ids=lambda layout: layout.name)
-def test_a_step_that_is_not_finite_is_not_taken(trained: Project, layout: Layout) -> None:
-    """Weights, moments and Adam's count of steps stay as they were, so that the steps after it are one process's."""
+def test_a_non_finite_step_is_skipped(trained: Project, layout: Layout) -> None:
+    """Weights, moments and Adam's step count are unchanged, so later steps equal those of one process."""
     run, reference = f"{layout.name}-poisoned", "one-poisoned"
     (skip,) = trained.events("skip", run)
     assert skip["step"] == 2
-    steps, wanted = trained.events("step", run), trained.events("step", reference)
-    assert [event["skipped"] for event in steps] == [event["skipped"] for event in wanted] == [0, 1, 1, 1]
+    steps, expected = trained.events("step", run), trained.events("step", reference)
+    assert [event["skipped"] for event in steps] == [event["skipped"] for event in expected] == [0, 1, 1, 1]
     for number in (0, 2, 3):
         for key in ("loss", "grad_norm", "param_norm"):
-            assert steps[number][key] == pytest.approx(wanted[number][key], rel=1e-5), f"{run}: {key}"
+            assert steps[number][key] == pytest.approx(expected[number][key], rel=1e-5), f"{run}: {key}"
     counts = [open_checkpoint(saved(trained, layout, 4, run)).tensor(f"step/{BIAS}") for run in (run, reference)]
     assert [int(count) for count in counts] == [3, 3]
 
 
-@pytest.mark.parametrize("source", TAKEN_UP, ids=lambda layout: layout.name)
-def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", RESUMED_BY_ONE, ids=lambda layout: layout.name)
+def test_one_process_resumes_other_layouts(trained: Project, source: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     resumed = job(trained, ONE, source=source)
     trained.train(*resumed.overrides, resume=Resume(saved(trained, source)))
@@ -229,37 +231,37 @@ def test_one_process_goes_on_from_any(trained: Project, source: Layout, monkeypa
 
 
 @pytest.mark.parametrize("layout", [ONE, *READS], ids=lambda layout: layout.name)
-def test_every_process_holds_what_the_formula_says(trained: Project, layout: Layout) -> None:
-    """Weights, moments and averages of the process of each rank, and what it writes of them into a checkpoint."""
-    whole = TrainingSetup(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
-    whole = replace(whole, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
+def test_memory_per_process_matches_the_formula(trained: Project, layout: Layout) -> None:
+    """Weights, moments and averages of each rank, and the bytes that it writes to a checkpoint."""
+    setup = TrainingSetup(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
+    setup = replace(setup, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
     for rank in range(layout.world):
-        case = replace(whole, stage=rank // whole.replicas)
-        noted = json.loads((trained.folder / layout.name / f"held-{rank}.json").read_text())
-        # the formula counts what is frozen too, a hundredth here; ZeRO pads its parts
+        case = replace(setup, stage=rank // setup.replicas)
+        measured = json.loads((trained.folder / layout.name / f"held-{rank}.json").read_text())
+        # the formula includes frozen weights, 1% here; ZeRO pads its shards
         count = case.trained_parameters
-        assert noted["weights"] == pytest.approx(4 * count / case.shards, rel=0.03)
-        assert noted["averages"] == pytest.approx(4 * count / case.shards, rel=0.03)
-        assert noted["moments"] == pytest.approx(8 * count / case.moment_shards, rel=0.03)
-        beside = 4 * count * case.uses_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
-        assert sum(noted.values()) == pytest.approx(state_bytes(case).value - beside, rel=0.03)
+        assert measured["weights"] == pytest.approx(4 * count / case.shards, rel=0.03)
+        assert measured["averages"] == pytest.approx(4 * count / case.shards, rel=0.03)
+        assert measured["moments"] == pytest.approx(8 * count / case.moment_shards, rel=0.03)
+        extra = 4 * count * case.uses_ddp + (layout.zero == 3 and layout.deepspeed) * (200_000_000 + 2 * count)
+        assert sum(measured.values()) == pytest.approx(state_bytes(case).value - extra, rel=0.03)
     written = [file.stat().st_size for file in saved(trained, layout).glob("rank-*.safetensors")]
-    assert checkpoint_copy_bytes(whole).value == pytest.approx(max(written), rel=0.15)
+    assert checkpoint_copy_bytes(setup).value == pytest.approx(max(written), rel=0.15)
 
 
 @needs_deepspeed
 @pytest.mark.parametrize(("run", "method", "split"), [("poisoned", "manual", (1,)), ("export", "uniform", ())])
-def test_stages_are_cut_as_the_config_says(trained: Project, run: str, method: str, split: tuple[int, ...]) -> None:
+def test_stages_are_partitioned_as_configured(trained: Project, run: str, method: str, split: tuple[int, ...]) -> None:
     weights = SIZES["tiny2"].layer_parameters()
     bounds = stage_bounds(weights, 2, method, split)
     for rank in range(2):
-        noted = json.loads((trained.folder / f"{PIPE.name}-{run}" / f"held-{rank}.json").read_text())
-        # a part of the first layer is frozen
-        assert noted["weights"] == pytest.approx(4 * sum(weights[bounds[rank] : bounds[rank + 1]]), rel=0.1)
+        measured = json.loads((trained.folder / f"{PIPE.name}-{run}" / f"held-{rank}.json").read_text())
+        # part of the first layer is frozen
+        assert measured["weights"] == pytest.approx(4 * sum(weights[bounds[rank] : bounds[rank + 1]]), rel=0.1)
 
 
-def test_the_reference_is_worth_comparing_with(trained: Project) -> None:
-    """Clipping bites, text reconstruction counts, and the average is not the weights."""
+def test_the_reference_run_uses_every_feature(trained: Project) -> None:
+    """Clipping is active, text reconstruction contributes, and the average differs from the weights."""
     steps = trained.events("step", ONE.name)
     assert all(event["grad_norm"] > 0.15 for event in steps)
     assert steps[-1]["text_recon"] > 0
@@ -267,13 +269,13 @@ def test_the_reference_is_worth_comparing_with(trained: Project) -> None:
     assert raw != pytest.approx(ema, rel=1e-4)
 
 
-# --- all of them -----------------------------------------------------------------------------------
+# --- the full matrix (slow) ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_stages_between_the_ends_make_the_same_steps(trained: Project, tmp_path: Path) -> None:
-    """They read no micro-batch, neither in training nor in evaluation."""
+def test_middle_stages_train_alike(trained: Project, tmp_path: Path) -> None:
+    """They read no micro-batches, in training or evaluation."""
     launch([job(trained, PIPE4), job(trained, PIPE4, source=ZERO3)], tmp_path)
     require_same_curve(trained, PIPE4.name, PIPE4)
     require_same_curve(trained, f"{PIPE4.name}-from-{ZERO3.name}", PIPE4)
@@ -281,14 +283,14 @@ def test_stages_between_the_ends_make_the_same_steps(trained: Project, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_layout_goes_on_from_every_other(rich: Project, tmp_path: Path) -> None:
-    """Each layout is launched once to write and once to read what all have written."""
+def test_every_layout_resumes_from_every_other(rich: Project, tmp_path: Path) -> None:
+    """Each layout runs once to write and once per checkpoint to read."""
     project = rich.copy(tmp_path / "matrix")
     for world in (1, 2, 4):
         launch([job(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 1200)
     for world in (1, 2, 4):
         readers = [layout for layout in LAYOUTS if layout.world == world]
-        launch([job(project, one, source=other) for one in readers for other in LAYOUTS], tmp_path, 2400)
+        launch([job(project, reader, source=writer) for reader in readers for writer in LAYOUTS], tmp_path, 2400)
     for world in (1, 2, 4):
         launch([export_again(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 600)
     for layout in LAYOUTS:
@@ -306,14 +308,14 @@ FEATURES = {
     "average": (RECON, CLIP),
     "checkpointing": ("activation_checkpointing=true",),
 }
-"""What is left out, so that one is left."""
+"""Feature -> overrides that disable the others."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_deepspeed
-def test_without_deepspeed_torchs_layouts_are_compared() -> None:
-    """This file again, as if it were not installed."""
+def test_torch_layouts_are_tested_without_deepspeed() -> None:
+    """Runs this file as if DeepSpeed were not installed."""
     command = [
         sys.executable,
         "-m",
@@ -326,10 +328,10 @@ def test_without_deepspeed_torchs_layouts_are_compared() -> None:
         "-p",
         "no:cacheprovider",
     ]
-    environment = {**os.environ, WITHOUT: "1"}
+    environment = {**os.environ, WITHOUT_DEEPSPEED: "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    for name in ("test_every_layout_makes_the_same_steps", "test_every_layout_exports_the_same_bytes"):
+    for name in ("test_every_layout_trains_alike", "test_every_layout_exports_the_same_bytes"):
         assert {f"{name}[ddp]", f"{name}[fsdp2]"} <= {line.rpartition("::")[2] for line in done.stdout.splitlines()}
     assert "zero" not in done.stdout
 
@@ -339,15 +341,15 @@ def test_without_deepspeed_torchs_layouts_are_compared() -> None:
 @needs_deepspeed
 @pytest.mark.parametrize("masks", [True, False])
 def test_each_feature_in_each_layout(rich: Project, tmp_path: Path, masks: bool) -> None:
-    """Stages 1 and 2, data parallel 1 and 2, accumulation 1 and 4, each feature by itself: with masks, real tokens and
-    pseudo-Huber, and without."""
+    """Stages 1 and 2, data parallel 1 and 2, accumulation 1 and 4, each feature alone, with and without masks, real
+    tokens and pseudo-Huber."""
     project = rich.copy(tmp_path / "features")
     if not masks:
         project.data(project.data_toml.read_text().replace('mask_path = "masks"\n', ""))
         text = project.train_toml.read_text().replace('text_tokens = "real"\n', "")
         project.train_toml.write_text(text.replace("pseudo_huber_c = 0.1\n", ""))
         project.build_cache()
-    layouts = [one.accumulating(micro) for one in (DS_ONE, ZERO1, PIPE, PIPES, PIPE4) for micro in (1, 4)]
+    layouts = [layout.accumulating(micro) for layout in (DS_ONE, ZERO1, PIPE, PIPES, PIPE4) for micro in (1, 4)]
     for world in (1, 2, 4):
         jobs = [job(project, ONE, *keys, run=f"one-{name}") for name, keys in FEATURES.items() if world == 1]
         jobs += [

@@ -1,4 +1,4 @@
-"""A LoRA trained by two processes, with whole and with cut weights, is the LoRA of one; each resumes the other's."""
+"""Two processes, replicated or sharded, train the same LoRA as one, and resume its checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ RESUMED = 2
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
-    """The reference: one process, batches of 4, without dropout (law 1 leaves it out of equality)."""
+    """The reference: one process, batches of 4, without dropout (law 1 exempts it)."""
     project = use_adapter(
         cached_project.copy(tmp_path_factory.mktemp("alone") / "project"), "rank = 3\nuse_dora = true"
     )
@@ -52,7 +52,7 @@ def layout(name: str) -> Any:
 
 @pytest.mark.parametrize("name", map(layout, LAYOUTS))
 def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
-    """From one process's checkpoint at step 2 to the end; rank 3 cannot be cut evenly into two."""
+    """From one process's checkpoint at step 2 to the end; rank 3 cannot be split evenly."""
     flags = ["--deepspeed"] if name.startswith("deepspeed") else []
     if flags:
         pytest.importorskip("deepspeed")
@@ -62,7 +62,7 @@ def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
     assert numbers(alone, run, RESUMED) == pytest.approx(numbers(alone, "alone", RESUMED), rel=2e-5)
     ours, theirs = tensors(alone, run), tensors(alone, "alone")
     assert set(ours) == set(theirs)
-    assert len(ours) == 5 * 3 * 31, "weights, two moments, a count and an average of A, B and magnitude of each layer"
+    assert len(ours) == 5 * 3 * 31, "weight, two moments, count and average of A, B and magnitude per layer"
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6) for name in ours)
     one, two = (read_lora(_file(alone, name)).modules for name in ("alone", run))
     assert all(torch.allclose(one[name].delta(), two[name].delta(), atol=1e-5) for name in one)
@@ -70,17 +70,17 @@ def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
 
 @pytest.mark.slow
 def test_dropout_in_a_pipeline_resumes_exactly(cached_project: Project, tmp_path: Path) -> None:
-    """Two stages, whose micro-batches take turns; evaluation between steps drops nothing and changes nothing."""
+    """Two stages with interleaved micro-batches; evaluation between steps uses no dropout and changes nothing."""
     pytest.importorskip("deepspeed")
     project = use_adapter(cached_project.copy(tmp_path / "project"), "rank = 3\ndropout = 0.4")
-    wishes: dict[str, Any] = {"pipeline_stages": 2, "micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    torchrun(project, "--deepspeed", output_dir='"whole"', **wishes)
-    start = str(project.folder / "whole" / "checkpoints" / checkpoint_name(RESUMED))
-    torchrun(project, "--deepspeed", "--resume_from_checkpoint", start, output_dir='"again"', **wishes)
-    assert numbers(project, "again", RESUMED) == numbers(project, "whole", RESUMED)
-    plain = [*wishes.items(), ("adapter.dropout", 0.0)]
+    settings: dict[str, Any] = {"pipeline_stages": 2, "micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    torchrun(project, "--deepspeed", output_dir='"full"', **settings)
+    start = str(project.folder / "full" / "checkpoints" / checkpoint_name(RESUMED))
+    torchrun(project, "--deepspeed", "--resume_from_checkpoint", start, output_dir='"resumed"', **settings)
+    assert numbers(project, "resumed", RESUMED) == numbers(project, "full", RESUMED)
+    plain = [*settings.items(), ("adapter.dropout", 0.0)]
     torchrun(project, "--deepspeed", output_dir='"plain"', **dict(plain))
-    assert numbers(project, "plain") != numbers(project, "whole"), "it drops"
+    assert numbers(project, "plain") != numbers(project, "full"), "dropout has an effect"
 
 
 def _file(project: Project, run: str) -> Path:

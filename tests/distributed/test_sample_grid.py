@@ -1,4 +1,4 @@
-"""Two real processes (gloo) draw one grid: the same as one process draws."""
+"""Two processes (gloo) sample the same grid as one."""
 
 import json
 import multiprocessing
@@ -22,8 +22,8 @@ PROMPTS = ["a large red circle", "two small blue squares", "a star"]
 SAMPLING = (f"sampling.prompts={json.dumps(PROMPTS)}", "sampling.every_n_steps=1", "sampling.steps=2")
 
 
-def draw(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> bool:
-    """Draw the grid of a denoiser whose pictures show their text; whether this rank was given it."""
+def sample_grid(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> bool:
+    """Sample the grid of a random denoiser that depends on its text; return whether this rank got the grid."""
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(0)
     for parameter in transformer.parameters():
@@ -33,23 +33,23 @@ def draw(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> bool:
     return sampler.sample(SD3TrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
 
 
-def one_of(rank: int, world: int, config: TrainConfig, cache: Path, out: Path) -> None:
-    """A process of its own; its exit code says whether it was given the grid."""
-    meeting = f"file://{out.with_suffix('.meeting')}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-    given = draw(config, cache, out, Launch(rank, rank, world))
+def run_rank(rank: int, world: int, config: TrainConfig, cache: Path, out: Path) -> None:
+    """Run one rank in a process; exit with 10 if it got the grid, else 11."""
+    rendezvous = f"file://{out.with_suffix('.rendezvous')}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    has_grid = sample_grid(config, cache, out, Launch(rank, rank, world))
     dist.destroy_process_group()
-    raise SystemExit(10 if given else 11)
+    raise SystemExit(10 if has_grid else 11)
 
 
-def test_two_processes_draw_the_grid_of_one(project: Project, tmp_path: Path) -> None:
-    """Three pictures for two ranks: one draws a picture twice, and the grid has three."""
+def test_two_processes_sample_the_grid_of_one(project: Project, tmp_path: Path) -> None:
+    """Three images for two ranks: one is sampled twice, and the grid has three."""
     project.build_cache(*SAMPLING)
     config = project.load(*SAMPLING).train
-    assert draw(config, project.cache, tmp_path / "one.png", Launch())
-    fork = multiprocessing.get_context("fork")  # spares both the seconds that torch takes to import
+    assert sample_grid(config, project.cache, tmp_path / "one.png", Launch())
+    fork = multiprocessing.get_context("fork")  # saves the seconds of importing torch
     arguments = (config, project.cache, tmp_path / "two.png")
-    ranks = [fork.Process(target=one_of, args=(rank, 2, *arguments)) for rank in range(2)]
+    ranks = [fork.Process(target=run_rank, args=(rank, 2, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -57,8 +57,8 @@ def test_two_processes_draw_the_grid_of_one(project: Project, tmp_path: Path) ->
     for process in ranks:
         process.kill()
     assert [process.exitcode for process in ranks] == [10, 11]
-    with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "two.png") as two:
-        assert one.text == two.text  # type: ignore[attr-defined]
-        alone, together = (np.asarray(image).astype(int) for image in (one, two))
+    with Image.open(tmp_path / "one.png") as first, Image.open(tmp_path / "two.png") as second:
+        assert first.text == second.text  # type: ignore[attr-defined]
+        alone, together = (np.asarray(image).astype(int) for image in (first, second))
     assert np.abs(alone - together).max() <= 1
-    assert len(np.unique(alone)) > 50, "something is in the pictures"
+    assert len(np.unique(alone)) > 50, "the images are not blank"

@@ -1,4 +1,4 @@
-"""Two real processes under torchrun draw the files of one, byte for byte."""
+"""Two processes under torchrun write the same sample files as one, byte for byte."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from sd3_light.assets import DEMO
 
 
 def sample(out: Path, table: Path, threads: int, *launcher: str) -> str:
-    """`sd3-light sample` by a launcher, where torch would take this many threads; what it printed."""
+    """Run `sd3-light sample` with a launcher and a number of threads; return its stdout."""
     command = [sys.executable, *launcher, "-m", "sd3_light", "sample", str(DEMO), "a star", "--file", str(table)]
     command += ["--seed", "1", "--seed", "2", "--steps", "2", "--out", str(out)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Two processes agree on when to save and when to stop, whichever of them is asked."""
+"""Two processes save and stop after the same step, whichever of them gets the request."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro
 
 def assert_saved_by_both(project: Project, step: int) -> None:
     folder = project.run / "checkpoints" / checkpoint_name(step)
-    tensors, facts = read_checkpoint(folder)  # every hash is checked, and that all parts are there
+    tensors, facts = read_checkpoint(folder)  # verifies every hash and that all parts exist
     assert facts["progress"]["step"] == step
     assert len(tensors) > 200
     assert len(list(folder.glob("rank-*.safetensors"))) == 2
@@ -25,20 +25,20 @@ def assert_saved_by_both(project: Project, step: int) -> None:
 
 
 def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -> None:
-    """The file `save` first: one checkpoint, and on they go. Then SIGTERM to the rank that keeps no log."""
+    """First the file `save`: one checkpoint, and training continues. Then SIGTERM to the rank without a log."""
     with Live(project, launcher=TORCHRUN, **ENDLESS) as live:
         live.reach(1)
         (live.run / "save").touch()
-        asked_at = live.event("checkpoint")["step"]
-        live.reach(asked_at + 2)
+        saved_at = live.event("checkpoint")["step"]
+        live.reach(saved_at + 2)
         processes = ranks(live)
         os.kill(processes[1], signal.SIGTERM)
-        assert live.end() != 0, "torchrun says that its processes did not end with 0"
+        assert live.end() != 0, "torchrun reports a non-zero exit code"
     last = live.log.read("step")[-1]["step"]
     (stop,) = live.log.read("stop")
     assert (stop["step"], stop["reason"]) == (last, "another process was asked to stop")
-    assert [event["step"] for event in live.log.read("checkpoint")] == [asked_at, last]
-    for step in (asked_at, last):
+    assert [event["step"] for event in live.log.read("checkpoint")] == [saved_at, last]
+    for step in (saved_at, last):
         assert_saved_by_both(project, step)
     assert not (live.run / "save").exists()
     assert f"exitcode  : {RESUMABLE}" in live.words
@@ -46,8 +46,8 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     assert [process for process in processes.values() if is_alive(process)] == []
 
 
-def test_cut_weights_stop_by_file_and_go_on(project: Project) -> None:
-    """FSDP2, `save_quit`: both ranks end with 0, so torchrun does; one process goes on from what both have saved."""
+def test_sharded_weights_stop_by_file_and_resume(project: Project) -> None:
+    """FSDP2 with `save_quit`: both ranks and torchrun exit with 0; one process resumes the checkpoint of both."""
     with Live(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:
         live.reach(1)
         (live.run / "save_quit").touch()

@@ -1,4 +1,4 @@
-"""A task on two processes of accelerate is the task of one, in one stage and in two."""
+"""A task on two processes gives the results of one, with accelerate and with DeepSpeed."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def numbers(out: Path) -> list[float]:
 
 @pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
-    """Under accelerate, data processed first; and under DeepSpeed, with accumulation."""
+    """With accelerate on processed data, and with DeepSpeed and accumulation."""
     if stage == "deepspeed":
         pytest.importorskip("deepspeed")
     settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
@@ -49,4 +49,4 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     if stage == "deepspeed":
         return
     views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
-    assert set(views) == {"0", "1"}, "each process shows what it made"
+    assert set(views) == {"0", "1"}, "each process writes its part"

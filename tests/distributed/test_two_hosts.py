@@ -1,6 +1,6 @@
-"""Two machines, as far as one can be two: a network, processes and a name for each (see hosts.py), gloo, tiny sizes.
+"""Training on two virtual machines (see hosts.py), with gloo and tiny sizes.
 
-`make test` runs the first test, which does most of it in one launch; the rest is slow.
+`make test` runs the first test, which covers most in one launch; the rest is slow.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.stages.train import Resume
-from tests.distributed.hosts import ADDRESSES, NOBODY, Hosts, Job, why_not
+from tests.distributed.hosts import ADDRESSES, UNUSED_ADDRESS, Hosts, Job, why_unavailable
 from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +23,14 @@ LOST = r"^error: (alpha|beta) lost another process of the run \((.*)\): .* with 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    if reason := why_not():
-        pytest.skip(f"two network namespaces cannot be made here: {reason}")
-    with Hosts(tmp_path / "hosts") as made:
-        yield made
+    if reason := why_unavailable():
+        pytest.skip(f"network namespaces are not available: {reason}")
+    with Hosts(tmp_path / "hosts") as two_hosts:
+        yield two_hosts
 
 
 def training(project: Project, *flags: str, **overrides: object) -> list[str]:
-    """`train.py --config ... FLAGS --set KEY=VALUE ...`."""
+    """Return the command `train.py --config ... FLAGS --set KEY=VALUE ...`."""
     command = [str(ROOT / "train.py"), "--config", str(project.train_toml), *flags]
     for key, value in overrides.items():
         command += ["--set", f"{key}={value}"]
@@ -38,7 +38,7 @@ def training(project: Project, *flags: str, **overrides: object) -> list[str]:
 
 
 def torchrun(node: int, address: str = ADDRESSES[0], port: int = PORT, timeout: int = 60) -> list[str]:
-    """The documented launch, whose own meeting is bounded by `--rdzv_conf timeout`."""
+    """Return the documented launcher, whose rendezvous is limited by `--rdzv_conf timeout`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     command += ["--nproc_per_node=1", f"--master_addr={address}", f"--master_port={port}"]
     return [*command, f"--rdzv_conf=timeout={timeout}"]
@@ -50,26 +50,26 @@ def on_both(hosts: Hosts, project: Project, *flags: str, port: int = PORT, **ove
 
 def finish(jobs: list[Job]) -> None:
     for job in jobs:
-        assert job.end() == 0, job.words
+        assert job.end() == 0, job.text
 
 
 def reach(job: Job, project: Project, kind: str, step: int) -> int:
-    """Wait until an event of this kind at this step or a later one is logged; its step."""
+    """Wait until an event of this kind is logged at this step or later; return its step."""
 
-    def found() -> int | None:
+    def latest() -> int | None:
         if not (project.run / "log.jsonl").exists():
             return None
         steps = [event["step"] for event in project.events(kind)]
         return steps[-1] if steps and steps[-1] >= step else None
 
-    return job.until(found)
+    return job.until(latest)
 
 
-def said_lost(job: Job) -> str:
-    """The one line of a process that lost another; what happened."""
-    line = re.search(LOST, job.words, re.MULTILINE)
-    assert line is not None, job.words
-    assert "bug in sd3-light" not in job.words
+def lost_reason(job: Job) -> str:
+    """Return the reason from the one-line error of a process that lost another."""
+    line = re.search(LOST, job.text, re.MULTILINE)
+    assert line is not None, job.text
+    assert "bug in sd3-light" not in job.text
     return line[2]
 
 
@@ -83,21 +83,21 @@ def shards(project: Project) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (project.cache / "shards").glob("*.safetensors")}
 
 
-def as_one_process(project: Project, steps: int) -> list[float]:
-    """The same steps in this process."""
+def single_process_curve(project: Project, steps: int) -> list[float]:
+    """Train the same steps in this process and return the curve."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train('output_dir="alone"', f"max_steps={steps}", "checkpoint_every_n_steps=1000")
     return curve(project, "alone")
 
 
-def resumed_here(project: Project, step: int) -> int:
-    """The run in this process, on from its newest checkpoint to a step; the step of that checkpoint."""
+def resume_here(project: Project, step: int) -> int:
+    """Resume the run in this process from its newest checkpoint up to ``step``; return the checkpoint's step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         project.train(f"max_steps={step}", resume=Resume())
-    found: int = project.events("resume")[-1]["step"]
-    return found
+    resumed_at: int = project.events("resume")[-1]["step"]
+    return resumed_at
 
 
 def newest_checkpoint(project: Project) -> int:
@@ -107,24 +107,24 @@ def newest_checkpoint(project: Project) -> int:
 def test_two_hosts_cache_and_train_until_one_dies(
     hosts: Hosts, fresh_project: Project, cached_project: Project
 ) -> None:
-    """Both encode into the shared folder, then train; the second dies; the first says so and ends; the run goes on."""
+    """Both fill the shared cache, then train; the second dies; the first reports it and exits; the run resumes."""
     project = fresh_project
     first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
     saved = reach(first, project, "checkpoint", 3)
     reach(first, project, "step", saved + 1)
     second.kill()
     assert shards(project) == shards(cached_project)
-    assert first.end(30) != 0, "a closed connection is seen at once, not after dist_timeout_sec"
-    assert re.search(r"Connection (closed|reset) by peer", said_lost(first))
+    assert first.end(30) != 0, "a closed connection is noticed at once, not after dist_timeout_sec"
+    assert re.search(r"Connection (closed|reset) by peer", lost_reason(first))
     assert project.events("stop")[-1]["reason"].startswith("alpha lost another process")
     newest = newest_checkpoint(project)
-    assert resumed_here(project, newest + 2) == newest
-    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(as_one_process(project, newest + 2), rel=1e-5)
+    assert resume_here(project, newest + 2) == newest
+    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(single_process_curve(project, newest + 2), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_two_hosts_go_on_after_one_has_died(hosts: Hosts, project: Project) -> None:
-    """The relaunch on both machines, with a port that is free."""
+def test_two_hosts_resume_after_one_died(hosts: Hosts, project: Project) -> None:
+    """Both machines are relaunched, on a free port."""
     first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
     reach(first, project, "checkpoint", 3)
     second.kill()
@@ -134,56 +134,56 @@ def test_two_hosts_go_on_after_one_has_died(hosts: Hosts, project: Project) -> N
     finish(on_both(hosts, project, *flags, port=PORT + 1, **{**ENDLESS, "max_steps": newest + 4}))
     (resumed,) = project.events("resume")
     assert (resumed["step"], resumed["world"]) == (newest, 2)
-    assert curve(project, "run")[: 2 * newest + 8] == pytest.approx(as_one_process(project, newest + 4), rel=1e-5)
+    assert curve(project, "run")[: 2 * newest + 8] == pytest.approx(single_process_curve(project, newest + 4), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_hosts_train_as_one_process(hosts: Hosts, project: Project, parallel: str) -> None:
+def test_two_hosts_train_like_one_process(hosts: Hosts, project: Project, parallel: str) -> None:
     finish(on_both(hosts, project, micro_batch_size_per_gpu=2, parallel=f'"{parallel}"', max_steps=13))
     (start,) = project.events("start")
     assert (start["world"], start["engine"]) == (2, f"torch {parallel}")
-    assert curve(project, "run") == pytest.approx(as_one_process(project, 13), rel=1e-5)
+    assert curve(project, "run") == pytest.approx(single_process_curve(project, 13), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_the_first_host_dies(hosts: Hosts, project: Project) -> None:
-    """It has the launcher's store and the log; one process goes on from what it has saved, exactly."""
+    """It has the launcher's store and the log; a single process resumes from its checkpoint exactly."""
     first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
     reach(first, project, "checkpoint", 3)
     first.kill()
     assert second.end(30) != 0
-    said_lost(second)
+    lost_reason(second)
     newest = newest_checkpoint(project)
-    assert resumed_here(project, newest + 3) == newest
-    assert curve(project, "run")[: 2 * newest + 6] == pytest.approx(as_one_process(project, newest + 3), rel=1e-5)
+    assert resume_here(project, newest + 3) == newest
+    assert curve(project, "run")[: 2 * newest + 6] == pytest.approx(single_process_curve(project, newest + 3), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_cut_cable_stops_both_within_the_patience(hosts: Hosts, project: Project, parallel: str) -> None:
-    """Nobody closes a connection: `dist_timeout_sec` ends the waiting, also while checkpoints are being written."""
-    patience = 12
+def test_a_cut_cable_stops_both_hosts_within_the_timeout(hosts: Hosts, project: Project, parallel: str) -> None:
+    """No connection is closed: `dist_timeout_sec` ends the wait, also while checkpoints are being written."""
+    timeout_sec = 12
     shares = {**ENDLESS, "checkpoint_every_n_steps": 1, "keep_last_n_checkpoints": 3}
-    jobs = on_both(hosts, project, **shares, dist_timeout_sec=patience, parallel=f'"{parallel}"')
+    jobs = on_both(hosts, project, **shares, dist_timeout_sec=timeout_sec, parallel=f'"{parallel}"')
     reach(jobs[0], project, "checkpoint", 3)
-    cut = time.monotonic()
-    hosts.cut()
+    cut_at = time.monotonic()
+    hosts.cut_cable()
     for job in jobs:
-        assert job.end(patience + 30) != 0
-        assert f"Timed out waiting {patience * 1000}ms" in said_lost(job)
-    assert time.monotonic() - cut > patience - 2, "it was the silence that ended them"
+        assert job.end(timeout_sec + 30) != 0
+        assert f"Timed out waiting {timeout_sec * 1000}ms" in lost_reason(job)
+    assert time.monotonic() - cut_at > timeout_sec - 2, "the timeout ended them"
     newest = newest_checkpoint(project)
-    assert resumed_here(project, newest + 2) == newest
+    assert resume_here(project, newest + 2) == newest
 
 
-HELD_SAVE = """
+BLOCKED_SAVE = """
 import os, sys, threading
 from pathlib import Path
 from sd3_light.checkpoint import background
 
 def never(temporary, rank, pieces):
-    Path(os.environ["BEGUN"]).touch()
+    Path(os.environ["STARTED"]).touch()
     threading.Event().wait()
 
 if os.environ["RANK"] == "1":
@@ -191,62 +191,62 @@ if os.environ["RANK"] == "1":
 from sd3_light.cli import launch
 sys.exit(launch(sys.argv[1:]))
 """
-"""A training whose second process does not come to an end with its part of a checkpoint."""
+"""A training program whose second process never finishes its part of a checkpoint."""
 
 
 @pytest.mark.slow
-def test_a_cable_cut_in_the_last_save_is_noticed(hosts: Hosts, project: Project) -> None:
-    """Both processes have made all steps and wait for the save: for as long as it takes while both are there, and no
-    longer than `dist_timeout_sec` for one that is gone."""
-    patience, begun = 6, hosts.folder / "begun"
+def test_a_cable_cut_during_the_last_save_is_noticed(hosts: Hosts, project: Project) -> None:
+    """Both processes have finished training and wait for the save: without limit while both are alive, and at most
+    `dist_timeout_sec` for a lost one."""
+    timeout_sec, started = 6, hosts.folder / "started"
     hosts.folder.mkdir(parents=True, exist_ok=True)
-    (program := hosts.folder / "held_save.py").write_text(HELD_SAVE, encoding="utf-8")
-    keys = {"max_steps": 2, "checkpoint_every_n_steps": 100, "parallel": '"fsdp2"', "dist_timeout_sec": patience}
+    (program := hosts.folder / "blocked_save.py").write_text(BLOCKED_SAVE, encoding="utf-8")
+    keys = {"max_steps": 2, "checkpoint_every_n_steps": 100, "parallel": '"fsdp2"', "dist_timeout_sec": timeout_sec}
     command = [sys.executable, str(program), *plain(project, micro_batch_size_per_gpu=2, **keys)[2:]]
-    there = {"PYTHONPATH": str(ROOT), "BEGUN": str(begun)}
-    jobs = [hosts.start(node, command, **variables(node, ADDRESSES[0]), **there) for node in (0, 1)]
-    jobs[1].until(begun.exists)
-    deadline = time.monotonic() + 2 * patience
+    environment = {"PYTHONPATH": str(ROOT), "STARTED": str(started)}
+    jobs = [hosts.start(node, command, **variables(node, ADDRESSES[0]), **environment) for node in (0, 1)]
+    jobs[1].until(started.exists)
+    deadline = time.monotonic() + 2 * timeout_sec
     jobs[0].until(lambda: time.monotonic() > deadline)
-    assert jobs[1].process.poll() is None, "a slow save is no lost process"
-    hosts.cut()
+    assert jobs[1].process.poll() is None, "a slow save is not a lost process"
+    hosts.cut_cable()
     for job in jobs:
-        assert job.end(patience + 30) == 75, job.words
-        assert f"Timed out waiting {patience * 1000}ms" in said_lost(job)
+        assert job.end(timeout_sec + 30) == 75, job.text
+        assert f"Timed out waiting {timeout_sec * 1000}ms" in lost_reason(job)
 
 
 @pytest.mark.slow
-def test_torchrun_waits_no_longer_than_it_is_told(hosts: Hosts, project: Project) -> None:
-    """An address that nobody has; its launcher's own error names address and port."""
+def test_torchrun_stops_at_its_timeout(hosts: Hosts, project: Project) -> None:
+    """With an unused address; the launcher's own error names address and port."""
     jobs = [
         hosts.start(
-            node, [*torchrun(node, NOBODY, timeout=8), *training(project, **ENDLESS)], GLOO_SOCKET_IFNAME="eth0"
+            node, [*torchrun(node, UNUSED_ADDRESS, timeout=8), *training(project, **ENDLESS)], GLOO_SOCKET_IFNAME="eth0"
         )
         for node in (0, 1)
     ]
     for job in jobs:
         assert job.end(60) != 0
-        assert f"({NOBODY}, {PORT})" in job.words.splitlines()[-1]
+        assert f"({UNUSED_ADDRESS}, {PORT})" in job.text.splitlines()[-1]
     assert not project.run.exists()
 
 
 def plain(project: Project, **overrides: object) -> list[str]:
-    """A process as the DeepSpeed launcher starts it: no agent meets the others before us."""
+    """Return the command of a process as the DeepSpeed launcher starts it, without an earlier rendezvous."""
     return [sys.executable, *training(project, "--local_rank=0", "--trust_cache", **overrides)]
 
 
 def variables(node: int, address: str) -> dict[str, str]:
-    given = {"RANK": str(node), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
-    return {**given, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+    ranks = {"RANK": str(node), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    return {**ranks, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", [NOBODY, "no-such-host", ADDRESSES[0]])
-def test_our_own_meeting_is_bounded_and_says_where(hosts: Hosts, project: Project, address: str) -> None:
-    """A wrong address, a name that nobody knows, and the right address of a machine that was not started."""
+@pytest.mark.parametrize("address", [UNUSED_ADDRESS, "no-such-host", ADDRESSES[0]])
+def test_our_rendezvous_times_out_and_names_the_address(hosts: Hosts, project: Project, address: str) -> None:
+    """An unused address, an unknown name, and the address of a machine that was not started."""
     job = hosts.start(1, plain(project, dist_timeout_sec=6), **variables(1, address))
     assert job.end(60) == 2
-    last = job.words.splitlines()[-1]
+    last = job.text.splitlines()[-1]
     assert last.startswith(
         f"error: rank 1 of 2 on beta could not connect to the other ranks at {address}:{PORT} within"
     )
@@ -256,32 +256,32 @@ def test_our_own_meeting_is_bounded_and_says_where(hosts: Hosts, project: Projec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["eth9", "lo"])
-def test_a_wrong_network_device_is_told(hosts: Hosts, project: Project, device: str) -> None:
-    """A device that is not there, and one that leads nowhere."""
+def test_a_wrong_network_device_is_reported(hosts: Hosts, project: Project, device: str) -> None:
+    """A missing device, and one without a route."""
     jobs = [
         hosts.start(
             node, plain(project, dist_timeout_sec=10), **variables(node, ADDRESSES[0]), GLOO_SOCKET_IFNAME=device
         )
         for node in (0, 1)
     ]
-    ended = [job.end(100) for job in jobs]
-    assert 2 in ended
-    assert 0 not in ended
-    told = [job.words for job in jobs if "could not connect to the other ranks" in job.words]
-    assert told
-    assert all("GLOO_SOCKET_IFNAME" in words.splitlines()[-1] for words in told)
+    exit_codes = [job.end(100) for job in jobs]
+    assert 2 in exit_codes
+    assert 0 not in exit_codes
+    messages = [job.text for job in jobs if "could not connect to the other ranks" in job.text]
+    assert messages
+    assert all("GLOO_SOCKET_IFNAME" in text.splitlines()[-1] for text in messages)
 
 
 # --- the DeepSpeed launcher, without ssh --------------------------------------------------------
 
 
 def deepspeed(hosts: Hosts, node: int) -> list[str]:
-    """`deepspeed --hostfile F --no_ssh --node_rank R --master_addr A --master_port P`."""
+    """Return `deepspeed --hostfile F --no_ssh --node_rank R --master_addr A --master_port P`."""
     pytest.importorskip("deepspeed")
-    listing = hosts.folder / "hostfile"
-    listing.parent.mkdir(parents=True, exist_ok=True)
-    listing.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES), encoding="utf-8")
-    command = [str(Path(sys.executable).parent / "deepspeed"), f"--hostfile={listing}", "--no_ssh"]
+    hostfile = hosts.folder / "hostfile"
+    hostfile.parent.mkdir(parents=True, exist_ok=True)
+    hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES), encoding="utf-8")
+    command = [str(Path(sys.executable).parent / "deepspeed"), f"--hostfile={hostfile}", "--no_ssh"]
     return [*command, f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
 
 
@@ -296,33 +296,33 @@ def test_the_deepspeed_launcher_caches_on_two_hosts(
 
 @pytest.mark.slow
 def test_the_deepspeed_launcher_trains_on_two_hosts(hosts: Hosts, project: Project) -> None:
-    """With the engine it is for: the same steps as one process of torch's own."""
+    """With the DeepSpeed engine: the same steps as one process of the torch engine."""
     shares = {"micro_batch_size_per_gpu": 2, "max_steps": 8}
     command = training(project, "--deepspeed", "--trust_cache", **shares)
     jobs = [hosts.start(node, [*deepspeed(hosts, node), *command]) for node in (0, 1)]
-    ended = [job.end() for job in jobs]
-    assert ended == [0, 0], jobs[0].words
+    exit_codes = [job.end() for job in jobs]
+    assert exit_codes == [0, 0], jobs[0].text
     assert project.events("start")[0]["world"] == 2
-    assert curve(project, "run") == pytest.approx(as_one_process(project, 8), rel=1e-5)
+    assert curve(project, "run") == pytest.approx(single_process_curve(project, 8), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stages: int, how: str) -> None:
-    """Replicas with ZeRO-1, and a pipeline across the two hosts; one process of torch's engine goes on."""
+@pytest.mark.parametrize("failure", ["killed", "cut off"])
+def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stages: int, failure: str) -> None:
+    """Replicas with ZeRO-1, and a pipeline across the two hosts; one process of the torch engine resumes."""
     pytest.importorskip("deepspeed")
-    patience = 12
+    timeout_sec = 12
     shares = {**ENDLESS, "pipeline_stages": stages, "micro_batch_size_per_gpu": 2 * stages}
-    jobs = on_both(hosts, project, "--deepspeed", **shares, dist_timeout_sec=patience)
+    jobs = on_both(hosts, project, "--deepspeed", **shares, dist_timeout_sec=timeout_sec)
     reach(jobs[0], project, "checkpoint", 3)
-    if how == "killed":
+    if failure == "killed":
         jobs.pop().kill()
     else:
-        hosts.cut()
+        hosts.cut_cable()
     for job in jobs:
-        assert job.end(patience + 30) != 0
-        said_lost(job)
+        assert job.end(timeout_sec + 30) != 0
+        lost_reason(job)
     newest = newest_checkpoint(project)
-    assert resumed_here(project, newest + 2) == newest
-    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(as_one_process(project, newest + 2), rel=1e-5)
+    assert resume_here(project, newest + 2) == newest
+    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(single_process_curve(project, newest + 2), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Two real processes under torchrun (gloo): the same cache and the same training as one."""
+"""Two processes under torchrun (gloo) build the cache and train like one."""
 
 import json
 import os
@@ -19,16 +19,16 @@ from sd3_light.world import write_dataset
 from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
-STEPS = 13  # 11 make an epoch
+STEPS = 13  # an epoch has 11 steps
 
 
 def torchrun(project: Project, *flags: str, processes: int = 2, **overrides: object) -> str:
-    """`torchrun --nproc_per_node 2 train.py --config ... FLAGS`; what it printed."""
+    """Run `torchrun --nproc_per_node 2 train.py --config ... FLAGS` and return its stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(ROOT / "train.py"), "--config", str(project.train_toml), *flags]
     for key, value in overrides.items():
         command += ["--set", f"{key}={value}"]
-    # on a machine with one GPU two processes would share it, which nccl does not do
+    # on a machine with one GPU two processes would share it, which NCCL does not support
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def checkpoint(project: Project, step: int, run: str) -> Path:
 
 
 def curve(project: Project, run: str, first: int = 0) -> list[float]:
-    """Loss and gradient norm of every step after ``first``."""
+    """Return loss and gradient norm of every step after ``first``."""
     events = [event for event in project.events("step", run) if event["step"] > first]
     assert [event["step"] for event in events] == list(range(first + 1, STEPS + 1))
     return [number for event in events for number in (event["loss"], event["grad_norm"])]
@@ -66,14 +66,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
 
 
 def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
-    """Each takes what the other has not, and neither talks to the other."""
-    said = torchrun(fresh_project, "--cache_only")
+    """Each takes units that the other has not, without communication."""
+    output = torchrun(fresh_project, "--cache_only")
     assert shards(fresh_project) == shards(cached_project)
-    assert "cache 40/40" in said, "the main process counts what all have done"
+    assert "cache 40/40" in output, "the main process counts the work of all"
 
 
 def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
-    """As people start it: `deepspeed --num_gpus=2 train.py --deepspeed --config X --cache_only`."""
+    """The documented command: `deepspeed --num_gpus=2 train.py --deepspeed --config X --cache_only`."""
     pytest.importorskip("deepspeed")
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2", "--master_port=29531"]
     command += [str(ROOT / "train.py"), "--deepspeed", "--config", str(fresh_project.train_toml), "--cache_only"]
@@ -84,43 +84,43 @@ def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, ca
     assert shards(fresh_project) == shards(cached_project)
 
 
-@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
+@pytest.mark.slow  # test_layouts.py covers it too, in fewer launches
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_processes_train_as_one(alone: Project, parallel: str) -> None:
-    """Loss curve, evaluation and checkpoint; the padding of the last evaluation batch weighs nothing anywhere."""
+def test_two_processes_train_like_one(alone: Project, parallel: str) -> None:
+    """Loss curve, evaluation and checkpoint; padding of the last evaluation batch has no weight."""
     torchrun(alone, output_dir=f'"{parallel}"', micro_batch_size_per_gpu=2, parallel=f'"{parallel}"')
     (start,) = alone.events("start", parallel)
     assert (start["world"], start["engine"]) == (2, f"torch {parallel}")
     assert curve(alone, parallel) == pytest.approx(curve(alone, "alone"), rel=1e-5)
     ours, theirs = alone.events("eval", parallel), alone.events("eval", "alone")
     assert [event["weights"] for event in ours] == [event["weights"] for event in theirs] == ["raw", "ema"]
-    for one, other in zip(ours, theirs, strict=True):
+    for event, other in zip(ours, theirs, strict=True):
         for name in ("flow", "flow@0.1", "flow@0.9"):
-            assert one[name] == pytest.approx(other[name], rel=1e-5), name
-    mine, alones = (open_checkpoint(checkpoint(alone, STEPS, run)) for run in (parallel, "alone"))
-    assert len(list(mine.path.glob("rank-*.safetensors"))) == 2, "both processes wrote their part"
-    assert mine.facts["progress"] == alones.facts["progress"]
-    assert mine.shapes == alones.shapes
-    for name in mine.shapes:
+            assert event[name] == pytest.approx(other[name], rel=1e-5), name
+    actual, expected = (open_checkpoint(checkpoint(alone, STEPS, run)) for run in (parallel, "alone"))
+    assert len(list(actual.path.glob("rank-*.safetensors"))) == 2, "both processes wrote a part"
+    assert actual.facts["progress"] == expected.facts["progress"]
+    assert actual.shapes == expected.shapes
+    for name in actual.shapes:
         if name.startswith(("param/", "ema/")):
-            assert torch.allclose(mine.tensor(name), alones.tensor(name), atol=2e-5), name
+            assert torch.allclose(actual.tensor(name), expected.tensor(name), atol=2e-5), name
     assert [path.name for path in (alone.folder / parallel / "exports").iterdir()] == [f"step-{STEPS:08d}"]
 
 
-# --- every kind of loss ------------------------------------------------------------------------
+# --- all losses --------------------------------------------------------------------------------
 
 LOSSES = {"model.text_recon_gamma": 0.25, "model.text_recon_target_layer": 0, "pseudo_huber_c": 0.1}
 
 
 @pytest.fixture(scope="module")
 def every_loss(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
-    """The reference: one process, batches of 4, text reconstruction, pseudo-Huber, and a mask for every other picture,
-    each of another width, so that samples of one batch weigh their pixels differently."""
+    """The reference: one process, batches of 4, text reconstruction, pseudo-Huber, and masks of different widths for
+    every other image, so that samples of a batch weigh their pixels differently."""
     project = raw_project.copy(tmp_path_factory.mktemp("losses") / "project")
     (project.folder / "masks").mkdir()
     for number, path in enumerate(sorted(project.images.glob("*.png"))[::2]):
-        with Image.open(path) as picture:
-            mask = Image.new("L", picture.size, 0)
+        with Image.open(path) as image:
+            mask = Image.new("L", image.size, 0)
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))
         mask.save(project.folder / "masks" / path.name)
     project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
@@ -132,44 +132,44 @@ def every_loss(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -
 
 
 def parts(project: Project, run: str) -> list[float]:
-    """Every number of the loss and the gradient, step by step."""
+    """Return all losses and the gradient norm of every step."""
     keys = ("loss", "flow", "text_recon", "grad_norm")
     return [event[key] for event in project.events("step", run) for key in keys]
 
 
-def test_every_loss_counts(every_loss: Project) -> None:
+def test_every_loss_contributes(every_loss: Project) -> None:
     events = every_loss.events("step", "alone")
     assert len(events) == 4
     for event, plain in zip(events, every_loss.events("step", "plain"), strict=True):
         assert event["loss"] == pytest.approx(event["flow"] + 0.25 * event["text_recon"], rel=1e-5)
-        assert event["flow"] < 0.9 * plain["flow"], "far from zero, pseudo-Huber grows slower than the square"
-    assert events[-1]["text_recon"] > events[0]["text_recon"] == 0, "at first the blocks leave the text as it is"
+        assert event["flow"] < 0.9 * plain["flow"], "far from zero pseudo-Huber grows slower than the square"
+    assert events[-1]["text_recon"] > events[0]["text_recon"] == 0, "initially the blocks do not change the text"
 
 
-def test_accumulation_makes_the_same_steps_of_every_loss(every_loss: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_does_not_change_any_loss(every_loss: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     shares = {**LOSSES, "micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     every_loss.train('output_dir="accumulated"', *(f"{key}={value}" for key, value in shares.items()))
-    # of losses around 1; that of the text begins at 1e-7, a difference of equal numbers that roundings reach
+    # losses are around 1; the text loss starts at 1e-7, at the level of rounding
     assert parts(every_loss, "accumulated") == pytest.approx(parts(every_loss, "alone"), rel=1e-5, abs=1e-11)
 
 
-@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
+@pytest.mark.slow  # test_layouts.py covers it too, in fewer launches
 @pytest.mark.parametrize(("parallel", "accumulation"), [("ddp", 1), ("fsdp2", 2)])
-def test_two_processes_make_the_same_steps_of_every_loss(every_loss: Project, parallel: str, accumulation: int) -> None:
+def test_two_processes_compute_the_same_losses(every_loss: Project, parallel: str, accumulation: int) -> None:
     shares = {"micro_batch_size_per_gpu": 2 // accumulation, "gradient_accumulation_steps": accumulation}
     torchrun(every_loss, output_dir=f'"{parallel}"', parallel=f'"{parallel}"', **LOSSES, **shares)
     assert parts(every_loss, parallel) == pytest.approx(parts(every_loss, "alone"), rel=1e-5, abs=1e-11)
 
 
-# --- what belongs to the run -------------------------------------------------------------------
+# --- resuming and exporting --------------------------------------------------------------------
 
 
-@pytest.mark.slow  # test_layouts.py holds it too, in fewer launches
+@pytest.mark.slow  # test_layouts.py covers it too, in fewer launches
 def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     alone: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process's checkpoint goes on with two that hold halves and accumulate, and theirs with one again."""
+    """Two sharded, accumulating processes resume one process's checkpoint, and one process resumes theirs."""
     torchrun(
         alone,
         "--resume_from_checkpoint",
@@ -187,10 +187,10 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     assert curve(alone, "back", 10) == pytest.approx(curve(alone, "alone", 10), rel=1e-5)
 
 
-def test_halves_of_the_weights_evaluate_and_draw_as_the_whole(
+def test_sharded_weights_evaluate_and_sample_like_full_ones(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that looks at the weights while they are cut: averages of two kinds, evaluation, samples, snapshots."""
+    """Everything that reads sharded weights: two kinds of averages, evaluation, samples, snapshots."""
     project = fresh_project
     write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
@@ -201,18 +201,18 @@ def test_halves_of_the_weights_evaluate_and_draw_as_the_whole(
     text += '[sampling]\nprompts = ["a red circle", "a blue square", "a green star"]\nevery_n_steps = 3\nsteps = 2\n'
     project.train_toml.write_text(text.replace("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"'))
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    project.train('output_dir="whole"')
-    torchrun(project, output_dir='"cut"', micro_batch_size_per_gpu=2, parallel='"fsdp2"')
-    assert curve_of(project, "cut") == pytest.approx(curve_of(project, "whole"), rel=1e-5)
+    project.train('output_dir="full"')
+    torchrun(project, output_dir='"sharded"', micro_batch_size_per_gpu=2, parallel='"fsdp2"')
+    assert curve_of(project, "sharded") == pytest.approx(curve_of(project, "full"), rel=1e-5)
     names = ("raw", "ema", "wide")
-    ours, theirs = project.events("eval", "cut"), project.events("eval", "whole")
+    ours, theirs = project.events("eval", "sharded"), project.events("eval", "full")
     assert [event["weights"] for event in ours] == [*names, *names]
     assert [event["flow"] for event in ours] == pytest.approx([event["flow"] for event in theirs], rel=1e-5)
     assert len({event["flow"] for event in theirs}) == 6
-    (picture,) = (event["file"] for event in project.events("sample", "cut"))
-    grids = [np.asarray(Image.open(project.folder / run / picture), dtype=int) for run in ("cut", "whole")]
+    (file,) = (event["file"] for event in project.events("sample", "sharded"))
+    grids = [np.asarray(Image.open(project.folder / run / file), dtype=int) for run in ("sharded", "full")]
     assert np.abs(grids[0] - grids[1]).max() <= 1
-    last = [open_checkpoint(project.folder / run / "ema" / checkpoint_name(4)) for run in ("cut", "whole")]
+    last = [open_checkpoint(project.folder / run / "ema" / checkpoint_name(4)) for run in ("sharded", "full")]
     assert last[0].facts == last[1].facts
     for name in last[1].shapes:
         assert torch.allclose(*(saved.tensor(name).float() for saved in last), atol=1e-3), name
@@ -222,8 +222,8 @@ def curve_of(project: Project, run: str) -> list[float]:
     return [event["loss"] for event in project.events("step", run)]
 
 
-def test_cut_weights_are_exported_while_they_train_frozen_ones_too(fresh_project: Project) -> None:
-    """Every step exports from a thread; the module that trains is not touched, and frozen weights come out whole."""
+def test_sharded_weights_are_exported_during_training(fresh_project: Project) -> None:
+    """Every step exports from a thread without changing the trained module; frozen weights are exported in full."""
     torchrun(
         fresh_project,
         parallel='"fsdp2"',
@@ -239,7 +239,7 @@ def test_cut_weights_are_exported_while_they_train_frozen_ones_too(fresh_project
     assert torch.equal(weights[0]["context_embedder.weight"], weights[2]["context_embedder.weight"])
 
 
-def test_two_processes_evaluate_a_finished_model_as_one(alone: Project) -> None:
+def test_two_processes_evaluate_like_one(alone: Project) -> None:
     """`sd3-light evaluate MODEL --config` under torchrun: one table, one file."""
     model = alone.folder / "alone" / "exports" / checkpoint_name(STEPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sd3_light"]
@@ -248,6 +248,6 @@ def test_two_processes_evaluate_a_finished_model_as_one(alone: Project) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("flow@0.9") == 1
-    found = json.loads((alone.folder / "loss.json").read_text())["eval"]
-    assert set(found) == {"flow", *(f"flow@0.{n}" for n in range(1, 10))}
-    assert found == pytest.approx(evaluate.validation_losses(alone.load(), model)["eval"], rel=1e-5)
+    losses = json.loads((alone.folder / "loss.json").read_text())["eval"]
+    assert set(losses) == {"flow", *(f"flow@0.{n}" for n in range(1, 10))}
+    assert losses == pytest.approx(evaluate.validation_losses(alone.load(), model)["eval"], rel=1e-5)

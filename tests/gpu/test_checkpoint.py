@@ -1,4 +1,4 @@
-"""On a GPU: what is saved is the state of that moment, by way of pinned memory, and it goes back to the GPU."""
+"""On a GPU a save captures the state at that moment, through pinned memory, and loads back to the GPU."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from sd3_light.engines.protocol import TensorPiece
 def test_copies_are_pinned_and_exact_across_blocks() -> None:
     live = torch.randn(BLOCK_BYTES // 4 + 1000, device="cuda")
     count = torch.tensor([3.0])  # optimizers may keep their step count on the host
-    store = HostBuffers()
-    copies = store.take([TensorPiece("step/w", count, 0, ()), TensorPiece("param/w", live, 0, tuple(live.shape))])
+    buffers = HostBuffers()
+    copies = buffers.copy([TensorPiece("step/w", count, 0, ()), TensorPiece("param/w", live, 0, tuple(live.shape))])
     assert len(copies) == 3
     assert all(copy.values.is_pinned() for copy in copies)
-    assert len(store._blocks) == 2
+    assert len(buffers._blocks) == 2
     assert torch.equal(torch.cat([copy.values for copy in copies[1:]]), live.cpu())
 
 
-def test_training_may_go_on_as_soon_as_save_returns(tmp_path: Path) -> None:
+def test_training_can_continue_once_save_returns(tmp_path: Path) -> None:
     live = torch.randn(3000, 1000, device="cuda")
     before = live.cpu()
     keeper = CheckpointKeeper(tmp_path, 0)

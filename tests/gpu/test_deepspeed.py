@@ -1,4 +1,4 @@
-"""DeepSpeed's engines on a GPU in bf16: the steps of torch's own."""
+"""The DeepSpeed engines on a GPU in bf16 match the torch engine."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size":
 STEPS = 6
 
 
-def engine(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = CUDA) -> Engine:
+def make(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = CUDA) -> Engine:
     keys: dict[str, Any] = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL}
     keys |= {"zero_stage": zero, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
     config = TrainConfig.model_validate(keys, context={"base": folder})
     module = SD3TrainingModule(new_transformer(SIZES["tiny2"].transformer_config(), 0), config)
-    make = deepspeed.make_engine if by_deepspeed else TorchEngine
-    return make(module, config, Launch(), device)
+    make_engine = deepspeed.make_engine if by_deepspeed else TorchEngine
+    return make_engine(module, config, Launch(), device)
 
 
 def batch(seed: int) -> MicroBatch:
@@ -34,17 +34,17 @@ def batch(seed: int) -> MicroBatch:
     return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
 
 
-def curve(learner: Engine) -> list[float]:
-    found = []
+def curve(engine: Engine) -> list[float]:
+    values = []
     for step in range(STEPS):
-        numbers = learner.train_step([batch(2 * step), batch(2 * step + 1)], 2e-3).read()
+        numbers = engine.train_step([batch(2 * step), batch(2 * step + 1)], 2e-3).read()
         assert numbers.taken
-        found += [numbers.losses["loss"], numbers.grad_norm]
-    return found
+        values += [numbers.losses["loss"], numbers.grad_norm]
+    return values
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_deepspeed_makes_the_steps_of_torch(tmp_path: Path, zero: int) -> None:
+def test_deepspeed_matches_torch(tmp_path: Path, zero: int) -> None:
     pytest.importorskip("deepspeed")
-    ours, theirs = (curve(engine(tmp_path, by_deepspeed, zero)) for by_deepspeed in (False, True))
-    assert theirs == pytest.approx(ours, rel=2e-3)
+    torch_curve, deepspeed_curve = (curve(make(tmp_path, by_deepspeed, zero)) for by_deepspeed in (False, True))
+    assert deepspeed_curve == pytest.approx(torch_curve, rel=2e-3)

@@ -36,8 +36,8 @@ def test_gpu_results_match_cpu_results(demo_parts: Path, kind: str) -> None:
 
 
 def test_one_at_a_time_gives_the_same_results(demo_parts: Path) -> None:
-    one, two = (encode(make(demo_parts, "cuda", one_at_a_time=choice)) for choice in (True, False))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    separate, together = (encode(make(demo_parts, "cuda", one_at_a_time=choice)) for choice in (True, False))
+    assert all(torch.equal(separate[name], together[name]) for name in separate)
 
 
 def test_close_frees_gpu_memory(demo_parts: Path) -> None:

@@ -1,4 +1,4 @@
-"""A training step on a GPU: nobody waits for the device until the numbers are read."""
+"""A training step on a GPU does not synchronize until its numbers are read."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def batch(seed: int, poison: float = 0.0) -> MicroBatch:
     return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target + poison, None)
 
 
-def test_a_step_never_makes_the_host_wait(engine: TorchEngine) -> None:
+def test_a_step_never_synchronizes(engine: TorchEngine) -> None:
     averages = Averages(engine.weights, EmaConfig(enable=True))
     engine.train_step([batch(0), batch(1)], 1e-3).read()
     torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def test_a_step_never_makes_the_host_wait(engine: TorchEngine) -> None:
     assert all(result.read().taken for result in results)
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_the_device(engine: TorchEngine) -> None:
+def test_a_non_finite_step_is_skipped_on_the_device(engine: TorchEngine) -> None:
     engine.train_step([batch(0)], 1e-3)
     before = {piece.name: piece.values.clone() for piece in engine.pieces()}
     result = engine.train_step([batch(1, poison=float("nan"))], 1e-3).read()
@@ -59,7 +59,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_the_device(engine: TorchEngine)
     assert [piece.name for piece in engine.pieces() if not torch.equal(piece.values, before[piece.name])] == []
 
 
-def test_room_is_made_ahead_and_the_copy_is_of_its_moment(engine: TorchEngine, tmp_path: Path) -> None:
+def test_memory_is_reserved_and_the_save_captures_its_moment(engine: TorchEngine, tmp_path: Path) -> None:
     keeper = CheckpointKeeper(tmp_path / "checkpoints", 0)
     keeper.prepare(engine.pieces())
     engine.train_step([batch(0)], 1e-3)
@@ -68,6 +68,6 @@ def test_room_is_made_ahead_and_the_copy_is_of_its_moment(engine: TorchEngine, t
     engine.train_step([batch(1)], 1e-3)
     (saved,) = keeper.wait()
     assert isinstance(saved, CheckpointSaved)
-    found = open_checkpoint(saved.path)
-    assert [name for name in expected if not torch.equal(found.tensor(name).flatten(), expected[name])] == []
+    checkpoint = open_checkpoint(saved.path)
+    assert [name for name in expected if not torch.equal(checkpoint.tensor(name).flatten(), expected[name])] == []
     keeper.close()

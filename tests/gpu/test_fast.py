@@ -1,4 +1,4 @@
-"""The fast blocks on a GPU: kernels against their reference, training beside the stock blocks, batches sent ahead."""
+"""The fast blocks on a GPU: kernels against their reference, training against the stock blocks, prefetching."""
 
 import mmap
 from collections.abc import Generator
@@ -35,17 +35,17 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(CUDA, dtype)
 
 
-def near(found: Any, wanted: Any, limit: float) -> None:
-    if isinstance(wanted, Tensor):
-        distance = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
+def assert_near(actual: Any, expected: Any, limit: float) -> None:
+    if isinstance(expected, Tensor):
+        distance = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9))
         assert distance < limit, distance
-    elif isinstance(wanted, Fp8Rows):
-        near(found.plain, wanted.plain, limit)
-        torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-2, atol=0.0)
-        near(found.values.float(), wanted.values.float(), 6e-3)  # a number between two may go to either
-    elif wanted is not None:
-        for one, other in zip(found, wanted, strict=True):
-            near(one, other, limit)
+    elif isinstance(expected, Fp8Rows):
+        assert_near(actual.plain, expected.plain, limit)
+        torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-2, atol=0.0)
+        assert_near(actual.values.float(), expected.values.float(), 6e-3)  # halfway values may round to either side
+    elif expected is not None:
+        for actual_part, expected_part in zip(actual, expected, strict=True):
+            assert_near(actual_part, expected_part, limit)
 
 
 @pytest.fixture(params=["padded", "real"])
@@ -54,12 +54,12 @@ def plan(request: Any) -> RowPlan:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
-def test_kernels_compute_what_their_references_do(plan: RowPlan, dtype: torch.dtype, limit: float) -> None:
+def test_kernels_match_their_reference(plan: RowPlan, dtype: torch.dtype, limit: float) -> None:
     count = plan.image.count + plan.text.count
     streams = tuple(normal(rows.count, 3 * WIDTH, dtype=dtype) for rows in (plan.image, plan.text))
     norms = (normal(UNITS), normal(UNITS, seed=1))
     joined = [ops.join(streams, (norms, norms), HEADS, plan) for ops in (kernels, reference)]
-    near([part[:count] for part in joined[0]], [part[:count] for part in joined[1]], limit)
+    assert_near([part[:count] for part in joined[0]], [part[:count] for part in joined[1]], limit)
     grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
     for rows, stream in zip((plan.image, plan.text), streams, strict=True):
         modulation = normal(plan.samples, 5 * WIDTH, dtype=dtype)
@@ -67,23 +67,23 @@ def test_kernels_compute_what_their_references_do(plan: RowPlan, dtype: torch.dt
         x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
         pending = (y, normal(WIDTH), gate)
         u, dg = normal(rows.count, 4 * WIDTH, dtype=dtype), normal(rows.count, 4 * WIDTH, dtype=dtype, seed=1)
-        for name, given in (
+        for name, args in (
             ("residual_norm", (x, pending, scale, shift, rows)),
             ("residual_norm_backward", (dh, y, x, pending, scale, rows, shift)),
             ("gelu_backward", (dg, u, True)),
             ("join_backward", (grads, stream, norms, HEADS, rows)),
             ("gather_rows", (joined[1][0], rows)),
         ):
-            near(getattr(kernels, name)(*given), getattr(reference, name)(*given), limit)
+            assert_near(getattr(kernels, name)(*args), getattr(reference, name)(*args), limit)
 
 
 needs_fp8 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU knows no fp8"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no fp8 support"
 )
 
 
 @needs_fp8
-def test_kernels_round_as_their_references_do(plan: RowPlan) -> None:
+def test_fp8_kernels_match_their_reference(plan: RowPlan) -> None:
     dtype, norms = torch.bfloat16, (normal(UNITS), normal(UNITS, seed=1))
     grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
     for rows in (plan.image, plan.text):
@@ -93,7 +93,7 @@ def test_kernels_round_as_their_references_do(plan: RowPlan) -> None:
         odd[0] = 0.0
         pending = (y, normal(WIDTH), gate)
         u, dg = normal(rows.count, 4 * WIDTH, dtype=dtype), normal(rows.count, 4 * WIDTH, dtype=dtype, seed=1)
-        for name, given in (
+        for name, args in (
             ("residual_norm", (x, pending, scale, shift, rows, "both")),
             ("residual_norm", (x, None, scale, shift, rows, "fp8")),
             ("residual_norm_backward", (dh, x, x, (dh, *pending[1:]), scale, rows, shift, "both")),
@@ -104,35 +104,35 @@ def test_kernels_round_as_their_references_do(plan: RowPlan) -> None:
             ("gather_rows", (grads[0], rows, "both")),
             ("round_rows", (odd,)),
         ):
-            near(getattr(kernels, name)(*given), getattr(reference, name)(*given), 6e-3)
+            assert_near(getattr(kernels, name)(*args), getattr(reference, name)(*args), 6e-3)
 
 
-def room(outputs: int, inputs: int) -> Fp8Weight:
+def empty_fp8(outputs: int, inputs: int) -> Fp8Weight:
     shapes = ((outputs, inputs), (inputs, outputs))
-    made = [Fp8Rows(torch.zeros(n, k, device=CUDA).to(E4M3), torch.zeros(n, 1, device=CUDA)) for n, k in shapes]
-    return Fp8Weight(made[0], made[1])
+    parts = [Fp8Rows(torch.zeros(n, k, device=CUDA).to(E4M3), torch.zeros(n, 1, device=CUDA)) for n, k in shapes]
+    return Fp8Weight(parts[0], parts[1])
 
 
 @needs_fp8
-def test_products_in_8_bits_are_those_of_the_rounded_numbers() -> None:
+def test_fp8_products_match_products_of_the_rounded_numbers() -> None:
     weights = [normal(WIDTH, 4 * WIDTH, seed=s) * (1 + s) for s in range(3)]
-    made = [room(3 * WIDTH, 4 * WIDTH) for _ in range(2)]
-    kernels.round_weight(weights, made[0])
-    reference.round_weight(weights, made[1])
-    near((made[0].forward, made[0].backward), (made[1].forward, made[1].backward), 1e-5)
+    results = [empty_fp8(3 * WIDTH, 4 * WIDTH) for _ in range(2)]
+    kernels.round_weight(weights, results[0])
+    reference.round_weight(weights, results[1])
+    assert_near((results[0].forward, results[0].backward), (results[1].forward, results[1].backward), 1e-5)
     x = (normal(333, 4 * WIDTH) * torch.logspace(-9, 3, 333, device=CUDA)[:, None]).bfloat16()
     rows, bias = kernels.round_rows(x), normal(3 * WIDTH, dtype=torch.bfloat16)
     for fast_sums, limit in ((False, 4e-3), (True, 1e-2)):
         for added in (None, bias):
-            found = multiply(rows, made[0].forward, added, torch.bfloat16, fast_sums).double()
-            wanted = rows.dequantized().double() @ made[0].forward.dequantized().double().t() + (
+            actual = multiply(rows, results[0].forward, added, torch.bfloat16, fast_sums).double()
+            expected = rows.dequantized().double() @ results[0].forward.dequantized().double().t() + (
                 0 if added is None else added.double()
             )
-            assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < limit
+            assert float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).max()) < limit
     x[5, 7] = float("nan")
-    found = multiply(kernels.round_rows(x), made[0].forward, None, torch.bfloat16, True)
-    is_lost = ~torch.isfinite(found).all(1)
-    assert is_lost.nonzero().flatten().tolist() == [5], "what is not finite is seen, and in its row alone"
+    actual = multiply(kernels.round_rows(x), results[0].forward, None, torch.bfloat16, True)
+    is_lost = ~torch.isfinite(actual).all(1)
+    assert is_lost.nonzero().flatten().tolist() == [5], "a non-finite value affects only its row"
 
 
 @needs_fp8
@@ -140,25 +140,25 @@ def test_products_in_8_bits_are_those_of_the_rounded_numbers() -> None:
 def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
     curves = []
     for fp8 in (False, True):
-        config = table(model={"text_tokens": "real"}, activation_checkpointing=checkpointing, fp8=fp8)
+        config = make_config(model={"text_tokens": "real"}, activation_checkpointing=checkpointing, fp8=fp8)
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, True), config, Launch(), CUDA)
-        given = (prepared(True, seed % 4) for seed in range(60))
-        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(given, 2, CUDA)]
-        assert all(one.taken for one in numbers)
-        curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(True, 0))[0])])
+        batches = (micro_batch(True, seed % 4) for seed in range(60))
+        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(batches, 2, CUDA)]
+        assert all(step.taken for step in numbers)
+        curves.append([*(step.losses["loss"] for step in numbers), float(engine.evaluate(micro_batch(True, 0))[0])])
     assert curves[1] == pytest.approx(curves[0], rel=0.15)
     assert float(np.mean(curves[1])) == pytest.approx(float(np.mean(curves[0])), rel=0.03)
     assert curves[1] != curves[0]
-    assert curves[1][-2] < 0.9 * curves[1][0], "something was learned"
+    assert curves[1][-2] < 0.9 * curves[1][0], "the loss falls"
 
 
-def test_attention_sees_its_own_sample_only(plan: RowPlan) -> None:
+def test_attention_stays_within_a_sample(plan: RowPlan) -> None:
     count = plan.image.count + plan.text.count
     parts = [normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
     grad = normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
-    found = attend(parts[0], parts[1], parts[2], plan)
-    grads = torch.autograd.grad(found, parts, grad)
+    actual = attend(parts[0], parts[1], parts[2], plan)
+    grads = torch.autograd.grad(actual, parts, grad)
     exact = [part.detach().float().requires_grad_() for part in parts]
     starts = plan.starts.tolist()
     alone = [
@@ -167,20 +167,22 @@ def test_attention_sees_its_own_sample_only(plan: RowPlan) -> None:
         )[0].transpose(0, 1)
         for a, b in pairwise(starts)
     ]  # fmt: skip
-    wanted = torch.cat(alone)
-    near(found[:count], wanted, 1e-2)
-    near(
-        [g[:count] for g in grads], [g[:count] for g in torch.autograd.grad(wanted, exact, grad[:count].float())], 2e-2
+    expected = torch.cat(alone)
+    assert_near(actual[:count], expected, 1e-2)
+    assert_near(
+        [g[:count] for g in grads],
+        [g[:count] for g in torch.autograd.grad(expected, exact, grad[:count].float())],
+        2e-2,
     )
 
 
-def table(**keys: Any) -> TrainConfig:
+def make_config(**keys: Any) -> TrainConfig:
     model = {"train_type": "sd3_light_pretrain", "diffusers_path": "model", "size": "tiny3", **keys.pop("model", {})}
-    given = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
-    return TrainConfig.model_validate(given, context={"base": Path.cwd()})
+    settings = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    return TrainConfig.model_validate(settings, context={"base": Path.cwd()})
 
 
-def prepared(real: bool, seed: int) -> MicroBatch:
+def micro_batch(real: bool, seed: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     noisy, target = torch.randn(2, 8, 16, 8, 8, generator=generator)
     prompt, pooled = torch.randn(8, 20, 256, generator=generator), torch.randn(8, 224, generator=generator)
@@ -191,25 +193,26 @@ def prepared(real: bool, seed: int) -> MicroBatch:
 
 @pytest.mark.parametrize("checkpointing", [False, "selective", True])
 @pytest.mark.parametrize("real", [False, True])
-def test_training_is_that_of_the_stock_blocks(real: bool, checkpointing: Any) -> None:
+def test_training_matches_the_stock_blocks(real: bool, checkpointing: Any) -> None:
     recon = {"text_recon_gamma": 0.1, "text_recon_target_layer": 1}
-    config = table(model={"text_tokens": "real" if real else "padded", **recon}, activation_checkpointing=checkpointing)
+    model = {"text_tokens": "real" if real else "padded", **recon}
+    config = make_config(model=model, activation_checkpointing=checkpointing)
     curves = []
     for fast in (False, True):
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
-        given = (prepared(real, seed % 4) for seed in range(40))
-        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(given, 2, CUDA)]
-        assert all(one.taken for one in numbers)
-        curves.append([*(one.losses["loss"] for one in numbers), float(engine.evaluate(prepared(real, 0))[0])])
-        drawn = engine.denoise(prepared(real, 0)[0])
+        batches = (micro_batch(real, seed % 4) for seed in range(40))
+        numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(batches, 2, CUDA)]
+        assert all(step.taken for step in numbers)
+        curves.append([*(step.losses["loss"] for step in numbers), float(engine.evaluate(micro_batch(real, 0))[0])])
+        drawn = engine.denoise(micro_batch(real, 0)[0])
         assert bool(torch.isfinite(drawn).all())
     assert curves[1] == pytest.approx(curves[0], rel=0.02)
-    assert curves[0][-2] < 0.9 * curves[0][0], "something was learned"
+    assert curves[0][-2] < 0.9 * curves[0][0], "the loss falls"
 
 
-def test_pinned_memory_is_known_as_such_and_let_go() -> None:
-    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8))  # as slots are
+def test_host_memory_is_pinned_and_unpinned() -> None:
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8))  # as the loader's slots are
     undo = pin_host_memory(memory.data_ptr(), len(memory))
     assert undo is not None
     assert memory.is_pinned()
@@ -217,7 +220,7 @@ def test_pinned_memory_is_known_as_such_and_let_go() -> None:
     assert not memory.is_pinned()
 
 
-def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
+def test_prefetched_batches_are_intact_however_far_the_host_runs_ahead() -> None:
     big = torch.randn(4096, 4096, device=CUDA)
 
     def source() -> Generator[MicroBatch, None, None]:
@@ -227,7 +230,7 @@ def test_batches_sent_ahead_are_whole_however_far_the_host_runs() -> None:
     sums = []
     for step in prefetch_steps(source(), 3, CUDA):
         for (values, _), _ in step:
-            for _ in range(20):  # the device is long busy before it comes to read
+            for _ in range(20):  # keep the device busy long before it reads
                 big = torch.nn.functional.normalize(big @ big)
             sums.append((values.min(), values.max()))
     assert [(int(low), int(high)) for low, high in sums] == [(number, number) for number in range(30)]

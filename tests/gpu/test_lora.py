@@ -1,4 +1,4 @@
-"""An adapter on a GPU: frozen weights in bf16, its own in float32, and a step that learns."""
+"""An adapter on a GPU: frozen weights in bf16, adapter weights in float32, and a falling loss."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ DEVICE = torch.device("cuda", 0)
 
 def make_engine(folder: Path, **keys: Any) -> TorchEngine:
     adapter = {"rank": 4, "target_modules": ["attn.to_*", "ff.net.*"], **keys}
-    given = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": {"diffusers_path": "folder"}}
-    config = TrainConfig.model_validate({**given, "adapter": adapter}, context={"base": folder})
+    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": {"diffusers_path": "folder"}}
+    config = TrainConfig.model_validate({**settings, "adapter": adapter}, context={"base": folder})
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -35,9 +35,9 @@ KINDS = [{}, {"dtype": "float32"}, {"use_dora": True}, {"type": "lokr"}, {"type"
 
 
 @pytest.mark.parametrize("keys", KINDS, ids=str)
-def test_an_adapter_learns_over_bf16_weights(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_an_adapter_trains_over_bf16_weights(tmp_path: Path, keys: dict[str, Any]) -> None:
     engine = make_engine(tmp_path, **keys)
-    kinds = {(is_adapter_name(name), one.dtype) for name, one in engine.module.transformer.named_parameters()}
+    kinds = {(is_adapter_name(name), weight.dtype) for name, weight in engine.module.transformer.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     frozen = {n: p.clone() for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
@@ -48,18 +48,18 @@ def test_an_adapter_learns_over_bf16_weights(tmp_path: Path, keys: dict[str, Any
 
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_an_adapter_learns_over_few_bits(tmp_path: Path, bits: int, keys: dict[str, Any]) -> None:
-    """The frozen matrices of the blocks have few bits, what the model computes is near, and all of it can be moved."""
+def test_an_adapter_trains_over_quantized_weights(tmp_path: Path, bits: int, keys: dict[str, Any]) -> None:
+    """The blocks' frozen matrices are quantized, outputs stay close, and the model can be moved between devices."""
     pytest.importorskip("bitsandbytes")
-    engine, whole = (make_engine(tmp_path, base_bits=count, **keys) for count in (bits, 16))
+    engine, unquantized = (make_engine(tmp_path, base_bits=count, **keys) for count in (bits, 16))
     frozen = {n: p for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
-    few = {name for name, weight in frozen.items() if not weight.is_floating_point()}
-    assert few
-    assert all(name.startswith("transformer_blocks.") for name in few)
-    assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in few)
+    quantized = {name for name, weight in frozen.items() if not weight.is_floating_point()}
+    assert quantized
+    assert all(name.startswith("transformer_blocks.") for name in quantized)
+    assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in quantized)
     features = batch(0)[0]
-    near, exact = engine.denoise(features), whole.denoise(features)
-    assert ((near - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
+    output, exact = engine.denoise(features), unquantized.denoise(features)
+    assert ((output - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
     after = engine.denoise(features)

@@ -1,4 +1,4 @@
-"""The optimizers on a GPU: the host is never asked, and a step that is not taken leaves no trace."""
+"""Optimizers on a GPU never synchronize with the host, and a skipped step changes nothing."""
 
 import importlib.util
 from typing import Any
@@ -24,26 +24,26 @@ def toy(kind: str) -> tuple[dict[str, nn.Parameter], Optimizer]:
     return named, make_optimizer(named, OptimizerConfig(type=kind, lr=1e-2), torch.device("cuda"))  # type: ignore[arg-type]
 
 
-def walk(named: dict[str, nn.Parameter], optimizer: Optimizer, skips: list[float]) -> dict[str, Tensor]:
-    """Steps with gradients of their own; those to skip have gradients that are not finite, and do not count."""
+def run_steps(named: dict[str, nn.Parameter], optimizer: Optimizer, skips: list[float]) -> dict[str, Tensor]:
+    """Run steps with different gradients; skipped ones have non-finite gradients."""
     generator = torch.Generator().manual_seed(1)
     for skip in skips:
         for parameter in named.values():
             gradient = torch.full(parameter.shape, float("nan"))
             parameter.grad = (gradient if skip else torch.randn(parameter.shape, generator=generator)).cuda()
         optimizer.step(skip=torch.tensor(skip, device="cuda"))
-    found = {name: parameter.detach().clone() for name, parameter in named.items()}
-    return found | {f"{k}/{n}": value.clone() for n in named for k, value in optimizer.state(n).items()}
+    tensors = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return tensors | {f"{k}/{n}": value.clone() for n in named for k, value in optimizer.state(n).items()}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", EIGHT_BIT])
-def test_a_skipped_step_leaves_no_trace(kind: str) -> None:
-    troubled, untroubled = walk(*toy(kind), [1.0, 0.0, 0.0, 1.0, 0.0]), walk(*toy(kind), [0.0, 0.0, 0.0])
-    assert troubled.keys() == untroubled.keys()
-    assert [name for name in troubled if not torch.equal(troubled[name], untroubled[name])] == []
+def test_a_skipped_step_changes_nothing(kind: str) -> None:
+    with_skips, clean = run_steps(*toy(kind), [1.0, 0.0, 0.0, 1.0, 0.0]), run_steps(*toy(kind), [0.0, 0.0, 0.0])
+    assert with_skips.keys() == clean.keys()
+    assert [name for name in with_skips if not torch.equal(with_skips[name], clean[name])] == []
 
 
-def test_adamw_and_averages_never_make_the_host_wait() -> None:
+def test_adamw_and_averages_never_synchronize() -> None:
     named, optimizer = toy("adamw")
     tracks: Any = ({"name": "power", "power_width": 0.1},)
     averages = Averages(named, EmaConfig(enable=True, update_every=1, track=tracks))

@@ -1,4 +1,4 @@
-"""Real text tokens on a GPU: under the mask the fused kernels leave padding out, in bf16 and compiled."""
+"""Real text tokens on a GPU: fused kernels mask padding, in bf16 and compiled."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from sd3_light.model.layers import build_layers, compile_blocks, run_layers
 from sd3_light.model.random_weights import new_transformer
 from tests.project import Project
 
-LENGTHS = (21, 1, 9)  # no multiple of 8: kernels want aligned masks
+LENGTHS = (21, 1, 9)  # not multiples of 8: kernels need aligned masks
 
 
 def outputs(dtype: torch.dtype, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The patches of three samples together, with garbage behind their text, and one by one without any."""
+    """Return the patches of three samples, batched with garbage as text padding, and one by one without."""
     transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -34,12 +34,12 @@ def outputs(dtype: torch.dtype, compiled: bool = False) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_padding_is_not_seen(compiled: bool) -> None:
+def test_padding_has_no_effect(compiled: bool) -> None:
     together, alone = outputs(torch.float32, compiled)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_rounds_and_sees_no_padding_either() -> None:
+def test_padding_has_no_effect_in_bf16() -> None:
     (together, alone), (exact, _) = outputs(torch.bfloat16), outputs(torch.float32)
     rounding = float((alone - exact).abs().max())
     assert 0 < rounding < 0.1 * float(exact.abs().max())
