@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
-TABLE_COLUMNS: tuple[str, ...] = ("prompts", *DEMANDS)
 
 Rates = Mapping[str, float | None]
 
@@ -49,11 +48,6 @@ class CompositionScore:
         """Return everything except the images, for JSON."""
         by_kind = {kind: dict(rates) for kind, rates in self.by_kind.items()}
         return {"num_prompts": self.num_prompts, **self.rates, "by_kind": by_kind}
-
-    def as_table_row(self) -> tuple[str, ...]:
-        """Return the cells of `TABLE_COLUMNS` in percent; a dash without such prompts."""
-        rates = self.rates
-        return (str(self.num_prompts), *(_percent(rates[demand]) for demand in DEMANDS))
 
     def as_grid(self, columns: int = 8, scale: int = 2, title: str | None = None) -> Image.Image:
         """Return a grid of the images with their prompts, marked as correct or not."""
@@ -105,7 +99,3 @@ def _rates(verdicts: Iterable[Verdict]) -> Rates:
             if right is not None:
                 outcomes[demand].append(right)
     return {demand: sum(results) / len(results) if results else None for demand, results in outcomes.items()}
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{100 * rate:.1f}%"
