@@ -29,46 +29,46 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
 
 
-class Fault(Exception):
+class WandbError(Exception):
     """wandb.Error"""
 
 
-class UsageFault(Fault):
+class WandbUsageError(WandbError):
     """wandb.errors.UsageError"""
 
 
-class LoginFault(Fault):
+class WandbLoginError(WandbError):
     """wandb.errors.AuthenticationError"""
 
 
 class FakeRun:
     def __init__(self, **init: Any) -> None:
         self.init, self.step, self.logged, self.finished = init, 0, list[tuple[int, dict[str, Any]]](), 0
-        self.fault: Exception | None = None
+        self.error: Exception | None = None
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         assert step is not None
         self.logged.append((step, data))
         self.step = max(self.step, step)
 
     def finish(self, exit_code: int | None = None) -> None:
         self.finished += 1
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
 
 
 class FakeWandb(ModuleType):
     """The part of wandb 0.30 that is used, with its signatures."""
 
-    Error = Fault
-    errors = SimpleNamespace(UsageError=UsageFault, AuthenticationError=LoginFault)
+    Error = WandbError
+    errors = SimpleNamespace(UsageError=WandbUsageError, AuthenticationError=WandbLoginError)
 
     def __init__(self) -> None:
         super().__init__("wandb")
         self.runs: list[FakeRun] = []
-        self.mode, self.account, self.fault = "online", True, None
+        self.mode, self.account, self.error = "online", True, None
         self.key: str | None = None
         self.last_step = 0
 
@@ -93,8 +93,8 @@ class FakeWandb(ModuleType):
         reinit: str,
         settings: Any,
     ) -> FakeRun:
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         self.runs.append(FakeRun(project=project, name=name, id=id, dir=dir, config=config, resume=resume))
         self.runs[-1].step = self.last_step
         return self.runs[-1]
@@ -184,9 +184,9 @@ def test_the_api_key_is_passed_by_the_environment_and_written_nowhere(tmp_path: 
     assert [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("fault", [UsageFault("no key"), LoginFault("wrong key"), None])
-def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, fault: Any) -> None:
-    wandb.fault, wandb.account = fault, fault is not None
+@pytest.mark.parametrize("error", [WandbUsageError("no key"), WandbLoginError("wrong key"), None])
+def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, error: Any) -> None:
+    wandb.error, wandb.account = error, error is not None
     with pytest.raises(UserError, match="WANDB_API_KEY"):
         open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
 
@@ -194,18 +194,18 @@ def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, fau
 def test_training_continues_when_wandb_is_not_reachable(
     tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wandb.fault = Fault("no network\nmore")
+    wandb.error = WandbError("no network\nmore")
     train(tmp_path, monitoring_config(enable_wandb=True), 1, 2)
     assert "wandb is not reachable (no network); training continues" in capsys.readouterr().err
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("fault", [Fault("gone"), ConnectionResetError("gone")])
+@pytest.mark.parametrize("error", [WandbError("gone"), ConnectionResetError("gone")])
 def test_a_later_failure_of_wandb_is_reported_once(
-    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], fault: Exception
+    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     trackers = open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
-    wandb.runs[0].fault = fault
+    wandb.runs[0].error = error
     with RunLog(tmp_path, tensorboard=False, trackers=trackers) as log:
         for step in range(3):
             log.event("step", step=step, loss=1.0)
@@ -216,7 +216,7 @@ def test_a_later_failure_of_wandb_is_reported_once(
 
 def test_a_bug_is_not_hidden(tmp_path: Path, wandb: FakeWandb) -> None:
     trackers = open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
-    wandb.runs[0].fault = TypeError("bug")
+    wandb.runs[0].error = TypeError("bug")
     with pytest.raises(TypeError):
         trackers[0].log({"train/loss": 1.0}, step=1)
 
@@ -227,7 +227,7 @@ class FakeTrackio(ModuleType):
     def __init__(self) -> None:
         super().__init__("trackio")
         self.runs: list[FakeTrackioRun] = []
-        self.fault: Exception | None = None
+        self.error: Exception | None = None
 
     def init(
         self,
@@ -241,8 +241,8 @@ class FakeTrackio(ModuleType):
         auto_log_cpu: bool | None = None,
     ) -> "FakeTrackioRun":
         print("* Trackio project initialized")
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         self.runs.append(FakeTrackioRun(project, name, resume))
         return self.runs[-1]
 
@@ -290,10 +290,10 @@ def test_trackio_gets_the_points_under_a_unique_name(
 def test_training_continues_when_trackio_is_not_reachable(
     tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trackio.fault = OSError("no token")
+    trackio.error = OSError("no token")
     assert open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG) == []
     assert "trackio is not reachable (no token)" in capsys.readouterr().err
-    trackio.fault = ValueError("server_url must be a full URL")
+    trackio.error = ValueError("server_url must be a full URL")
     with pytest.raises(UserError, match="full URL"):
         open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG)
 
