@@ -1,4 +1,4 @@
-"""A LoRA on SD3: `python sd3_lora_task.py MODEL PICTURES OUT [process | train]`; PICTURES has NAME.png and NAME.txt."""
+"""Train a LoRA on SD3: `python sd3_lora_task.py MODEL IMAGES OUT [process | train]`; IMAGES has NAME.png, NAME.txt."""
 
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ class Sd3Lora(tasks.DiffusionTrainingModule):
 model, files, out, stage = sys.argv[1], sorted(Path(sys.argv[2]).glob("*.png")), sys.argv[3], sys.argv[4:]
 data = [{"image": Image.open(file).convert("RGB"), "prompt": file.with_suffix(".txt").read_text()} for file in files]
 module = Sd3Lora(StableDiffusion3Pipeline.from_pretrained(model, dtype=torch.float32))
-if stage == ["process"]:  # once, and kept: what needs no gradient and draws nothing
+if stage == ["process"]:  # compute and store once what needs no gradient and draws nothing
     tasks.launch_data_process_task(Accelerator(), data, module, tasks.ModelLogger(f"{out}/processed"))
 else:
     data = tasks.ProcessedDataset(f"{out}/processed") if stage == ["train"] else data

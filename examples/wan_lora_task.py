@@ -1,4 +1,4 @@
-"""The same with another class: a LoRA on a small Wan video transformer, on noise here: python wan_lora_task.py OUT"""
+"""Train a LoRA on another model class, a small Wan video transformer, on random clips: python wan_lora_task.py OUT"""
 
 import sys
 
@@ -10,7 +10,7 @@ from sd3_light import tasks
 
 
 def clip(index):
-    """Latents [channels, frames, height, width] of 1 or 3 frames, and the text's features."""
+    """Return latents [channels, frames, height, width] of 1 or 3 frames, and text features."""
     random = torch.Generator().manual_seed(index)
     size = (4, 1 + 2 * (index % 2), 8, 8)
     return {"latents": torch.randn(size, generator=random), "text": torch.randn(6, 32, generator=random)}

@@ -20,6 +20,7 @@ from sd3_light.config.base import (
     known_values,
 )
 from sd3_light.config.faults import UserError
+from sd3_light.config.schema_tables import OptimizerName
 
 _FUNCTION = Allowed("a function")
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
@@ -48,7 +49,7 @@ class TaskSettings(Table):
     warmup_steps: CountOrZero = 0
     lr_step_size: Count | None = None
     lr_step_gamma: Positive | None = None
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
     ema_decay: Decay | None = None
     ema_update_every: Count = 1
@@ -93,7 +94,7 @@ class TaskSettings(Table):
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
         if self.lr_scheduler != "step" and step_settings:
-            raise invalid_value(f"{step_settings[0]} has no meaning without lr_scheduler='step'; leave it out")
+            raise invalid_value(f"{step_settings[0]} has no effect without lr_scheduler='step'; leave it out")
         return self
 
     @property

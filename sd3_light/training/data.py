@@ -26,8 +26,8 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_m
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
     # the first process of a machine checks the memory for all: the others may start when it is used already
-    here = launch.local_world if launch.local_rank == 0 else 1
-    return CachedDataset(store, in_memory, here, launched=launch.world > 1)
+    processes = launch.local_world if launch.local_rank == 0 else 1
+    return CachedDataset(store, in_memory, processes, launched=launch.world > 1)
 
 
 def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
@@ -88,15 +88,15 @@ def training_steps(
     engine: object,
     preparer: PreparesInPlace,
     prefetch_to: torch.device | None = None,
-    fed: bool = True,
+    reads_data: bool = True,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, from a position in the order on.
 
-    They are copied to the device ``prefetch_to`` while it computes earlier ones. A process that is not ``fed`` reads
-    and prepares nothing: see `placeholder_batch`.
+    They are copied to the device ``prefetch_to`` while it computes earlier ones. Without ``reads_data`` the batches
+    are placeholders: see `placeholder_batch`.
     """
     micro = config.gradient_accumulation_steps
-    if not fed:
+    if not reads_data:
         return lambda first: _placeholder_steps(order, first, launch.world, micro)
     dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
 

@@ -168,7 +168,7 @@ class Driver:
         """Checkpoint the last complete step where the weights are good; return whether it is saved."""
         now = self.run.progress
         nothing_learned = now.step - start.step == now.skipped - start.skipped
-        # other errors than the user's may come from the middle of an optimizer step
+        # unexpected errors may come from the middle of an optimizer step
         incomplete = self.run.is_stepping and not isinstance(error, UserError)
         if self.launch.world > 1 or nothing_learned or incomplete or self.run.has_diverged:
             return False

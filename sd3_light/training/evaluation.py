@@ -37,7 +37,7 @@ class Evaluator:
             self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
         data, config = self._datasets[name], self.loaded.train
         once = {shard.directory: 1.0 for shard in data.manifest.shards}
-        order = data.order(0, once, self._batch, config.shuffle_window)
+        order = data.order(0, once, self._global_batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)
         if not self.launch.reads_data(self.stages):
             sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
@@ -46,7 +46,7 @@ class Evaluator:
         items = QuantileBatches(batches, order.steps_per_epoch)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
 
-    def _batch(self, resolution: tuple[int, int]) -> int:
+    def _global_batch(self, resolution: tuple[int, int]) -> int:
         config = self.loaded.train
         pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
         micro = batch_size_for(config.eval_micro_batch_size_per_gpu, resolution)

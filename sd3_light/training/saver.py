@@ -216,11 +216,7 @@ class Saver(ExportSeries):
         )
         return write_folder(self.folder / name, {**self.untrained, **trained}, spec)
 
-    def save_named(
-        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
-    ) -> Path:
-        """See `save_full_model`."""
-        return self.save_full_model(name, trained, weights, progress)
+    save_named = save_full_model
 
 
 @dataclass

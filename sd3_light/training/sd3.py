@@ -23,8 +23,8 @@ from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec
 
-Batch = Mapping[str, Any]
-Prepared = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
+CachedBatch = Mapping[str, Any]
+PreparedBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
 
@@ -41,7 +41,7 @@ class InputPreparer:
     scale: LatentScale
     empty_text: TextFeatures | None
 
-    def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
 
         With real text tokens the features end with ``lengths``: how many first rows of prompt_embeds are a sample's
@@ -50,11 +50,15 @@ class InputPreparer:
         """
         return self._prepared(batch, timestep_quantile, None)
 
-    def prepare_into(self, batch: Batch, allocate: Allocate, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_into(
+        self, batch: CachedBatch, allocate: Allocate, timestep_quantile: float | None = None
+    ) -> PreparedBatch:
         """Do as `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
         return self._prepared(batch, timestep_quantile, allocate)
 
-    def _prepared(self, batch: Batch, timestep_quantile: float | None, allocate: Allocate | None) -> Prepared:
+    def _prepared(
+        self, batch: CachedBatch, timestep_quantile: float | None, allocate: Allocate | None
+    ) -> PreparedBatch:
         evaluation = timestep_quantile is not None
         moments = batch["moments"]
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -68,7 +72,7 @@ class InputPreparer:
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
 
-    def _text(self, batch: Batch, evaluation: bool, allocate: Allocate | None = None) -> tuple[Tensor, ...]:
+    def _text(self, batch: CachedBatch, evaluation: bool, allocate: Allocate | None = None) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
@@ -76,14 +80,14 @@ class InputPreparer:
         prompt, pooled, lengths = join_text(texts, allocate)
         return (prompt, pooled, lengths) if real else (prompt, pooled)
 
-    def _normals(self, batch: Batch, purpose: str, shape: tuple[int, ...]) -> Tensor:
+    def _normals(self, batch: CachedBatch, purpose: str, shape: tuple[int, ...]) -> Tensor:
         occurrences = _occurrences(batch, fixed=purpose.startswith("eval"))
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
         for at, occurrence in enumerate(occurrences):
             stream(self.seed, purpose, *occurrence).standard_normal(dtype=np.float32, out=values[at])
         return torch.from_numpy(values)
 
-    def _times(self, batch: Batch, shape: torch.Size, quantile: float | None) -> Tensor:
+    def _times(self, batch: CachedBatch, shape: torch.Size, quantile: float | None) -> Tensor:
         occurrences = _occurrences(batch)
         quantiles = [
             _open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
@@ -96,7 +100,7 @@ class InputPreparer:
         )
         return torch.tensor(t, dtype=torch.float32)
 
-    def _drops(self, batch: Batch) -> list[tuple[bool, ...]]:
+    def _drops(self, batch: CachedBatch) -> list[tuple[bool, ...]]:
         probability = self.model.uncond_text_dropout_prob
         return [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
 
@@ -105,7 +109,7 @@ def _open_interval(u: float) -> float:
     return min(max(u, 1e-12), 1 - 1e-12)
 
 
-def _occurrences(batch: Batch, fixed: bool = False) -> list[tuple[int, int, int]]:
+def _occurrences(batch: CachedBatch, fixed: bool = False) -> list[tuple[int, int, int]]:
     """Return (epoch, repeat, sample id) of each sample; with ``fixed`` epoch and repeat are 0, as evaluations need."""
     ids = batch["sample_id"].tolist()
     if fixed:
@@ -129,7 +133,7 @@ class LightSD3Pipeline:
         uncond = empty_text if model.uncond_text == "empty" else None
         self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond)
 
-    def prepare_inputs(self, batch: Batch, timestep_quantile: float | None = None) -> Prepared:
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """See `InputPreparer.prepare_inputs`."""
         return self.preparer.prepare_inputs(batch, timestep_quantile)
 
@@ -142,7 +146,7 @@ class LightSD3Pipeline:
         return write_folder(Path(folder), state_dict, spec)
 
 
-def split_batch(prepared: Prepared, pieces: int) -> list[Prepared]:
+def split_batch(prepared: PreparedBatch, pieces: int) -> list[PreparedBatch]:
     """Split a prepared batch into ``pieces`` equal micro-batches; real text is cut to each one's longest sample."""
     features, (target, mask) = prepared
     assert len(target) % pieces == 0, (len(target), pieces)

@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as they stand, and stock diffusers loads what they save."""
+"""The scripts in examples/ run unchanged, and stock diffusers loads what they save."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 
-def example(name: str, *words: object) -> None:
-    command = [sys.executable, str(ROOT / "examples" / name), *map(str, words)]
+def run_example(name: str, *arguments: object) -> None:
+    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -34,15 +34,15 @@ def losses(out: Path) -> list[float]:
     return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
-def test_sd3_in_two_stages_is_sd3_in_one(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
+def test_sd3_in_two_stages_equals_one(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
     for index in range(0, 16, 2):  # the square ones
         image, scene = draw_image(index, 1)
-        image.save(tmp_path / "pictures" / f"{index:02d}.png")
-        (tmp_path / "pictures" / f"{index:02d}.txt").write_text(scene_captions(scene)["en"], encoding="utf-8")
-    for words in (("one",), ("two", "process"), ("two", "train")):
-        out, *stage = words
-        example("sd3_lora_task.py", DEMO, tmp_path / "pictures", tmp_path / out, *stage)
+        image.save(tmp_path / "images" / f"{index:02d}.png")
+        (tmp_path / "images" / f"{index:02d}.txt").write_text(scene_captions(scene)["en"], encoding="utf-8")
+    for arguments in (("one",), ("two", "process"), ("two", "train")):
+        out, *stage = arguments
+        run_example("sd3_lora_task.py", DEMO, tmp_path / "images", tmp_path / out, *stage)
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     assert len(losses(tmp_path / "one")) == 8
     files = [tmp_path / out / "epoch-1.safetensors" for out in ("one", "two")]
@@ -61,8 +61,8 @@ def output(transformer: Any) -> torch.Tensor:
     shapes = ((1, 16, 8, 8), (1, 5, 256), (1, 224))
     noisy, text, pooled = (torch.randn(shape, generator=random) for shape in shapes)
     with torch.no_grad():
-        found: torch.Tensor = transformer(noisy, text, pooled, torch.tensor([500.0]), return_dict=False)[0]
-    return found
+        velocity: torch.Tensor = transformer(noisy, text, pooled, torch.tensor([500.0]), return_dict=False)[0]
+    return velocity
 
 
 def test_a_video_model_of_another_class(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_video_model_of_another_class(tmp_path: Path) -> None:
         from wan_lora_task import WanLora, clip
     finally:
         sys.path.pop(0)
-    example("wan_lora_task.py", tmp_path)
+    run_example("wan_lora_task.py", tmp_path)
     events = list(read_log(tmp_path / "log.jsonl"))
     assert len(losses(tmp_path)) == 12, "twelve clips in two buckets of pairs, twice"
     assert [event["step"] for event in events if event["event"] == "eval"] == [6, 12]
@@ -87,12 +87,12 @@ def test_a_video_model_of_another_class(tmp_path: Path) -> None:
     stock.load_lora_adapter(str(tmp_path), weight_name="step-12.safetensors", prefix="transformer")
     sample = clip(1)
     with torch.no_grad():
-        given = (sample["latents"][None], torch.tensor([500.0]), sample["text"][None])
-        tuned, plain = (model(*given, return_dict=False)[0] for model in (stock, trained.transformer))
-    assert not torch.allclose(tuned, plain, atol=1e-5), "what was saved acts"
+        inputs = (sample["latents"][None], torch.tensor([500.0]), sample["text"][None])
+        tuned, plain = (model(*inputs, return_dict=False)[0] for model in (stock, trained.transformer))
+    assert not torch.allclose(tuned, plain, atol=1e-5), "the saved LoRA changes the output"
 
 
 @pytest.mark.parametrize("name", ["sd3_lora_task.py", "wan_lora_task.py"])
 def test_a_script_stays_short(name: str) -> None:
-    """All of it: docstring, imports and blank lines too."""
+    """At most 40 lines, with docstring, imports and blank lines."""
     assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 40

@@ -91,14 +91,14 @@ def open_context(
 ) -> RunContext:
     """Open the cache, join the process group, and decide which checkpoint the run resumes from."""
     train, device = loaded.train, launch.device()
-    fed = launch.reads_data(train.pipeline_stages)
-    data = open_cache(loaded.dataset, train, launch, in_memory=fed and not train.sd3_streaming_dataset)
+    reads_data = launch.reads_data(train.pipeline_stages)
+    data = open_cache(loaded.dataset, train, launch, in_memory=reads_data and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     resumed = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
     config = settings_in_force(train, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
-    if resumed is None and fed:
+    if resumed is None and reads_data:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
     return RunContext(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed)

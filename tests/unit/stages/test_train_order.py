@@ -1,4 +1,4 @@
-"""A position in the order means the same only where all that makes the order is the same."""
+"""Order facts: a position in the order means the same samples only if the facts are equal."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def test_equal_orders_have_equal_facts() -> None:
     assert facts() == facts()
 
 
-def test_whatever_changes_the_order_changes_its_facts() -> None:
+def test_changes_of_the_order_change_its_facts() -> None:
     changed = [
         facts(seed=1),
         facts(batch=2),
@@ -29,5 +29,5 @@ def test_whatever_changes_the_order_changes_its_facts() -> None:
         facts(segments=[Segment(8), Segment(5, 1.4)]),
         facts(segments=[*SEGMENTS, Segment(1)]),
     ]
-    assert all(one != facts() for one in changed)
-    assert len({str(one) for one in changed}) == len(changed)
+    assert all(other != facts() for other in changed)
+    assert len({str(other) for other in changed}) == len(changed)

@@ -57,7 +57,7 @@ def error_of(call: Any) -> str:
         ({"engine": "ddp"}, 'give one of "accelerate", "torch", "deepspeed"'),
         ({"eval_dataset": [1]}, "eval_dataset needs eval_steps beside it"),
         ({"draw_steps": 2}, "draw_steps needs draw beside it"),
-        ({"lr_step_size": 2}, "lr_step_size has no meaning without lr_scheduler='step'"),
+        ({"lr_step_size": 2}, "lr_step_size has no effect without lr_scheduler='step'"),
         ({"args": {"seed": 1}}, "give argparse.Namespace(**args)"),
         ({"args": Namespace(seed="x")}, "seed is 'x'"),
         ({"data": []}, "the dataset is empty"),

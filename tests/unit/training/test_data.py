@@ -18,7 +18,7 @@ def test_a_process_without_data_opens_nothing() -> None:
     """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
     order = make_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
     nothing: Any = None
-    steps = training_steps(Config(), nothing, order, Launch(0, 0, 2), nothing, nothing, fed=False)(1)  # type: ignore[arg-type]
+    steps = training_steps(Config(), nothing, order, Launch(0, 0, 2), nothing, nothing, reads_data=False)(1)  # type: ignore[arg-type]
     sizes = []
     for number, batches in zip(range(1, order.steps_per_epoch), steps, strict=False):
         assert len(batches) == 3

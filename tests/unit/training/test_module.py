@@ -1,4 +1,4 @@
-"""A batch in, a loss out: the stock model compared with the velocity, its parts and its gradients."""
+"""Batch in, loss out: the stock model's distance from the velocity, the loss's parts and gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +19,12 @@ KINDS = ("real", "padded")
 
 
 def transformer() -> SD3Transformer2DModel:
-    made = new_transformer(SIZES["tiny3"].transformer_config(), 0)
+    model = new_transformer(SIZES["tiny3"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return model
 
 
 def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> MicroBatch:
@@ -43,8 +43,8 @@ def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> MicroB
     return features, (normal(2, 16, 4, 6), mask)
 
 
-def stock(model: SD3Transformer2DModel, given: MicroBatch) -> Tensor:
-    noisy, times, prompt, pooled = given[0]
+def stock(model: SD3Transformer2DModel, batch: MicroBatch) -> Tensor:
+    noisy, times, prompt, pooled = batch[0]
     output: Tensor = model(
         hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
     )[0]
@@ -52,11 +52,11 @@ def stock(model: SD3Transformer2DModel, given: MicroBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config, masked: bool) -> None:
-    model, given = transformer(), prepared(masked)
-    losses = SD3TrainingModule(model, config())(*given)
-    target, mask = given[1]
-    error = (stock(model, given) - target) ** 2
+def test_the_loss_is_the_stock_models_error(config: Config, masked: bool) -> None:
+    model, batch = transformer(), prepared(masked)
+    losses = SD3TrainingModule(model, config())(*batch)
+    target, mask = batch[1]
+    error = (stock(model, batch) - target) ** 2
     expected = error.mean()
     if mask is not None:
         expected = torch.stack([error[b][:, mask[b] > 0].mean() for b in range(2)]).mean()
@@ -66,40 +66,39 @@ def test_the_loss_is_the_stock_models_distance_from_the_velocity(config: Config,
     assert not losses["flow"].requires_grad
 
 
-def test_pseudo_huber_is_within_reach(config: Config) -> None:
-    """The earlier program had the key and never read it."""
-    model, given = transformer(), prepared()
-    loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(*given)["loss"]
-    error = (stock(model, given) - given[1][0]) ** 2
+def test_pseudo_huber_is_used(config: Config) -> None:
+    model, batch = transformer(), prepared()
+    loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(*batch)["loss"]
+    error = (stock(model, batch) - batch[1][0]) ** 2
     torch.testing.assert_close(loss, (torch.sqrt(error + 0.09) - 0.3).mean(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int) -> None:
-    model, given = transformer(), prepared()
+    model, batch = transformer(), prepared()
     keys = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
-    losses = SD3TrainingModule(model, config(model=keys))(*given)
-    _, text, kept = run_layers(build_layers(model, layer), given[0])
-    expected = ((text - kept) ** 2).mean()
+    losses = SD3TrainingModule(model, config(model=keys))(*batch)
+    _, text, target = run_layers(build_layers(model, layer), batch[0])
+    expected = ((text - target) ** 2).mean()
     assert float(expected.detach()) > 0
     torch.testing.assert_close(losses["text_recon"], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(losses["loss"], losses["flow"] + 0.25 * expected, rtol=1e-6, atol=0)
     assert set(losses) == {"loss", "flow", "each", "text_recon"}
 
 
-def test_text_reconstruction_teaches(config: Config) -> None:
+def test_text_reconstruction_changes_gradients(config: Config) -> None:
     def gradient(gamma: float) -> Tensor:
         model = transformer()
         SD3TrainingModule(model, config(model={"text_recon_gamma": gamma}))(*prepared())["loss"].backward()
-        found = model.transformer_blocks[1].ff_context.net[2].weight.grad
-        assert found is not None
-        return found
+        grad = model.transformer_blocks[1].ff_context.net[2].weight.grad
+        assert grad is not None
+        return grad
 
     assert not torch.equal(gradient(0.0), gradient(0.5))
 
 
 def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> None:
-    """Layers share the transformer's modules: registered too, they would train, save and reduce it twice."""
+    """Layers share the transformer's modules; if registered too, they would be trained and saved twice."""
     model = transformer()
     module = SD3TrainingModule(model, config())
     assert [name for name, _ in module.named_parameters()] == [f"transformer.{n}" for n, _ in model.named_parameters()]
@@ -128,17 +127,17 @@ def test_activation_checkpointing_changes_no_gradient(config: Config) -> None:
 
 
 def test_activation_checkpointing_reaches_the_blocks(config: Config) -> None:
-    for wanted, calls_expected in ((False, 1), (True, 2)):
+    for checkpointing, calls_expected in ((False, 1), (True, 2)):
         model, calls = transformer(), list[int]()
         model.transformer_blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        module = SD3TrainingModule(model, config(activation_checkpointing=wanted))
+        module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing))
         module(*prepared())["loss"].backward()
         assert len(calls) == calls_expected
 
 
 def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
-    model, given = transformer(), prepared(dtype=torch.bfloat16)
-    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*given)
+    model, batch = transformer(), prepared(dtype=torch.bfloat16)
+    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*batch)
     assert losses["loss"].dtype == torch.float32
     losses["loss"].backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -148,15 +147,15 @@ def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_each_samples_flow_loss_is_told(config: Config, masked: bool) -> None:
-    model, given = transformer(), prepared(masked)
+def test_the_flow_loss_of_each_sample_is_returned(config: Config, masked: bool) -> None:
+    model, batch = transformer(), prepared(masked)
     module = SD3TrainingModule(model, config(model={"text_recon_gamma": 0.5}))
-    losses = module(*given)
+    losses = module(*batch)
     assert losses["each"].shape == (2,)
     assert not losses["each"].requires_grad
     torch.testing.assert_close(losses["each"].mean(), losses["flow"])
     for at in range(2):
-        alone = module(tuple(part[at : at + 1] for part in given[0]), tuple(_row(part, at) for part in given[1]))
+        alone = module(tuple(part[at : at + 1] for part in batch[0]), tuple(_row(part, at) for part in batch[1]))
         torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
 
 
@@ -164,21 +163,21 @@ def _row(part: Tensor | None, at: int) -> Tensor | None:
     return None if part is None else part[at : at + 1]
 
 
-def test_weights_of_evaluation_change_no_loss(config: Config) -> None:
+def test_evaluation_weights_do_not_change_losses(config: Config) -> None:
     features, (target, mask) = prepared()
     module = SD3TrainingModule(transformer(), config())
     plain, weighted = module(features, (target, mask)), module(features, (target, mask, torch.tensor([1.0, 0.0])))
     assert all(torch.equal(plain[name], weighted[name]) for name in plain)
 
 
-def test_denoise_is_the_stock_models_output(config: Config) -> None:
-    model, given = transformer(), prepared()
+def test_denoise_returns_the_stock_models_output(config: Config) -> None:
+    model, batch = transformer(), prepared()
     module = SD3TrainingModule(model, config())
     with torch.no_grad():
-        found, loss = module.denoise(given[0]), module(*given)["loss"]
-        assert torch.equal(found, stock(model, given))
-    torch.testing.assert_close(((found - given[1][0]) ** 2).mean(), loss)
-    assert found.dtype == torch.float32
+        velocity, loss = module.denoise(batch[0]), module(*batch)["loss"]
+        assert torch.equal(velocity, stock(model, batch))
+    torch.testing.assert_close(((velocity - batch[1][0]) ** 2).mean(), loss)
+    assert velocity.dtype == torch.float32
 
 
 # --- real text tokens ----------------------------------------------------------------------------
@@ -186,52 +185,54 @@ def test_denoise_is_the_stock_models_output(config: Config) -> None:
 REAL: dict[str, Any] = {"text_tokens": "real", "text_recon_gamma": 0.25, "text_recon_target_layer": 1}
 
 
-def real_prepared(lengths: list[int], behind: float = 0.0) -> MicroBatch:
-    """Samples whose text ends at ``lengths``; ``behind`` it stands that many times a random number."""
+def real_prepared(lengths: list[int], padding_scale: float = 0.0) -> MicroBatch:
+    """Return samples whose text ends at ``lengths``; the padding is ``padding_scale`` times random numbers."""
     (noisy, times, prompt, pooled), (target, _) = prepared()
     counts = torch.tensor(lengths)
     padding = (torch.arange(9) >= counts[:, None])[..., None]
-    prompt = torch.where(padding, behind * prompt.flip(1), prompt)[:, : max(lengths)]
+    prompt = torch.where(padding, padding_scale * prompt.flip(1), prompt)[:, : max(lengths)]
     return (noisy, times, prompt, pooled, counts), (target, None)
 
 
-def one_of(given: MicroBatch, at: int) -> MicroBatch:
-    noisy, times, prompt, pooled, lengths = (part[at : at + 1] for part in given[0])
-    return (noisy, times, prompt[:, : int(lengths)], pooled, lengths), (given[1][0][at : at + 1], None)
+def single(batch: MicroBatch, at: int) -> MicroBatch:
+    noisy, times, prompt, pooled, lengths = (part[at : at + 1] for part in batch[0])
+    return (noisy, times, prompt[:, : int(lengths)], pooled, lengths), (batch[1][0][at : at + 1], None)
 
 
 @pytest.mark.parametrize("lengths", [[9, 1], [3, 7], [4, 4]])
-@pytest.mark.parametrize("behind", [0.0, 50.0])
-def test_a_real_samples_losses_and_gradients_are_its_own(config: Config, lengths: list[int], behind: float) -> None:
-    given = real_prepared(lengths, behind)
+@pytest.mark.parametrize("padding_scale", [0.0, 50.0])
+def test_a_real_samples_losses_and_gradients_are_its_own(
+    config: Config, lengths: list[int], padding_scale: float
+) -> None:
+    batch = real_prepared(lengths, padding_scale)
     model = transformer()
     module = SD3TrainingModule(model, config(model=REAL))
 
-    def outcome(some: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def run(some: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model.zero_grad(set_to_none=True)
         losses = module(*some)
         losses["loss"].backward()
         return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    (together, grads), *alone = outcome(given), *(outcome(one_of(given, at)) for at in range(2))
+    (together, grads), *alone = run(batch), *(run(single(batch, at)) for at in range(2))
     for name in ("loss", "flow", "text_recon"):
         mean = torch.stack([losses[name].detach() for losses, _ in alone]).mean()
         torch.testing.assert_close(together[name].detach(), mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together["each"], torch.cat([losses["each"] for losses, _ in alone]))
-    for name, found in grads.items():
+    for name, grad in grads.items():
         expected = torch.stack([gradient[name] for _, gradient in alone]).mean(dim=0)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_real_text_reconstruction_is_the_loop_that_says_it(config: Config) -> None:
-    model, given = transformer(), real_prepared([9, 3], behind=50.0)
-    losses = SD3TrainingModule(model, config(model=REAL))(*given)
-    _, text, lengths, kept = run_layers(build_layers(model, 1, real_text=True), given[0])
-    each = [((text[at, :count] - kept[at, :count]) ** 2).mean() for at, count in enumerate(lengths.tolist())]
+def test_real_text_reconstruction_equals_a_plain_loop(config: Config) -> None:
+    model, batch = transformer(), real_prepared([9, 3], padding_scale=50.0)
+    losses = SD3TrainingModule(model, config(model=REAL))(*batch)
+    _, text, lengths, target = run_layers(build_layers(model, 1, real_text=True), batch[0])
+    each = [((text[at, :count] - target[at, :count]) ** 2).mean() for at, count in enumerate(lengths.tolist())]
     torch.testing.assert_close(losses["text_recon"], torch.stack(each).mean().detach(), rtol=1e-5, atol=0)
 
 
-def test_real_features_without_lengths_are_refused_and_padded_ones_with(config: Config) -> None:
+def test_only_real_features_have_lengths(config: Config) -> None:
     real, padded = (SD3TrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
     with pytest.raises(AssertionError, match="4 features"):
         real(*prepared())
@@ -239,22 +240,22 @@ def test_real_features_without_lengths_are_refused_and_padded_ones_with(config: 
         padded(*real_prepared([9, 3]))
 
 
-def test_denoising_real_text_does_not_see_the_other(config: Config) -> None:
-    module, given = SD3TrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], behind=9.0)
+def test_denoising_real_text_does_not_depend_on_the_batch(config: Config) -> None:
+    module, batch = SD3TrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], padding_scale=9.0)
     with torch.no_grad():
-        together = module.denoise(given[0])
+        together = module.denoise(batch[0])
         for at in range(2):
-            alone = module.denoise(one_of(given, at)[0])
+            alone = module.denoise(single(batch, at)[0])
             torch.testing.assert_close(together[at : at + 1], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
-    found = []
-    for wanted in (False, True):
+    grads = []
+    for checkpointing in (False, True):
         model = transformer()
-        module = SD3TrainingModule(model, config(activation_checkpointing=wanted, model=REAL))
+        module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing, model=REAL))
         module(*real_prepared([9, 3]))["loss"].backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in found[0].items():
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in grads[0].items():
         assert gradient is not None
-        assert torch.equal(gradient, found[1][name]), name
+        assert torch.equal(gradient, grads[1][name]), name

@@ -1,4 +1,4 @@
-"""Grids while training: the stock pipeline's pictures, the same on any number of ranks, without text encoders."""
+"""Sample grids: the stock pipeline's images, the same on any number of ranks, without text encoders."""
 
 import json
 from collections import Counter
@@ -44,10 +44,10 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
     )
 
 
-def sampler(project: Project, *keys: str, launch: Launch | None = None, at_once: int | None = None) -> Sampler:
+def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
     made = Sampler.of_config(project.load(*keys).train, project.cache, data, launch or Launch(), torch.device("cpu"))
-    made.batch_size = at_once or made.batch_size
+    made.batch_size = batch_size or made.batch_size
     return made
 
 
@@ -57,7 +57,7 @@ def draw(made: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]
 
 @pytest.fixture(scope="module")
 def transformer() -> SD3Transformer2DModel:
-    """One whose pictures show their text."""
+    """A denoiser whose images depend on the text."""
     model = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -67,12 +67,12 @@ def transformer() -> SD3Transformer2DModel:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> dict[str, Project]:
-    """text_tokens -> a project whose cache has the prompts. Read only."""
-    made = {}
+    """Return projects by text_tokens whose caches have the prompts; read only."""
+    projects = {}
     for text_tokens in ("padded", "real"):
-        made[text_tokens] = raw_project.copy(tmp_path_factory.mktemp(text_tokens) / "project")
-        made[text_tokens].build_cache(*overrides(text_tokens=text_tokens))
-    return made
+        projects[text_tokens] = raw_project.copy(tmp_path_factory.mktemp(text_tokens) / "project")
+        projects[text_tokens].build_cache(*overrides(text_tokens=text_tokens))
+    return projects
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **sched
 
 @torch.no_grad()
 def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Tensor]:
-    """As the stock pipeline encodes it, rounded as the cache keeps it."""
+    """Encode as the stock pipeline does, rounded as in the cache."""
     tokens, _, pooled, _ = pipe.encode_prompt(prompt, None, None, max_sequence_length=16)
     return tokens.bfloat16().float(), pooled.bfloat16().float()
 
@@ -102,17 +102,17 @@ def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Ten
 @pytest.mark.usefixtures("no_encoders")
 @pytest.mark.parametrize("guidance", [4.0, 1.0])
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
-def test_a_picture_is_the_stock_pipelines(
+def test_an_image_equals_the_stock_pipelines(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
 ) -> None:
     project, keys = caches["padded"], overrides(guidance, uncond_text=uncond)
     module = SD3TrainingModule(transformer, project.load(*keys).train)
-    drawn = draw(sampler(project, *keys, at_once=1), module.denoise)
+    drawn = draw(sampler(project, *keys, batch_size=1), module.denoise)
     pipe = stock_pipeline(project, transformer)
     negative = stock_text(pipe, "") if uncond == "empty" else tuple(map(torch.zeros_like, stock_text(pipe, "")))
-    wanted = [(prompt, seed) for prompt in PROMPTS for seed in SEEDS]
-    assert sorted(drawn) == list(range(len(wanted)))
-    for index, (prompt, seed) in enumerate(wanted):
+    requests = [(prompt, seed) for prompt in PROMPTS for seed in SEEDS]
+    assert sorted(drawn) == list(range(len(requests)))
+    for index, (prompt, seed) in enumerate(requests):
         tokens, pooled = stock_text(pipe, prompt)
         expected = pipe(
             prompt_embeds=tokens,
@@ -126,8 +126,8 @@ def test_a_picture_is_the_stock_pipelines(
             height=80,
         ).images[0]
         assert np.abs(drawn[index] - np.asarray(expected).astype(int)).max() <= 1
-    assert np.abs(drawn[0] - drawn[2]).max() > 2, "the prompt shows"
-    assert np.abs(drawn[0] - drawn[1]).max() > 2, "the seed shows"
+    assert np.abs(drawn[0] - drawn[2]).max() > 2, "the prompt matters"
+    assert np.abs(drawn[0] - drawn[1]).max() > 2, "the seed matters"
 
 
 @pytest.mark.parametrize("schedule", [{"shift": 3.0}, {"flux_shift": True}])
@@ -141,7 +141,7 @@ def test_the_trained_shift_is_used(
         times.append(float(features[1][0]))
         return torch.zeros_like(features[0])
 
-    sampler(caches["padded"], *keys, at_once=6).draw(denoise)
+    sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
     pipe = stock_pipeline(caches["padded"], transformer, **schedule)
     pipe(prompt="a", width=48, height=80, num_inference_steps=STEPS, guidance_scale=1.0)
     assert times == pytest.approx(pipe.scheduler.timesteps.tolist())
@@ -149,18 +149,18 @@ def test_the_trained_shift_is_used(
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
-def test_a_picture_does_not_depend_on_its_batch(
+def test_an_image_does_not_depend_on_its_batch(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
 ) -> None:
     project, keys = caches[text_tokens], overrides(text_tokens=text_tokens, uncond_text=uncond)
     module = SD3TrainingModule(transformer, project.load(*keys).train)
-    alone = draw(sampler(project, *keys, at_once=1), module.denoise)
-    together = draw(sampler(project, *keys, at_once=6), module.denoise)
+    alone = draw(sampler(project, *keys, batch_size=1), module.denoise)
+    together = draw(sampler(project, *keys, batch_size=6), module.denoise)
     assert len(alone) == len(together) == len(PROMPTS) * len(SEEDS)
     assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
 
 
-def test_real_tokens_are_as_long_as_the_text_and_nothing_is_one_zero(caches: dict[str, Project]) -> None:
+def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dict[str, Project]) -> None:
     seen: list[tuple[Tensor, ...]] = []
 
     def denoise(features: tuple[Tensor, ...]) -> Tensor:
@@ -168,7 +168,7 @@ def test_real_tokens_are_as_long_as_the_text_and_nothing_is_one_zero(caches: dic
         return torch.zeros_like(features[0])
 
     keys = overrides(text_tokens="real", uncond_text="zero")
-    sampler(caches["real"], *keys, at_once=6).draw(denoise)
+    sampler(caches["real"], *keys, batch_size=6).draw(denoise)
     _, times, tokens, pooled, lengths = seen[0]
     assert len(seen) == STEPS
     assert times.unique().tolist() == [1000.0]
@@ -181,50 +181,50 @@ def test_real_tokens_are_as_long_as_the_text_and_nothing_is_one_zero(caches: dic
     assert all(row[length - 1].any() for row, length in zip(tokens[6:], lengths[6:].tolist(), strict=True))
 
 
-def test_a_finished_model_reads_real_tokens_as_the_cache_does(
+def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
     caches: dict[str, Project], transformer: SD3Transformer2DModel
 ) -> None:
     made = sampler(caches["real"], *overrides(text_tokens="real"))
     pipe = stock_pipeline(caches["real"], transformer)
     with torch.no_grad():
-        found = encode(pipe, PROMPTS, TextPolicy(16, "empty", "real"))
-    for prompt, text in zip(PROMPTS, found, strict=True):
-        kept = made.texts[prompt]
-        assert text.tokens.shape == kept.tokens.shape
-        torch.testing.assert_close(text.tokens, kept.tokens.float(), rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(text.pooled, kept.pooled.float(), rtol=1e-2, atol=1e-3)
+        texts = encode(pipe, PROMPTS, TextPolicy(16, "empty", "real"))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        cached = made.texts[prompt]
+        assert text.tokens.shape == cached.tokens.shape
+        torch.testing.assert_close(text.tokens, cached.tokens.float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(text.pooled, cached.pooled.float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("world", [2, 4, 7])
-def test_ranks_draw_equally_much_and_together_the_same(
+def test_ranks_share_the_work_and_draw_the_same_images(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
 ) -> None:
-    """Also with more ranks than pictures. Every rank calls the denoiser equally often, as sharded weights need."""
+    """Also with more ranks than images. All ranks call the denoiser equally often, as sharded weights need."""
     project, keys = caches["padded"], overrides()
     module = SD3TrainingModule(transformer, project.load(*keys).train)
     calls: Counter[int] = Counter()
-    found: dict[int, np.ndarray] = {}
+    images: dict[int, np.ndarray] = {}
     for rank in range(world):
 
         def denoise(features: tuple[Tensor, ...], rank: int = rank) -> Tensor:
             calls[rank] += 1
             return module.denoise(features)
 
-        found |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), at_once=2), denoise)
+        images |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), batch_size=2), denoise)
     alone = draw(sampler(project, *keys), module.denoise)
     assert set(calls.values()) == {STEPS * -(-len(assigned(6, 0, world)) // 2)}
-    assert sorted(found) == sorted(alone)
-    assert max(np.abs(found[index] - alone[index]).max() for index in alone) <= 1
+    assert sorted(images) == sorted(alone)
+    assert max(np.abs(images[index] - alone[index]).max() for index in alone) <= 1
 
 
 @pytest.mark.parametrize(("count", "world"), [(1, 1), (1, 8), (6, 4), (7, 3), (8, 8), (16, 5)])
-def test_all_requests_are_dealt_and_equally(count: int, world: int) -> None:
-    hands = [assigned(count, rank, world) for rank in range(world)]
-    assert {len(hand) for hand in hands} == {-(-count // world)}
-    assert {index for hand in hands for index in hand} == set(range(count))
+def test_all_requests_are_assigned_evenly(count: int, world: int) -> None:
+    shares = [assigned(count, rank, world) for rank in range(world)]
+    assert {len(share) for share in shares} == {-(-count // world)}
+    assert {index for share in shares for index in share} == set(range(count))
 
 
-def test_a_call_takes_no_more_samples_than_a_micro_batch(caches: dict[str, Project]) -> None:
+def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -> None:
     sizes: list[int] = []
 
     def denoise(features: tuple[Tensor, ...]) -> Tensor:
@@ -238,14 +238,14 @@ def test_a_call_takes_no_more_samples_than_a_micro_batch(caches: dict[str, Proje
     assert set(sizes) == {4, 2}
 
 
-def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
+def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
     caches: dict[str, Project],
     cached_project: Project,
     transformer: SD3Transformer2DModel,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As for a cache at a URL. One encoder after another, the same features as in the cache, and none for a grid."""
+    """As for a cache at a URL: one encoder at a time, the same features as in the cache, and no encoder for a grid."""
     loaded: list[str] = []
     load = FrozenParts.part
 
@@ -257,10 +257,10 @@ def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
     made = sampler(cached_project, *overrides())
     assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
     assert "3 prompt(s) of [sampling] are not in the cache" in capsys.readouterr().err
-    kept = sampler(caches["padded"], *overrides())
+    cached = sampler(caches["padded"], *overrides())
     for prompt in PROMPTS:
-        assert torch.equal(made.texts[prompt].tokens, kept.texts[prompt].tokens)
-        assert torch.equal(made.texts[prompt].pooled, kept.texts[prompt].pooled)
+        assert torch.equal(made.texts[prompt].tokens, cached.texts[prompt].tokens)
+        assert torch.equal(made.texts[prompt].pooled, cached.texts[prompt].pooled)
     loaded.clear()
     module = SD3TrainingModule(transformer, cached_project.load(*overrides()).train)
     made.draw(module.denoise)
@@ -269,7 +269,7 @@ def test_prompts_that_the_cache_lacks_are_encoded_once_at_the_start(
 
 
 @pytest.mark.usefixtures("no_encoders")
-def test_the_grid_is_a_png_that_says_how_it_was_made(caches: dict[str, Project], tmp_path: Path) -> None:
+def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: Path) -> None:
     made = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "step-00000042.png"
     grid = made.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
@@ -284,7 +284,7 @@ def test_the_grid_is_a_png_that_says_how_it_was_made(caches: dict[str, Project],
     assert (about["guidance"], about["steps"], json.loads(about["size"])) == ("4.0", "3", [48, 80])
 
 
-def test_a_grid_that_cannot_be_written_is_given_up(
+def test_a_grid_that_cannot_be_written_is_reported(
     caches: dict[str, Project], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
@@ -311,10 +311,10 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
         made.draw(lambda features: torch.zeros_like(features[0]))
     assert loads == [torch.float32]
     assert made._vae is not None
-    assert made._vae.use_slicing, "pictures are decoded one at a time"
+    assert made._vae.use_slicing, "images are decoded one at a time"
 
 
-def test_denoising_keeps_no_gradients_and_touches_no_global_generator(
+def test_sampling_needs_no_gradients_and_no_global_generator(
     caches: dict[str, Project], transformer: SD3Transformer2DModel
 ) -> None:
     project = caches["padded"]
@@ -331,7 +331,7 @@ def test_denoising_keeps_no_gradients_and_touches_no_global_generator(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_half_precision_velocities_do_not_round_the_picture(caches: dict[str, Project]) -> None:
+def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Project]) -> None:
     kinds: set[torch.dtype] = set()
 
     def denoise(features: tuple[Tensor, ...]) -> Tensor:
@@ -355,11 +355,11 @@ def bucket(name: str, resolution: tuple[int, int]) -> BucketShards:
         ([bucket("320x192", (320, 192)), bucket("256x256", (256, 256))], "320x192"),
     ],
 )
-def test_pictures_have_the_size_of_a_bucket_that_is_there(buckets: Sequence[BucketShards], expected: str) -> None:
+def test_images_have_the_size_of_an_existing_bucket(buckets: Sequence[BucketShards], expected: str) -> None:
     assert smallest_bucket(buckets).bucket == expected
 
 
-def test_one_caption_is_joined_as_sd3_takes_it(caches: dict[str, Project]) -> None:
+def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:
     data = CachedDataset(LocalStore(caches["padded"].cache))
     features = data.empty_text()
     clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)

@@ -1,4 +1,4 @@
-"""Inputs of a sample are its own: alone or in any batch, in any order, whenever they are made."""
+"""A sample's inputs are its own: the same alone and in any batch, in any order, at any time."""
 
 import pickle
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.model.start import where_weights_start
-from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, Prepared, split_batch, starting_transformer
+from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, PreparedBatch, split_batch, starting_transformer
 
 Model = Callable[..., ModelConfig]
 MakeBatch = Callable[..., dict[str, Any]]
@@ -32,17 +32,17 @@ def preparer(model: Model, seed: int = 0, empty: dict[str, Tensor] | None = None
     return InputPreparer(seed, model(**keys), SCALE, empty)
 
 
-def row(prepared: Prepared, at: int) -> list[Tensor]:
+def row(prepared: PreparedBatch, at: int) -> list[Tensor]:
     features, (target, mask) = prepared
     return [tensor[at] for tensor in (*features, target, *([] if mask is None else [mask]))]
 
 
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def undo(prepared: Prepared) -> tuple[Tensor, Tensor]:
-    """(x0, noise) from what the model sees and should predict."""
+def undo(prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
+    """Return (x0, noise), recovered from the model's inputs and target."""
     (noisy, times, _, _), (target, _) = prepared
     t = (times / 1000).view(-1, 1, 1, 1)
     return noisy - t * target, noisy + (1 - t) * target
@@ -65,33 +65,31 @@ def test_a_sample_is_the_same_alone_and_in_any_batch(model: Model, batch: MakeBa
 
 def test_inputs_are_a_pure_function(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
-    given = batch([1, 2, 3])
-    first = prepare(given)
+    cached = batch([1, 2, 3])
+    first = prepare(cached)
     torch.manual_seed(5)
     prepare(batch([9, 10]))
-    second = prepare(given)
+    second = prepare(cached)
     assert all(same(row(first, at), row(second, at)) for at in range(3))
 
 
 @pytest.mark.parametrize("text", ["padded", "real"])
-def test_a_prompt_laid_into_used_memory_is_the_same(
-    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
-) -> None:
+def test_a_prompt_in_used_memory_is_the_same(model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str) -> None:
     keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
-    prepare, made = preparer(model, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys), []
+    prepare, buffers = preparer(model, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys), []
 
-    def used(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made.append(torch.full(shape, float("nan"), dtype=dtype))
-        return made[-1]
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        buffers.append(torch.full(shape, float("nan"), dtype=dtype))
+        return buffers[-1]
 
-    given = (real_batch if text == "real" else batch)(range(40), epoch=1)
-    plain, laid = prepare.prepare_inputs(given), prepare.prepare_into(given, used)
-    assert laid[0][2] is made[0]
-    assert all(same(row(plain, at), row(laid, at)) for at in range(40))
+    cached = (real_batch if text == "real" else batch)(range(40), epoch=1)
+    plain, in_place = prepare.prepare_inputs(cached), prepare.prepare_into(cached, allocate)
+    assert in_place[0][2] is buffers[0]
+    assert all(same(row(plain, at), row(in_place, at)) for at in range(40))
 
 
 @pytest.mark.parametrize("other", ["seed", "epoch", "repeat", "sample"])
-def test_everything_that_names_an_occurrence_changes_its_draws(model: Model, batch: MakeBatch, other: str) -> None:
+def test_seed_epoch_repeat_and_sample_change_the_draws(model: Model, batch: MakeBatch, other: str) -> None:
     first = preparer(model).prepare_inputs(batch([1]))
     second = preparer(model, seed=int(other == "seed")).prepare_inputs(
         batch([2 if other == "sample" else 1], epoch=int(other == "epoch"), repeats=[int(other == "repeat")])
@@ -103,9 +101,9 @@ def test_everything_that_names_an_occurrence_changes_its_draws(model: Model, bat
 
 
 def test_noise_and_posterior_are_different_draws(model: Model, batch: MakeBatch) -> None:
-    given = batch([3], size=(16, 16))
-    clean, noise = undo(preparer(model).prepare_inputs(given))
-    mean, logvar = given["moments"].float().chunk(2, dim=1)
+    cached = batch([3], size=(16, 16))
+    clean, noise = undo(preparer(model).prepare_inputs(cached))
+    mean, logvar = cached["moments"].float().chunk(2, dim=1)
     posterior = (clean / SCALE.scale + SCALE.shift - mean) / torch.exp(0.5 * logvar)
     for drawn in (noise, posterior):
         assert abs(float(drawn.mean())) < 0.06
@@ -113,22 +111,22 @@ def test_noise_and_posterior_are_different_draws(model: Model, batch: MakeBatch)
     assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), posterior.flatten()]))[0, 1])) < 0.06
 
 
-def test_the_preparer_travels_to_workers(model: Model, batch: MakeBatch) -> None:
-    one = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
-    two: InputPreparer = pickle.loads(pickle.dumps(one))
-    assert same(row(one.prepare_inputs(batch([4])), 0), row(two.prepare_inputs(batch([4])), 0))
+def test_the_preparer_can_be_pickled_for_workers(model: Model, batch: MakeBatch) -> None:
+    original = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
+    copy: InputPreparer = pickle.loads(pickle.dumps(original))
+    assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
 
 
 # --- the flow ----------------------------------------------------------------------------------
 
 
-def test_noisy_and_target_are_the_flows(model: Model, batch: MakeBatch) -> None:
+def test_noisy_latents_and_target_follow_the_flow(model: Model, batch: MakeBatch) -> None:
     """noisy = (1-t) x0 + t noise and target = noise - x0, with x0 the normalised latent."""
-    given = batch([1, 2, 3])
-    clean, noise = undo(preparer(model).prepare_inputs(given))
-    # what evaluation sees has no posterior draw: its x0 is known exactly
-    prepared = preparer(model).prepare_inputs(given, 0.25)
-    known = (given["moments"].float().chunk(2, dim=1)[0] - 0.06) * 1.5
+    cached = batch([1, 2, 3])
+    clean, noise = undo(preparer(model).prepare_inputs(cached))
+    # evaluation draws no posterior, so its x0 is known exactly
+    prepared = preparer(model).prepare_inputs(cached, 0.25)
+    known = (cached["moments"].float().chunk(2, dim=1)[0] - 0.06) * 1.5
     torch.testing.assert_close(undo(prepared)[0], known, atol=1e-5, rtol=0)
     assert not torch.allclose(clean, known, atol=0.1)
     (noisy, times, _, _), (target, mask) = prepared
@@ -139,7 +137,7 @@ def test_noisy_and_target_are_the_flows(model: Model, batch: MakeBatch) -> None:
     assert noise.shape == (3, 16, 4, 6)
 
 
-def test_times_are_a_thousand_t_of_each_samples_own_quantile(model: Model, batch: MakeBatch) -> None:
+def test_times_are_1000_t_at_each_samples_quantile(model: Model, batch: MakeBatch) -> None:
     times = preparer(model).prepare_inputs(batch(range(400), size=(2, 2)))[0][1]
     assert len(set(times.tolist())) == 400
     t = times.sort().values / 1000
@@ -156,9 +154,7 @@ def test_times_are_a_thousand_t_of_each_samples_own_quantile(model: Model, batch
         ({"sigmoid_scale": 0.5}, None),
     ],
 )
-def test_the_models_keys_reach_the_times(
-    model: Model, batch: MakeBatch, keys: dict[str, Any], shift: float | None
-) -> None:
+def test_model_keys_shape_the_times(model: Model, batch: MakeBatch, keys: dict[str, Any], shift: float | None) -> None:
     times = preparer(model, **keys).prepare_inputs(batch([1, 2]), 0.7)[0][1]
     t = quantile_to_time(0.7, "logit_normal", keys.get("sigmoid_scale", 1.0))
     expected = t if shift is None else shift_time(t, shift)
@@ -170,9 +166,9 @@ def test_uniform_times(model: Model, batch: MakeBatch) -> None:
     assert prepared[0][1].tolist() == pytest.approx([700.0])
 
 
-def test_masks_become_shares(model: Model, batch: MakeBatch) -> None:
-    given = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
-    mask = preparer(model).prepare_inputs(given)[1][1]
+def test_masks_become_fractions(model: Model, batch: MakeBatch) -> None:
+    cached = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
+    mask = preparer(model).prepare_inputs(cached)[1][1]
     assert mask is not None
     torch.testing.assert_close(mask, torch.tensor([[[0.0, 0.2], [1.0, 1.0]]] * 2))
 
@@ -180,15 +176,15 @@ def test_masks_become_shares(model: Model, batch: MakeBatch) -> None:
 # --- text --------------------------------------------------------------------------------------
 
 
-def test_text_is_joined_as_sd3_takes_it(model: Model, batch: MakeBatch) -> None:
-    given = batch([1, 2])
-    _, _, prompt, pooled = preparer(model).prepare_inputs(given)[0]
+def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
+    cached = batch([1, 2])
+    _, _, prompt, pooled = preparer(model).prepare_inputs(cached)[0]
     assert prompt.shape == (2, 7 + 5, 256)
-    assert torch.equal(prompt[:, :7, :96], given["clip_l"])
-    assert torch.equal(prompt[:, :7, 96:224], given["clip_g"])
+    assert torch.equal(prompt[:, :7, :96], cached["clip_l"])
+    assert torch.equal(prompt[:, :7, 96:224], cached["clip_g"])
     assert not prompt[:, :7, 224:].any()
-    assert torch.equal(prompt[:, 7:], given["t5"])
-    assert torch.equal(pooled, torch.cat([given["clip_l.pooled"], given["clip_g.pooled"]], dim=-1))
+    assert torch.equal(prompt[:, 7:], cached["t5"])
+    assert torch.equal(pooled, torch.cat([cached["clip_l.pooled"], cached["clip_g.pooled"]], dim=-1))
 
 
 @pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
@@ -196,46 +192,46 @@ def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncon
     ids = list(range(60))
     drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
     assert len(set(drops)) == 8, "all patterns occur"
-    given = batch(ids, epoch=1)
+    cached = batch(ids, epoch=1)
     prepare = preparer(model, seed=3, empty=uncond, enable_uncond_text_dropout=True).prepare_inputs
-    _, _, prompt, pooled = prepare(given)[0]
+    _, _, prompt, pooled = prepare(cached)[0]
     parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
     for at, drop in enumerate(drops):
         for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
             lost = drop[("clip_l", "clip_g", "t5").index(name.removesuffix(".pooled"))]
-            expected = torch.zeros_like(given[name][at]) if lost else given[name][at]
+            expected = torch.zeros_like(cached[name][at]) if lost else cached[name][at]
             if all(drop) and uncond is not None:
                 expected = uncond[name].bfloat16()
             assert torch.equal(part[at], expected), (drop, name)
 
 
-def test_no_dropout_unless_it_is_enabled(model: Model, batch: MakeBatch) -> None:
-    given = batch(range(30))
-    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(given)[0][2]
-    assert torch.equal(prompt[:, 7:], given["t5"])
+def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
+    cached = batch(range(30))
+    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)[0][2]
+    assert torch.equal(prompt[:, 7:], cached["t5"])
 
 
-def test_over_many_samples_ten_percent_have_no_text_and_none_has_half_an_encoder(model: Model) -> None:
-    """Through the very code that batches pass: 0.464^3 = 10%, tokens and pooled always together."""
+def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Model) -> None:
+    """0.464^3 = 10%; tokens and pooled vector of an encoder are always dropped together."""
     count = 100_000
     ids = torch.arange(count)
-    given = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
-    given |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
-    given["t5"] = torch.ones(count, 1, 2)
-    prompt, pooled = preparer(model, enable_uncond_text_dropout=True)._text(given, evaluation=False)
+    cached = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
+    cached |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
+    cached["t5"] = torch.ones(count, 1, 2)
+    prompt, pooled = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=False)
     tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
     assert torch.equal(tokens[:, :2], pooled.bool())
     assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 0.003
     assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
-    kept = preparer(model, enable_uncond_text_dropout=True)._text(given, evaluation=True)
-    assert all(bool(part[..., 0].all()) for part in kept)
+    evaluated = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=True)
+    assert all(bool(part[..., 0].all()) for part in evaluated)
 
 
 # --- real tokens -------------------------------------------------------------------------------
 
 
-def real_row(prepared: Prepared, at: int) -> list[Tensor]:
-    """A sample's inputs without what stands behind its text, which must be zeros."""
+def real_row(prepared: PreparedBatch, at: int) -> list[Tensor]:
+    """Return a sample's inputs without the padding after its text, which must be zeros."""
     noisy, time, prompt, pooled, length, target = row(prepared, at)
     assert not prompt[int(length) :].any()
     return [noisy, time, prompt[: int(length)], pooled, length, target]
@@ -251,7 +247,7 @@ def test_a_real_sample_is_the_same_alone_and_in_any_batch(
     ids = list(range(40))
     whole = prepare(real_batch(ids, epoch=2), quantile)
     features = whole[0]
-    assert features[2].shape[1] == int(features[4].max()), "as long as the longest"
+    assert features[2].shape[1] == int(features[4].max()), "as long as the longest sample"
     assert features[4].dtype == torch.int64
     for at, sample in enumerate(ids):
         alone = prepare(real_batch([sample], epoch=2), quantile)
@@ -260,28 +256,28 @@ def test_a_real_sample_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
-def test_real_tokens_fall_with_each_samples_draw(
+def test_real_tokens_are_dropped_by_each_samples_draw(
     model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None
 ) -> None:
     ids = list(range(60))
     drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
     assert len(set(drops)) == 8, "all patterns occur"
-    given = real_batch(ids, epoch=1)
+    cached = real_batch(ids, epoch=1)
     keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}
-    prepared = preparer(model, seed=3, empty=uncond, **keys).prepare_inputs(given)
+    prepared = preparer(model, seed=3, empty=uncond, **keys).prepare_inputs(cached)
     for at, drop in enumerate(drops):
-        own = {name: given[name][at, : int(given[f"{name}.length"][at])] for name in ENCODERS}
-        own |= {name: given[name][at] for name in POOLED}
-        expected = joined_by_hand(own, drop, uncond)
-        found = real_row(prepared, at)
-        assert torch.equal(found[2], expected[0]), drop
-        assert torch.equal(found[3], expected[1]), drop
+        own = {name: cached[name][at, : int(cached[f"{name}.length"][at])] for name in ENCODERS}
+        own |= {name: cached[name][at] for name in POOLED}
+        expected = join_manually(own, drop, uncond)
+        inputs = real_row(prepared, at)
+        assert torch.equal(inputs[2], expected[0]), drop
+        assert torch.equal(inputs[3], expected[1]), drop
 
 
-def joined_by_hand(
+def join_manually(
     own: dict[str, Tensor], drop: tuple[bool, ...], uncond: dict[str, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """(prompt, pooled) of one sample as the design says it."""
+    """Return (prompt, pooled) of one sample as the design describes them."""
     if all(drop) and uncond is None:
         return torch.zeros(1, 256).bfloat16(), torch.zeros(224).bfloat16()
     if all(drop) and uncond is not None:
@@ -289,10 +285,10 @@ def joined_by_hand(
     num_clip = max(len(own["clip_l"]), len(own["clip_g"]))
     prompt = torch.zeros(num_clip + (0 if drop[2] else len(own["t5"])), 256).bfloat16()
     pooled = torch.zeros(224).bfloat16()
-    for name, lost, place in (("clip_l", drop[0], slice(0, 96)), ("clip_g", drop[1], slice(96, 224))):
+    for name, lost, columns in (("clip_l", drop[0], slice(0, 96)), ("clip_g", drop[1], slice(96, 224))):
         if not lost:
-            prompt[: len(own[name]), place] = own[name]
-            pooled[place] = own[f"{name}.pooled"]
+            prompt[: len(own[name]), columns] = own[name]
+            pooled[columns] = own[f"{name}.pooled"]
     if not drop[2]:
         prompt[num_clip:] = own["t5"]
     return prompt, pooled
@@ -309,14 +305,16 @@ def test_a_fully_dropped_real_sample_is_one_zero_token(model: Model, real_batch:
 
 def test_evaluation_drops_no_real_token(model: Model, real_batch: MakeBatch) -> None:
     keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
-    given = real_batch(range(9))
-    lengths = preparer(model, **keys).prepare_inputs(given, 0.5)[0][4]
-    clip = torch.maximum(given["clip_l.length"], given["clip_g.length"])
-    assert torch.equal(lengths, clip + given["t5.length"])
+    cached = real_batch(range(9))
+    lengths = preparer(model, **keys).prepare_inputs(cached, 0.5)[0][4]
+    clip = torch.maximum(cached["clip_l.length"], cached["clip_g.length"])
+    assert torch.equal(lengths, clip + cached["t5.length"])
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
-def test_pieces_of_real_text_end_where_their_longest_does(model: Model, real_batch: MakeBatch, pieces: int) -> None:
+def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
+    model: Model, real_batch: MakeBatch, pieces: int
+) -> None:
     prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
     size = 6 // pieces
     for number, part in enumerate(split_batch(prepared, pieces)):
@@ -328,11 +326,10 @@ def test_pieces_of_real_text_end_where_their_longest_does(model: Model, real_bat
 
 
 def test_evaluation_drops_nothing(model: Model, batch: MakeBatch) -> None:
-    """The earlier program dropped text in evaluation too."""
-    given = batch(range(30))
+    cached = batch(range(30))
     prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
-    assert not prepare(given)[0][2].any()
-    assert torch.equal(prepare(given, 0.5)[0][2][:, 7:], given["t5"])
+    assert not prepare(cached)[0][2].any()
+    assert torch.equal(prepare(cached, 0.5)[0][2][:, 7:], cached["t5"])
 
 
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
@@ -341,7 +338,7 @@ def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -
     assert all(same(row(first, at), row(later, at)) for at in range(2))
 
 
-def test_evaluation_keeps_its_noise_over_quantiles_and_not_trainings(model: Model, batch: MakeBatch) -> None:
+def test_evaluation_has_its_own_noise_at_all_quantiles(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model).prepare_inputs
     low, high = undo(prepare(batch([1]), 0.1))[1], undo(prepare(batch([1]), 0.9))[1]
     torch.testing.assert_close(low, high, atol=1e-5, rtol=0)
@@ -355,11 +352,11 @@ def test_evaluation_keeps_its_noise_over_quantiles_and_not_trainings(model: Mode
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 6])
 @pytest.mark.parametrize("masked", [False, True])
-def test_split_batch_cuts_all_alike(model: Model, batch: MakeBatch, pieces: int, masked: bool) -> None:
-    given = batch(range(6))
+def test_split_batch_splits_every_tensor(model: Model, batch: MakeBatch, pieces: int, masked: bool) -> None:
+    cached = batch(range(6))
     if masked:
-        given["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
-    prepared = preparer(model).prepare_inputs(given)
+        cached["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
+    prepared = preparer(model).prepare_inputs(cached)
     parts = split_batch(prepared, pieces)
     assert len(parts) == pieces
     size = 6 // pieces
@@ -369,7 +366,7 @@ def test_split_batch_cuts_all_alike(model: Model, batch: MakeBatch, pieces: int,
         assert all(same(row(part, at), row(prepared, number * size + at)) for at in range(size))
 
 
-def test_split_batch_refuses_unequal_pieces(model: Model, batch: MakeBatch) -> None:
+def test_split_batch_rejects_unequal_pieces(model: Model, batch: MakeBatch) -> None:
     with pytest.raises(AssertionError):
         split_batch(preparer(model).prepare_inputs(batch(range(6))), 4)
 
@@ -378,20 +375,20 @@ def test_split_batch_refuses_unequal_pieces(model: Model, batch: MakeBatch) -> N
 
 
 def test_pretraining_starts_from_the_seed(model: Model) -> None:
-    found = starting_transformer(where_weights_start(model()), 4)
+    transformer = starting_transformer(where_weights_start(model()), 4)
     expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(transformer.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_folders_weights_are_taken_in_float32(model: Model, folder: Any) -> None:
+def test_a_folders_weights_are_loaded_in_float32(model: Model, folder: Any) -> None:
     saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
     saved.save_pretrained(folder / "transformer")
-    found = starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
-    assert {p.dtype for p in found.parameters()} == {torch.float32}
-    assert all(torch.equal(a, b.float()) for a, b in zip(found.parameters(), saved.parameters(), strict=True))
+    transformer = starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
+    assert {p.dtype for p in transformer.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b.float()) for a, b in zip(transformer.parameters(), saved.parameters(), strict=True))
 
 
-def test_a_folder_with_a_gap_is_no_start(model: Model, folder: Any) -> None:
+def test_a_folder_with_a_missing_weight_is_rejected(model: Model, folder: Any) -> None:
     SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).save_pretrained(folder / "transformer")
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
@@ -401,11 +398,11 @@ def test_a_folder_with_a_gap_is_no_start(model: Model, folder: Any) -> None:
         starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
 
 
-@pytest.mark.parametrize(("policy", "carries"), [("empty", True), ("zero", False)])
-def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch, policy: str, carries: bool) -> None:
+@pytest.mark.parametrize(("policy", "has_text"), [("empty", True), ("zero", False)])
+def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch, policy: str, has_text: bool) -> None:
     keys = {"uncond_text": policy, "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
     pipeline = LightSD3Pipeline(model(**keys), 0, NEVER_ZERO)
     assert pipeline.preparer.scale == SCALE
     prompt = pipeline.prepare_inputs(batch([1, 2]))[0][2]
-    assert bool((prompt[:, 7:] == 9).all()) == carries
-    assert bool(prompt.any()) == carries
+    assert bool((prompt[:, 7:] == 9).all()) == has_text
+    assert bool(prompt.any()) == has_text
