@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.protocol import StepResult
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.engines.weight_layouts import Replicas, Shards, WeightLayout
 from sd3_light.flow.bands import NUM_BANDS
 from sd3_light.optim.build import make_optimizer
 
@@ -83,7 +83,7 @@ class TaskEngine(TorchEngine):
     ) -> None:
         self.rank, self.world, self.device, self.clip = launch.rank, launch.world, device, clip
         self.module, self.accelerator = module.to(device), accelerator
-        self.layout: Layout = self._make_layout(launch, writers)
+        self.layout: WeightLayout = self._make_layout(launch, writers)
         self.writers = self.layout.writers
         self._parameters = dict(self.module.named_trainable())
         if not self._parameters:
@@ -99,7 +99,7 @@ class TaskEngine(TorchEngine):
         self.optimizer = make_optimizer(self._parameters, optimizer, device)
         self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 
-    def _make_layout(self, launch: Launch, writers: int) -> Layout:
+    def _make_layout(self, launch: Launch, writers: int) -> WeightLayout:
         if self.accelerator is None:
             return Replicas(self.module, launch, self.device, writers)
         run = self.accelerator.prepare_model(self.module)

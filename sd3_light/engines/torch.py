@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.layouts import Layout, Replicas, Shards
 from sd3_light.engines.prefetch import to_device
 from sd3_light.engines.protocol import PARAM_KIND, MicroBatch, StepResult, TensorPiece
+from sd3_light.engines.weight_layouts import Replicas, Shards, WeightLayout
 from sd3_light.engines.writers import assign_writers
 from sd3_light.flow.bands import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
@@ -36,7 +36,7 @@ class TorchEngine:
         self.module: Any = module.to(device)
         self.clip = config.gradient_clipping
         bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
-        self.layout: Layout = (
+        self.layout: WeightLayout = (
             Shards(self.module, launch, device, bf16)
             if config.parallel == "fsdp2" and launch.world > 1
             else Replicas(self.module, launch, device, writers)

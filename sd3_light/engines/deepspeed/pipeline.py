@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.deepspeed.base import DeepSpeedBase
+from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState

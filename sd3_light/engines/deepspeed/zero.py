@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
-from sd3_light.engines.deepspeed.base import DeepSpeedBase
+from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState

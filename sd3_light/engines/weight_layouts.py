@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sd3_light.engines.launch import Launch
 
 
-class Layout(Protocol):
+class WeightLayout(Protocol):
     """What differs between replicated and sharded weights. ``run`` is the module to call in training."""
 
     run: nn.Module
@@ -51,29 +51,29 @@ class Replicas:
             self.run = DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         if last or not isinstance(self.run, DistributedDataParallel):
             return nullcontext()
         return cast(AbstractContextManager[None], self.run.no_sync())
 
     def held(self, tensor: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return tensor.detach()
 
     def start(self, weight: Tensor) -> int:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return 0
 
     def writes(self, writer: int) -> bool:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return writer == self.rank
 
     def sum_parts(self, value: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return value
 
     def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return held
 
 
@@ -96,33 +96,33 @@ class Shards:
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         cast(FSDPModule, self.run).set_requires_gradient_sync(last)
         yield
 
     def held(self, tensor: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def start(self, weight: Tensor) -> int:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         assert isinstance(weight, DTensor)
         # rows are split as by torch.chunk: all parts but the last ones are equal
         rows = -(-weight.shape[0] // self.writers)
         return min(self.rank * rows, weight.shape[0]) * (weight.numel() // weight.shape[0])
 
     def writes(self, writer: int) -> bool:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         return True
 
     def sum_parts(self, value: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `WeightLayout`."""
         assert isinstance(weight, DTensor)
         joined = DTensor.from_local(
             held, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
