@@ -83,14 +83,13 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
     rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
 
     progress_scratch = train.run(scratch)
-    rows[f"pretrained here from random weights: {progress_scratch.samples:,} samples"] = _score_last_export(
-        scratch, prompts
-    )
+    pretrained = _score_last_export(scratch.train.output_dir, prompts)
+    rows[f"pretrained here from random weights: {progress_scratch.samples:,} samples"] = pretrained
 
     info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")
     check.require(base)
     progress_base = train.run(base)
-    final = _score_last_export(base, prompts)
+    final = _score_last_export(base.train.output_dir, prompts)
     rows[f"shipped base, then trained here: {progress_base.samples:,} samples"] = final
 
     grid = out / "grid.png"
@@ -119,9 +118,9 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.0f}"
 
 
-def _score_last_export(loaded: LoadedConfig, prompts: int) -> CompositionScore:
-    exports = sorted((loaded.train.output_dir / "exports").glob("step-*"))
-    return evaluate.run(exports[-1], prompts, guidance=_GUIDANCE, out=loaded.train.output_dir / "score.json")
+def _score_last_export(run: Path, prompts: int) -> CompositionScore:
+    exports = sorted((run / "exports").glob("step-*"))
+    return evaluate.run(exports[-1], prompts, guidance=_GUIDANCE, out=run / "score.json")
 
 
 def _steps(count: int | None) -> list[str]:

@@ -2,19 +2,17 @@
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
-from sd3_light.config.load import LoadedConfig, cache_dir_of, load_config
+from sd3_light.config.load import LoadedConfig, load_config
 from sd3_light.config.resolved import resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import (
     AdapterConfig,
     EmaConfig,
-    EmaTrack,
     ModelConfig,
     MonitoringConfig,
     OptimizerConfig,
-    SamplingConfig,
 )
-from sd3_light.config.schema_train import BatchSize, EvalDataset, Resolution, TrainConfig, batch_size_for
+from sd3_light.config.schema_train import BatchSize, Resolution, TrainConfig, batch_size_for
 from sd3_light.config.sizes import SIZES, ModelSize, resolve_size, size_from_transformer_config
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "DatasetConfig",
     "DirectoryConfig",
     "EmaConfig",
-    "EmaTrack",
-    "EvalDataset",
     "Fault",
     "LoadedConfig",
     "ModelConfig",
@@ -35,11 +31,9 @@ __all__ = [
     "MonitoringConfig",
     "OptimizerConfig",
     "Resolution",
-    "SamplingConfig",
     "TrainConfig",
     "UserError",
     "batch_size_for",
-    "cache_dir_of",
     "load_config",
     "resolve_size",
     "resolved_toml",

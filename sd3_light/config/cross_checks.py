@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
-from sd3_light.config.schema_tables import AdapterConfig
+from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import SIZES, chosen_size_name
 
@@ -19,11 +19,11 @@ def _fault(
     return Fault("", key, problem, value, allowed, hint)
 
 
-def _num_blocks(train: TrainConfig) -> int | None:
+def _num_blocks(model: ModelConfig) -> int | None:
     """Return the number of joint blocks, or None if only the model folder has it."""
-    if train.model.num_layers is not None:
-        return train.model.num_layers
-    name = chosen_size_name(train.model)
+    if model.num_layers is not None:
+        return model.num_layers
+    name = chosen_size_name(model)
     return SIZES[name].num_layers if name else None
 
 
@@ -45,7 +45,7 @@ def saving(train: TrainConfig) -> Iterator[Fault]:
 
 def text_recon(train: TrainConfig) -> Iterator[Fault]:
     """The target of the text reconstruction must come before the text stream's last output."""
-    num_blocks, layer = _num_blocks(train), train.model.text_recon_target_layer
+    num_blocks, layer = _num_blocks(train.model), train.model.text_recon_target_layer
     if train.model.text_recon_gamma > 0 and num_blocks is not None and layer > num_blocks - 2:
         yield _fault("model.text_recon_target_layer", **text_recon_problem(num_blocks), value=str(layer))
 
@@ -79,7 +79,7 @@ def schedule(train: TrainConfig) -> Iterator[Fault]:
 
 def pipeline(train: TrainConfig) -> Iterator[Fault]:
     """Pipeline stages need the DeepSpeed engine with ZeRO-1."""
-    stages, num_blocks = train.pipeline_stages, _num_blocks(train)
+    stages, num_blocks = train.pipeline_stages, _num_blocks(train.model)
     if stages == 1:
         return
     if train.zero_stage != 1:
@@ -96,7 +96,7 @@ def pipeline(train: TrainConfig) -> Iterator[Fault]:
 
 def partition(train: TrainConfig) -> Iterator[Fault]:
     """`partition_split` cuts the list of layers into `pipeline_stages` non-empty parts."""
-    split, stages, num_blocks = train.partition_split, train.pipeline_stages, _num_blocks(train)
+    split, stages, num_blocks = train.partition_split, train.pipeline_stages, _num_blocks(train.model)
     value = str(list(split))
     if train.partition_method != "manual":
         if split:

@@ -56,7 +56,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     datasets, dataset_faults = _load_datasets(train, raw, path)
     faults += train.faults + dataset_faults
     if faults:
-        no_data = DatasetConfig(path, cache_dir_of(train.config, "", path), ())
+        no_data = DatasetConfig(path, _cache_location(train.config.cache_dir, "", path), ())
         partial = LoadedConfig(path, train.config, datasets.pop("", no_data), datasets)
         raise ConfigFaults([_name_origin(fault, str(path), set_keys) for fault in dict.fromkeys(faults)], partial)
     return LoadedConfig(path, train.config, datasets.pop(""), datasets)
@@ -122,16 +122,16 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
         directories, directory_faults = load_directories(toml)
         faults += directory_faults
         faults += _joint_faults(train, name, directories, str(path), toml)
-        datasets[name] = DatasetConfig(toml, cache_dir_of(train.config, name, toml), directories)
+        datasets[name] = DatasetConfig(toml, _cache_location(train.config.cache_dir, name, toml), directories)
     return datasets, faults
 
 
-def cache_dir_of(train: TrainConfig, name: str, toml: Path) -> CacheLocation:
+def _cache_location(cache_dir: CacheLocation | None, name: str, toml: Path) -> CacheLocation:
     """Return the cache location of a dataset; `name` is "" for the training set."""
-    location, suffix = train.cache_dir, f"-eval-{name}" if name else ""
-    if location is None:
+    if cache_dir is None:
         return toml.with_suffix(".cache")
-    return location + suffix if isinstance(location, str) else location.with_name(location.name + suffix)
+    suffix = f"-eval-{name}" if name else ""
+    return cache_dir + suffix if isinstance(cache_dir, str) else cache_dir.with_name(cache_dir.name + suffix)
 
 
 def _joint_faults(
