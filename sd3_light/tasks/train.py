@@ -29,13 +29,13 @@ from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
+from sd3_light.training.background_saves import newest_complete_checkpoint
 from sd3_light.training.data import order_facts
 from sd3_light.training.driver import Driver, RunHooks, Schedule
 from sd3_light.training.errors import TASK_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import NUM_FLAGS, RunRequests
-from sd3_light.training.saves import newest_complete_checkpoint
 
 
 @contextmanager

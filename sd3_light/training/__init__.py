@@ -1,1 +1,1 @@
-"""The training stage's parts: the loop, the module that turns a batch into a loss, and what SD3 is to them."""
+"""Training: the loop, the driver around it, the module that turns a batch into a loss, SD3's inputs, and data."""

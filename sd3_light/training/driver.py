@@ -23,10 +23,10 @@ from sd3_light.engines.protocol import TensorPiece
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
 from sd3_light.runlog import info
+from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
 from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.training.loop import Due, Hook, Run, every, never, train
 from sd3_light.training.saver import RAW
-from sd3_light.training.saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
 
 Losses = Mapping[str, float]
 
@@ -203,7 +203,7 @@ class Driver:
         for name, track in self.averages.tracks.items():
             yield from engine.like_weights(track_kind(name), track.shadow)
 
-    # --- what the hooks do -----------------------------------------------------------------------
+    # --- hooks -----------------------------------------------------------------------------------
 
     def evaluate(self, progress: Progress) -> None:
         """Compute and log the validation loss of every evaluation set."""

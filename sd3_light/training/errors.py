@@ -24,7 +24,7 @@ COMMON_ERRORS = (
     struct.error,
     zlib.error,
 )
-"""What code that is wrong, or is given wrong data, usually raises."""
+"""The errors that code usually raises when it, or its data, is wrong."""
 
 TASK_MEMORY = (
     "lower batch_size (and raise gradient_accumulation_steps) or the size of the samples, or train an adapter "

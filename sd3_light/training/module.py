@@ -77,7 +77,7 @@ class SD3TrainingModule(nn.Module):
         return self.losses(self.run(features), label)
 
     def losses(self, outputs: LayerState, label: Label) -> Losses:
-        """Return what `forward` does, from the last layer's outputs."""
+        """Return the losses of `forward` from the last layer's outputs."""
         target, mask = label[:2]
         assert target is not None
         patches, text, *rest = outputs
@@ -95,7 +95,7 @@ class SD3TrainingModule(nn.Module):
         return self.velocity(self.run(features), features[0].shape[-2:])
 
     def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
-        """Return what `denoise` does, from the last layer's outputs; ``size`` is the latent's height and width."""
+        """Return the velocity of `denoise` from the last layer's outputs; ``size`` is the latent's height and width."""
         height, width = size
         return unpatchify(outputs[0], height, width).float()
 

@@ -23,7 +23,7 @@ from sd3_light.training.card_facts import card_facts
 RAW = "raw"
 
 
-# --- what an export must be --------------------------------------------------------------------
+# --- export specs ------------------------------------------------------------------------------
 
 
 def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **fields: Any) -> ExportSpec:
@@ -104,7 +104,8 @@ def whole_state(
 
     A missing trained weight is an error: the weight that training started from never takes its place.
     """
-    names = [name for name, _ in transformer.named_parameters() if not any(fnmatchcase(name, one) for one in freeze)]
+    parameters = [name for name, _ in transformer.named_parameters()]
+    names = [name for name in parameters if not any(fnmatchcase(name, pattern) for pattern in freeze)]
     problems = [f"missing {name}" for name in names if name not in trained]
     problems += [f"unexpected {name}" for name in trained if name not in set(names)]
     if problems:

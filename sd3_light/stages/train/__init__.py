@@ -67,7 +67,7 @@ def run(
             out_of_memory=_OUT_OF_MEMORY,
             resume_hint="--resume (train.py: --resume_from_checkpoint)",
         ) as driver:
-            if context.config.eval_before_first_step and progress.step == 0:
+            if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:
                 driver.evaluate(progress)
             if resumed and resumed.is_own(folder.path) and progress.position:
                 driver.catch_up(progress)

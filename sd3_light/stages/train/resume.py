@@ -24,8 +24,8 @@ from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
+from sd3_light.training.background_saves import newest_complete_checkpoint
 from sd3_light.training.data import order_facts
-from sd3_light.training.saves import newest_complete_checkpoint
 
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 

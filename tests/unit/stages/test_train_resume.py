@@ -96,15 +96,15 @@ def test_a_new_run_sets_aside_what_a_killed_one_wrote(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_rejects_another_runs_checkpoint(tmp_path: Path) -> None:
-    one, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
+    run, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
     with pytest.raises(UserError, match=r"one holds another run \(step-00000005\) than .*other"):
-        choose_checkpoint(one, Resume(at(other, 2)))
+        choose_checkpoint(run, Resume(at(other, 2)))
     assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == str(at(other, 2))
 
 
 def test_the_first_difference_of_two_orders_is_named() -> None:
-    one = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"]]}
-    assert _difference(one, {**one, "seed": 2}) == "seed 1, now 2"
-    assert _difference(one, {"seed": 1, "buckets": []}) == "1 buckets, now 0"
-    assert _difference(one, {"seed": 1, "buckets": [[2, 16, 40, 20, "ab"]]}) == "global batch of bucket 0: 4, now 2"
-    assert _difference(one, {"seed": 1, "buckets": [[4, 16, 40, 10, "cd"]]}) == "shards of bucket 0: ab, now cd"
+    order = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"]]}
+    assert _difference(order, {**order, "seed": 2}) == "seed 1, now 2"
+    assert _difference(order, {"seed": 1, "buckets": []}) == "1 buckets, now 0"
+    assert _difference(order, {"seed": 1, "buckets": [[2, 16, 40, 20, "ab"]]}) == "global batch of bucket 0: 4, now 2"
+    assert _difference(order, {"seed": 1, "buckets": [[4, 16, 40, 10, "cd"]]}) == "shards of bucket 0: ab, now cd"

@@ -179,7 +179,7 @@ def test_unsupported_accelerators_are_rejected(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> None:
-    one = steps(run(tmp_path / "one", batch_size=4), "loss", "grad_norm")
+    expected = steps(run(tmp_path / "one", batch_size=4), "loss", "grad_norm")
     launch_training_task(
         None,
         Images(),
@@ -191,7 +191,7 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
         batch_size=4,
         engine="torch",
     )
-    assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == one
+    assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == expected
 
 
 def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:

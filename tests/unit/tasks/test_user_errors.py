@@ -314,9 +314,9 @@ class Scaled(PipelineUnit):
 
 def test_units_of_one_class_are_distinguished(tmp_path: Path) -> None:
     def model(hint: float) -> Toy:
-        made = Toy()
-        made.units, made.reads = (Scaled("image", "latents", 1.0), Scaled("control", "hint", hint)), ("hint",)
-        return made
+        toy = Toy()
+        toy.units, toy.reads = (Scaled("image", "latents", 1.0), Scaled("control", "hint", hint)), ("hint",)
+        return toy
 
     raw = [{"image": torch.ones(3, 4, 4) * n, "control": torch.ones(3)} for n in range(4)]
     data = process(tmp_path / "data", model(2.0), raw)

@@ -46,13 +46,14 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
 
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
-    made = Sampler.of_config(project.load(*keys).train, project.cache, data, launch or Launch(), torch.device("cpu"))
-    made.batch_size = batch_size or made.batch_size
-    return made
+    config = project.load(*keys).train
+    result = Sampler.of_config(config, project.cache, data, launch or Launch(), torch.device("cpu"))
+    result.batch_size = batch_size or result.batch_size
+    return result
 
 
-def draw(made: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]:
-    return {index: np.asarray(image).astype(int) for index, image in made.draw(denoise)}
+def draw(drawing: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]:
+    return {index: np.asarray(image).astype(int) for index, image in drawing.draw(denoise)}
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +185,12 @@ def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dic
 def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
     caches: dict[str, Project], transformer: SD3Transformer2DModel
 ) -> None:
-    made = sampler(caches["real"], *overrides(text_tokens="real"))
+    drawing = sampler(caches["real"], *overrides(text_tokens="real"))
     pipe = stock_pipeline(caches["real"], transformer)
     with torch.no_grad():
         texts = encode(pipe, PROMPTS, TextPolicy(16, "empty", "real"))
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        cached = made.texts[prompt]
+        cached = drawing.texts[prompt]
         assert text.tokens.shape == cached.tokens.shape
         torch.testing.assert_close(text.tokens, cached.tokens.float(), rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(text.pooled, cached.pooled.float(), rtol=1e-2, atol=1e-3)
@@ -254,25 +255,25 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
         return load(self, name)
 
     monkeypatch.setattr(FrozenParts, "part", part)
-    made = sampler(cached_project, *overrides())
+    drawing = sampler(cached_project, *overrides())
     assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
     assert "3 prompt(s) of [sampling] are not in the cache" in capsys.readouterr().err
     cached = sampler(caches["padded"], *overrides())
     for prompt in PROMPTS:
-        assert torch.equal(made.texts[prompt].tokens, cached.texts[prompt].tokens)
-        assert torch.equal(made.texts[prompt].pooled, cached.texts[prompt].pooled)
+        assert torch.equal(drawing.texts[prompt].tokens, cached.texts[prompt].tokens)
+        assert torch.equal(drawing.texts[prompt].pooled, cached.texts[prompt].pooled)
     loaded.clear()
     module = SD3TrainingModule(transformer, cached_project.load(*overrides()).train)
-    made.draw(module.denoise)
+    drawing.draw(module.denoise)
     assert loaded == []
     assert not (cached_project.cache / "prompts").exists()
 
 
 @pytest.mark.usefixtures("no_encoders")
 def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: Path) -> None:
-    made = sampler(caches["padded"], *overrides())
+    drawing = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "step-00000042.png"
-    grid = made.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
+    grid = drawing.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
     assert grid is not None
     with Image.open(path) as image:
         assert np.array_equal(np.asarray(image), np.asarray(grid))
@@ -288,9 +289,9 @@ def test_a_grid_that_cannot_be_written_is_reported(
     caches: dict[str, Project], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
-    made = sampler(caches["padded"], *overrides())
+    drawing = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "one.png"
-    assert made.sample(lambda features: torch.zeros_like(features[0]), path, {}) is None
+    assert drawing.sample(lambda features: torch.zeros_like(features[0]), path, {}) is None
     assert f"{path} was not written: File exists" in capsys.readouterr().err
 
 
@@ -305,13 +306,13 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
 
     load = samples_module.load_vae
     monkeypatch.setattr(samples_module, "load_vae", load_vae)
-    made = sampler(caches["padded"], *overrides())
+    drawing = sampler(caches["padded"], *overrides())
     assert loads == []
     for _ in range(2):
-        made.draw(lambda features: torch.zeros_like(features[0]))
+        drawing.draw(lambda features: torch.zeros_like(features[0]))
     assert loads == [torch.float32]
-    assert made._vae is not None
-    assert made._vae.use_slicing, "images are decoded one at a time"
+    assert drawing._vae is not None
+    assert drawing._vae.use_slicing, "images are decoded one at a time"
 
 
 def test_sampling_needs_no_gradients_and_no_global_generator(
