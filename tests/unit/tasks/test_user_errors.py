@@ -145,7 +145,7 @@ def test_bad_modules(tmp_path: Path, make: Any, message: str) -> None:
         ({"rnak": 8}, "train_adapter: rnak: unknown key; got 8; did you mean `rank`?"),
         ({"target_modules": ["9"]}, "9: no linear layer has a name that ends so"),
         ({"type": "lokr", "use_dora": True}, 'use_dora: has no effect with type = "lokr"'),
-        ({"init_from_existing": "nowhere.safetensors"}, "nowhere.safetensors is no file"),
+        ({"init_from_existing": "nowhere.safetensors"}, "nowhere.safetensors is not a file"),
     ],
 )
 def test_bad_adapters(keys: dict[str, Any], message: str) -> None:
