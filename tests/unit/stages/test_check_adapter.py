@@ -36,7 +36,7 @@ def test_a_fault_names_the_key(files: Any, only_fault: Callable[..., Fault], key
 
 def test_an_adapter_on_random_weights_is_a_fault(files: Any, only_fault: Callable[..., Fault]) -> None:
     assert only_fault(tables=tables("rank = 4")).key == "model.train_type"
-    with pytest.raises(ConfigFaults, match="belongs on trained weights"):
+    with pytest.raises(ConfigFaults, match="needs trained weights"):
         files.load(model='size = "demo"\ntrain_type = "sd3_light_pretrain"\ninit = "random"', tables=tables("rank = 4"))
 
 
