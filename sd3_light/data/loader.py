@@ -67,8 +67,8 @@ class _PreparedItems(Dataset[Any]):
             return self.prepare(self._read_here(item, slot))
         try:
             return self._in_worker(item, slot)
-        except UserError as fault:
-            return _Failed(str(fault))
+        except UserError as error:
+            return _Failed(str(error))
 
     def _read_here(self, item: int, slot: int | None) -> Any:
         if slot is None:
@@ -160,8 +160,8 @@ class PipelineDataLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if fault := worker_exit_error(error):
-                    raise fault from error
+                if user_error := worker_exit_error(error):
+                    raise user_error from error
                 raise
             if isinstance(prepared, _Failed):
                 raise UserError(prepared.text)

@@ -187,10 +187,10 @@ def _open(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
         raise Reject("not_an_image", f"starts with {data[:12]!r}") from None
-    except _BOMB as fault:
-        raise Reject("too_large", str(fault)) from fault
-    except _BROKEN as fault:
-        raise _broken(fault) from fault
+    except _BOMB as error:
+        raise Reject("too_large", str(error)) from error
+    except _BROKEN as error:
+        raise _broken(error) from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise Reject("too_large", f"{width}x{height}")
@@ -209,10 +209,10 @@ def _load_upright(data: bytes) -> Image.Image:
     image = _open(data)
     try:
         image.load()
-    except _BOMB as fault:
-        raise Reject("too_large", str(fault)) from fault
-    except _BROKEN as fault:
-        raise _broken(fault) from fault
+    except _BOMB as error:
+        raise Reject("too_large", str(error)) from error
+    except _BROKEN as error:
+        raise _broken(error) from error
     orientation = _orientation(image, data)
     # Pillow has already rotated a TIFF
     if orientation in _UPRIGHT and image.format != "TIFF":
@@ -291,6 +291,6 @@ def _transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform]:
     return space, transform
 
 
-def _broken(fault: Exception) -> Reject:
-    reason = "truncated" if "truncated" in str(fault).lower() else "broken_image"
-    return Reject(reason, f"{type(fault).__name__}: {fault}")
+def _broken(error: Exception) -> Reject:
+    reason = "truncated" if "truncated" in str(error).lower() else "broken_image"
+    return Reject(reason, f"{type(error).__name__}: {error}")

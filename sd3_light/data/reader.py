@@ -111,8 +111,8 @@ class ShardReader:
         with open(self._file, "rb", closefd=False) as file:
             header = read_header(file)
         _expect("shard" in header.metadata, "its metadata has no entry 'shard'")
-        about = json.loads(header.metadata["shard"])
-        _expect(about["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
+        shard_info = json.loads(header.metadata["shard"])
+        _expect(shard_info["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         fields = _fields(header.entries, header.start, size)
         _check_shapes(fields, self.entry)
         return fields
@@ -244,12 +244,12 @@ def _expect(holds: bool, message: str) -> None:
 def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
     """Return the tensors of a header: known names and dtypes, without gaps from ``first`` to the end of the file."""
     fields, spans = {}, []
-    for name, about in header.items():
+    for name, tensor in header.items():
         _expect(name in _FIELDS, f"it contains an unknown tensor {name!r}")
         dtype, dimensions = _FIELDS[name]
-        shape, (begin, end) = tuple(map(int, about["shape"])), map(int, about["data_offsets"])
-        fits = about["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
-        _expect(fits, f"{name} is {about['dtype']} {list(shape)}")
+        shape, (begin, end) = tuple(map(int, tensor["shape"])), map(int, tensor["data_offsets"])
+        fits = tensor["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
+        _expect(fits, f"{name} is {tensor['dtype']} {list(shape)}")
         field = TensorSpan(dtype, shape, first + begin)
         _expect(end - begin == field.nbytes, f"{name} has {end - begin} bytes")
         fields[name] = field

@@ -26,8 +26,8 @@ def decode_text(data: bytes) -> str:
         raise Reject("caption_too_long", f"{len(data)} bytes or more")
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise Reject("caption_not_utf8", str(fault)) from fault
+    except UnicodeDecodeError as error:
+        raise Reject("caption_not_utf8", str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

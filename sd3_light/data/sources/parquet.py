@@ -23,7 +23,7 @@ IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "byt
 
 _CAPTION_ROWS = 1024
 _IMAGE_ROWS = 16
-_FAULTS = (pa.ArrowException, OSError)
+_ERRORS = (pa.ArrowException, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class ParquetCell:
         """Read the bytes of the cell; empty for a null, which `decode` rejects as an empty file."""
         try:
             value = _cursor(self.path, self.column).value(self.group, self.row)
-        except _FAULTS as fault:
+        except _ERRORS as error:
             _close_cursor()
-            raise Reject("unreadable", f"{self.path!r}: {fault}") from fault
-        except IndexError as fault:  # the file has lost its column
+            raise Reject("unreadable", f"{self.path!r}: {error}") from error
+        except IndexError as error:  # the file has lost its column
             _close_cursor()
-            raise Reject("changed_meanwhile", f"{self.path!r}: {fault}") from fault
+            raise Reject("changed_meanwhile", f"{self.path!r}: {error}") from error
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
 
@@ -64,8 +64,8 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
                     yield context.reject_container(name, reject.reason, reject.detail)
                 return
             yield from _rows(context, file, path, name, image, text)
-    except _FAULTS as fault:
-        yield context.reject_container(name, "broken_parquet", f"{type(fault).__name__}: {fault}")
+    except _ERRORS as error:
+        yield context.reject_container(name, "broken_parquet", f"{type(error).__name__}: {error}")
 
 
 def _columns(schema: Any, columns: Columns) -> tuple[str, str]:

@@ -26,8 +26,8 @@ def file_version(path: str) -> str:
     # not cached: a stat takes a microsecond or two, and a cached result could hide a change
     try:
         status = os.stat(path)
-    except OSError as fault:
-        raise Reject("unreadable", str(fault)) from fault
+    except OSError as error:
+        raise Reject("unreadable", str(error)) from error
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
@@ -41,8 +41,8 @@ class FileBytes:
         """Read the file."""
         try:
             return Path(self.path).read_bytes()
-        except OSError as fault:
-            raise Reject("unreadable", str(fault)) from fault
+        except OSError as error:
+            raise Reject("unreadable", str(error)) from error
 
     def version(self) -> str:
         """Return the file's size and time."""
@@ -63,8 +63,8 @@ class FileRange:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
-        except OSError as fault:
-            raise Reject("unreadable", str(fault)) from fault
+        except OSError as error:
+            raise Reject("unreadable", str(error)) from error
         if len(data) < self.size:
             raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before the end of its member")
         return data

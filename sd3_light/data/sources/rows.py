@@ -43,8 +43,8 @@ def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
                 yield _row(raw, columns)
             except Reject as reject:
                 yield BrokenRow(f"{path.name}:{position}", reject.detail)
-    except (OSError, ValueError, RecursionError, csv.Error) as fault:
-        raise Reject("broken_table", str(fault)) from fault
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise Reject("broken_table", str(error)) from error
     missing.check()
 
 
@@ -108,8 +108,8 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
 def _json_line(line: str) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError) as fault:
-        return Reject("broken_row", str(fault))
+    except (ValueError, RecursionError) as error:
+        return Reject("broken_row", str(error))
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
@@ -133,8 +133,8 @@ def _csv_row(lines: "_LineReader") -> list[str] | Reject | None:
     # one reader per row: a reader that has failed cannot continue
     try:
         return next(csv.reader(lines), None)
-    except csv.Error as fault:
-        return Reject("broken_row", str(fault))
+    except csv.Error as error:
+        return Reject("broken_row", str(error))
 
 
 def _check_header(header: list[str], columns: Columns) -> None:

@@ -46,9 +46,9 @@ def _scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
                 yield from scan_tar(context, str(path), path.name)
             else:
                 yield from scan_parquet(context, str(path), path.name, may_lack_images=False)
-    except sqlite3.OperationalError as fault:
+    except sqlite3.OperationalError as error:
         hint = "free disk space in the temp folder, or set SQLITE_TMPDIR to another folder"
-        raise UserError(f"{path}: cannot keep the scanned names on disk: {fault}; {hint}") from fault
+        raise UserError(f"{path}: cannot keep the scanned names on disk: {error}; {hint}") from error
 
 
 def occurrences(directories: Iterable[DirectoryConfig]) -> tuple[int, ...]:

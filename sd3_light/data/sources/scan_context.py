@@ -93,9 +93,9 @@ class _Masks:
                     self._names.add(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError as fault:
+        except OSError as error:
             # the mask may exist, so the image must not be used without it
-            raise Reject("unreadable", str(fault)) from fault
+            raise Reject("unreadable", str(error)) from error
         self._folder = folder
 
 

@@ -94,15 +94,15 @@ def _hash_folder(rules: _Rules, folder: _HashedFolder) -> Iterator[int | _Hashed
                 yield _HashedFolder(name, entry.path, above)
             elif rules.is_relevant(entry.name):
                 yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
-    except OSError as fault:
-        yield _hash(f"{folder.name}\0unreadable {fault.errno}")
+    except OSError as error:
+        yield _hash(f"{folder.name}\0unreadable {error.errno}")
 
 
 def _hash_file(name: str, stat: Callable[[], os.stat_result]) -> int:
     try:
         status = stat()
-    except OSError as fault:
-        return _hash(f"{name}\0unreadable {fault.errno}")
+    except OSError as error:
+        return _hash(f"{name}\0unreadable {error.errno}")
     return _hash(f"{name}\0{status.st_size}\0{status.st_mtime_ns}")
 
 

@@ -47,9 +47,9 @@ class CaptionTable:
         except Reject:
             self.close()
             raise
-        except RecursionError as fault:
+        except RecursionError as error:
             self.close()
-            raise Reject("broken_table", str(fault)) from fault
+            raise Reject("broken_table", str(error)) from error
 
     def claim(self, name: str) -> Fetch | None:
         """Mark the rows of a file as used and return a function that fetches its captions; None if there are none."""

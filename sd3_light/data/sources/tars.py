@@ -18,7 +18,7 @@ from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
 
 _Group = dict[str, FileRange]
-_FAULTS = (tarfile.TarError, OSError, EOFError, ValueError)
+_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 
 def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
@@ -30,8 +30,8 @@ def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
             base, members = next(groups)
         except StopIteration:
             break
-        except _FAULTS as fault:
-            yield context.reject_container(name, "broken_tar", f"{type(fault).__name__}: {fault}")
+        except _ERRORS as error:
+            yield context.reject_container(name, "broken_tar", f"{type(error).__name__}: {error}")
             break
         yield from _sample(context, name, base, members, seen)
     seen.clear()
@@ -69,8 +69,8 @@ def _small(member: FileRange) -> bytes:
 def _json_row(data: bytes) -> dict[str, Any]:
     try:
         row = json.loads(decode_text(data))
-    except (ValueError, RecursionError) as fault:
-        raise Reject("bad_caption", f"its .json: {fault}") from fault
+    except (ValueError, RecursionError) as error:
+        raise Reject("bad_caption", f"its .json: {error}") from error
     if not isinstance(row, dict):
         raise Reject("bad_caption", "its .json is not an object")
     return row
@@ -79,7 +79,7 @@ def _json_row(data: bytes) -> dict[str, Any]:
 def _groups(path: str) -> Iterator[tuple[str, _Group]]:
     """Yield groups of neighbouring members with the same name up to the first dot, by lower-case suffix."""
     base, members = "", _Group()
-    fault: Exception | None = None
+    error: Exception | None = None
     try:
         for name, member in _members(path):
             folder, file = posixpath.split(name)
@@ -93,13 +93,13 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
                     yield base, members
                 base, members = posixpath.join(folder, stem), _Group()
             members[suffix] = member
-    except _FAULTS as caught:
-        fault = caught
+    except _ERRORS as caught:
+        error = caught
     # the members before the damage are complete
     if members:
         yield base, members
-    if fault is not None:
-        raise fault
+    if error is not None:
+        raise error
 
 
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:

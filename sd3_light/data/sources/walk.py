@@ -55,8 +55,8 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
             yield context.reject_container(folder.name.rstrip("/"), "folder_loop", folder.path)
             return
         _list(context, folder.path, files, folders)
-    except OSError as fault:
-        yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(fault))
+    except OSError as error:
+        yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(error))
         return
     with ExitStack() as stack:
         tables: list[tuple[str, CaptionTable]] = []
@@ -127,10 +127,10 @@ def _read_text(path: str) -> str:
         with open(path, "rb", buffering=0) as file:
             pieces = iter(partial(file.read, _PIECE), b"")
             return decode_text(b"".join(islice(pieces, MAX_CAPTION_BYTES // _PIECE + 1)))
-    except OSError as fault:
+    except OSError as error:
         if not os.path.lexists(path):
-            raise Reject("no_caption", "no text file of the same name, and no table lists it") from fault
-        raise Reject("unreadable", str(fault)) from fault
+            raise Reject("no_caption", "no text file of the same name, and no table lists it") from error
+        raise Reject("unreadable", str(error)) from error
 
 
 def _leftovers(context: ScanContext, path: str, base: str, table: CaptionTable) -> Iterator[ScanItem]:

@@ -47,15 +47,15 @@ def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
             if (size, digest) == (entry.bytes, entry.sha256):
                 return
             received = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
-            fault = UserError(
+            failure = UserError(
                 f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, received {received} "
                 f"with sha256 {digest[:16]}; copy the cache folder there again"
             )
         except RemoteUnreachable as error:
-            fault = error
+            failure = error
         if pause is not None:
             time.sleep(pause)
-    raise fault
+    raise failure
 
 
 def _copy(url: str, file: BinaryIO, limit: int) -> tuple[int, str]:
