@@ -34,7 +34,7 @@ class DiskCache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        with self._disk_errors(), self._accounts():
+        with self._disk_errors(), self._folder_lock():
             self._free_space(0)
 
     def path(self, digest: str, size: int, fetch: Callable[[BinaryIO], None]) -> Path:
@@ -61,7 +61,7 @@ class DiskCache:
         """Wait until the folder has space for ``part`` and set its size."""
         os.ftruncate(part.fileno(), 0)  # remove what a killed process wrote
         while True:
-            with self._accounts():
+            with self._folder_lock():
                 if self._free_space(size):
                     os.ftruncate(part.fileno(), size)
                     return
@@ -70,7 +70,7 @@ class DiskCache:
     def _put(self, part: BinaryIO, whole: Path) -> None:
         part.flush()
         os.fsync(part.fileno())
-        with self._accounts():
+        with self._folder_lock():
             os.replace(part.name, whole)
 
     def _free_space(self, size: int) -> bool:
@@ -80,8 +80,8 @@ class DiskCache:
             path = self.folder / name
             if _PART_NAME.fullmatch(name):
                 free -= _bytes_in_flight(path)
-            elif _NAME.fullmatch(name) and (about := _stat(path)):
-                whole.append((about.st_mtime_ns, about.st_size, path))
+            elif _NAME.fullmatch(name) and (status := _stat(path)):
+                whole.append((status.st_mtime_ns, status.st_size, path))
         if free < size:
             return False
         free -= sum(count for _, count, _ in whole)
@@ -93,7 +93,7 @@ class DiskCache:
         return True
 
     @contextmanager
-    def _accounts(self) -> Iterator[None]:
+    def _folder_lock(self) -> Iterator[None]:
         """Hold the lock under which sizes are added up and complete files are created or removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "ab") as lock, _locked(lock):
@@ -120,8 +120,8 @@ def _stat(path: Path) -> os.stat_result | None:
 
 def _touch(whole: Path, size: int) -> bool:
     """Mark a file as used now; False if it is missing, damaged or truncated."""
-    about = _stat(whole)
-    if about is None or about.st_size != size:
+    status = _stat(whole)
+    if status is None or status.st_size != size:
         return False
     if damaged_mark(whole).exists():  # a reader found it damaged: fetch it again
         for path in (whole, damaged_mark(whole)):
@@ -183,5 +183,5 @@ def _bytes_in_flight(part: Path) -> int:
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
     """Return whether an open file still has the name ``path``."""
-    about = _stat(path)
-    return about is not None and os.path.samestat(os.fstat(file.fileno()), about)
+    status = _stat(path)
+    return status is not None and os.path.samestat(os.fstat(file.fileno()), status)

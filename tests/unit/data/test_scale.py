@@ -95,11 +95,11 @@ def test_a_manifest_needs_little_memory_per_shard() -> None:
 
 @pytest.mark.parametrize("change", [{"colour": 1}, {"count": None}])
 def test_an_entry_with_other_fields_is_damaged(change: dict[str, object]) -> None:
-    said = json.loads(listing(3))
+    manifest = json.loads(listing(3))
     for name, value in change.items():
         if value is None:
-            del said["shards"][1][name]
+            del manifest["shards"][1][name]
         else:
-            said["shards"][1][name] = value
+            manifest["shards"][1][name] = value
     with pytest.raises(UserError, match="is damaged"):
-        Manifest.from_json(json.dumps(said).encode(), "manifest.json")
+        Manifest.from_json(json.dumps(manifest).encode(), "manifest.json")

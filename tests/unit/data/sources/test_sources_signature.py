@@ -44,7 +44,7 @@ def test_locations_round_trip_for_any_root(location: Location | None, root: str)
 
 
 def test_an_invalid_location_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no location"):
+    with pytest.raises(ValueError, match="is not a location"):
         location_from_text('["a", 1]', Path("/data"))
 
 

@@ -146,7 +146,7 @@ def kept(folder: Path) -> set[str]:
 
 def used(disk: DiskCache) -> int:
     """Return the bytes in the folder while it does not change."""
-    with disk._accounts():
+    with disk._folder_lock():
         return sum(path.stat().st_size for path in disk.folder.iterdir())
 
 
@@ -314,7 +314,7 @@ def test_every_bucket_has_its_window(cache: Path, tmp_path: Path) -> None:
     manifest = Manifest.load(cache)
     wide = [replace(entry, bucket="80x48") for entry in manifest.shards[:3]]
     replace(manifest, shards=(*wide, *manifest.shards[3:])).save(cache)
-    with pytest.raises(UserError, match=r"4 of each of 2 buckets"):
+    with pytest.raises(UserError, match=r"4 per bucket, 2 buckets"):
         RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE - 1, window=4)  # all 3 of one, 4 of the other
     RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE, window=4)
 
@@ -593,7 +593,7 @@ def test_a_full_disk_is_not_a_network_error(cache: Path, tmp_path: Path, monkeyp
 
     store = RemoteStore(cache.as_uri(), tmp_path / "kept", 10**6)
     monkeypatch.setattr(remote, "_copy", full)
-    with pytest.raises(UserError, match=f"^cannot keep shards in {tmp_path / 'kept'}: No space left on device; make"):
+    with pytest.raises(UserError, match=f"^cannot keep shards in {tmp_path / 'kept'}: No space left on device; free"):
         store.path(store.manifest.shards[0])
     assert kept(tmp_path / "kept") == set()
 
