@@ -65,7 +65,7 @@ def test_a_rank_whose_share_is_padding_reads_the_beginning() -> None:
     padded = share(1023)
     assert padded[0] > made.buckets[0].length
     assert len(made.segments_at(0, *padded)) > 0
-    assert len(made.segments(made.coming(0, *padded))) > 0
+    assert len(made.segments_in(made.next_windows(0, *padded))) > 0
 
 
 def entry(number: int) -> ShardEntry:
