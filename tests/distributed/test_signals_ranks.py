@@ -9,7 +9,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
 from sd3_light.stages.train import Resume
 from tests.checkpoints import read_checkpoint
-from tests.e2e.live import TORCHRUN, Live, is_alive, leftovers, ranks
+from tests.e2e.live import TORCHRUN, TrainProcess, is_alive, leftovers, ranks
 from tests.project import Project
 
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro_batch_size_per_gpu": 2}
@@ -26,11 +26,11 @@ def assert_saved_by_both(project: Project, step: int) -> None:
 
 def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -> None:
     """First the file `save`: one checkpoint, and training continues. Then SIGTERM to the rank without a log."""
-    with Live(project, launcher=TORCHRUN, **ENDLESS) as live:
-        live.reach(1)
+    with TrainProcess(project, launcher=TORCHRUN, **ENDLESS) as live:
+        live.wait_for_step(1)
         (live.run / "save").touch()
-        saved_at = live.event("checkpoint")["step"]
-        live.reach(saved_at + 2)
+        saved_at = live.wait_for_event("checkpoint")["step"]
+        live.wait_for_step(saved_at + 2)
         processes = ranks(live)
         os.kill(processes[1], signal.SIGTERM)
         assert live.end() != 0, "torchrun reports a non-zero exit code"
@@ -41,17 +41,17 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     for step in (saved_at, last):
         assert_saved_by_both(project, step)
     assert not (live.run / "save").exists()
-    assert f"exitcode  : {RESUMABLE}" in live.words
+    assert f"exitcode  : {RESUMABLE}" in live.output
     assert sorted(processes) == [0, 1]
     assert [process for process in processes.values() if is_alive(process)] == []
 
 
 def test_sharded_weights_stop_by_file_and_resume(project: Project) -> None:
     """FSDP2 with `save_quit`: both ranks and torchrun exit with 0; one process resumes the checkpoint of both."""
-    with Live(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:
-        live.reach(1)
+    with TrainProcess(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:
+        live.wait_for_step(1)
         (live.run / "save_quit").touch()
-        assert live.end() == 0, live.words
+        assert live.end() == 0, live.output
     last = live.log.read("step")[-1]["step"]
     assert [(event["step"], event["reason"]) for event in live.log.read("stop")] == [(last, "save_quit")]
     assert_saved_by_both(project, last)

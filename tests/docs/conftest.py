@@ -1,9 +1,9 @@
-"""Markdown as the tests of the docs read it."""
+"""Parsing of the Markdown pages for the tests of the docs."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ RUN = "<!-- run -->"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and whether the line before it asks for it to be run."""
+    """A fenced block: its language, its text, and whether it is marked to be run."""
 
     language: str
     text: str
@@ -21,7 +21,7 @@ class Block:
 
 
 class Page:
-    """A Markdown file, its fenced blocks apart from the rest."""
+    """A Markdown file, split into fenced blocks and prose."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,34 +44,34 @@ class Page:
                 inside, before = None, ""
             else:
                 inside.append(line)
-        assert inside is None, f"{self.path}: a fence is not closed"
+        assert inside is None, f"{self.path}: unclosed fence"
 
     @property
     def headings(self) -> list[tuple[int, str]]:
         """(level, text) in order."""
-        found = (re.match(r"(#+) (.*)", line) for line in self.prose)
-        return [(len(match[1]), match[2].strip()) for match in found if match]
+        matches = (re.match(r"(#+) (.*)", line) for line in self.prose)
+        return [(len(match[1]), match[2].strip()) for match in matches if match]
 
     @property
     def anchors(self) -> set[str]:
-        """What a link may name after `#`, as GitHub makes it of headings."""
+        """The anchors that GitHub creates for the headings."""
         return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for _, text in self.headings}
 
     @property
     def links(self) -> list[str]:
-        """Targets of links and pictures, code spans left out."""
+        """Targets of links and images, without those in code spans."""
         text = re.sub(r"`[^`]*`", "", "\n".join(self.prose))
         return re.findall(r"\]\(([^)\s]+)\)", text)
 
     @property
     def to_run(self) -> list[str]:
-        """The bash blocks that ask to be run."""
+        """The bash blocks that are marked to be run."""
         return [block.text for block in self.blocks if block.run and block.language == "bash"]
 
 
 @pytest.fixture(scope="session")
-def page() -> Any:
-    """Name below the repository -> its page; a page that is not there skips by name."""
+def page() -> Callable[[str], Page]:
+    """Return a function that reads a page by its path in the repository; a missing page skips the test."""
 
     def read(name: str) -> Page:
         if not (ROOT / name).is_file():

@@ -1,4 +1,4 @@
-"""Runs that several tests look at, each made once."""
+"""Runs that several tests share."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def one_thread() -> None:
 
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports without the proof's process (6 s), for tests of everything else."""
+    """Skip the proof of exports, which takes 6 s."""
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
-    """A project whose run is over: 4 steps with evaluation, sample grids, a secret, and one proven export."""
+    """A project with a finished run: 4 steps with evaluation, sample grids, a secret, and one proven export."""
     from sd3_light.world import write_dataset
 
     project = cached_project.copy(tmp_path_factory.mktemp("finished") / "project")
@@ -43,16 +43,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) 
 
 @pytest.fixture(scope="session")
 def export_folder(finished: Project) -> Path:
-    """The proven export of the finished run. Read only."""
+    """The proven export of the finished run. Read-only."""
     return Path(finished.run / "exports" / "step-00000004")
 
 
-WHOLE_STEPS = 15  # 11 make an epoch
+WHOLE_STEPS = 15  # one epoch has 11
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
-    """A project whose run went through 15 steps without a break, with a checkpoint after each."""
+    """A project with an uninterrupted run of 15 steps and a checkpoint after each."""
     project = cached_project.copy(tmp_path_factory.mktemp("whole") / "project")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})

@@ -1,4 +1,4 @@
-"""What two runs have in common."""
+"""Comparison of the checkpoints of two runs."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import torch
 from tests.checkpoints import read_checkpoint
 
 
-def assert_same_end(one: Path, two: Path) -> None:
-    """Two checkpoints hold the same weights, moments, step counts and averages, bit for bit, and the same counters."""
+def assert_same_checkpoint(one: Path, two: Path) -> None:
+    """Assert that two checkpoints have the same tensors, bit for bit, and the same counters."""
     (tensors, facts), (others, other_facts) = read_checkpoint(one), read_checkpoint(two)
     assert facts == other_facts
     assert set(tensors) == set(others)

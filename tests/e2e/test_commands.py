@@ -1,4 +1,4 @@
-"""The commands themselves, each in a process of its own."""
+"""The commands, each in a separate process."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ def run(*command: object, folder: Path, **variables: str) -> subprocess.Complete
     )
 
 
-def test_a_plain_train_py_runs_whatever_a_launcher_left_in_the_shell(project: Project, tmp_path: Path) -> None:
-    """From another folder, with relative paths in the TOML, a proven export at the end, and words on stderr alone."""
+def test_plain_train_py_ignores_stale_launcher_variables(project: Project, tmp_path: Path) -> None:
+    """From another folder, with relative paths in the TOML, a proven export, and output on stderr only."""
     train_py = ROOT / "train.py"
     done = run(
         sys.executable, train_py, "--config", project.train_toml, "--set", "max_steps=2", folder=tmp_path, **STALE
@@ -35,10 +35,10 @@ def test_a_plain_train_py_runs_whatever_a_launcher_left_in_the_shell(project: Pr
     assert (project.run / "exports" / "step-00000002" / "proof.json").is_file()
     assert "export at step 2" in done.stderr
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == [project.folder], "nothing is written where the command was called"
+    assert list(tmp_path.iterdir()) == [project.folder], "nothing is written to the working folder"
 
 
-def test_a_fault_of_the_user_ends_the_process_with_2(tmp_path: Path) -> None:
+def test_a_user_error_exits_with_code_2(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("sd3-light")
     done = run(command, "train", "nowhere.toml", folder=tmp_path)
     assert done.returncode == 2

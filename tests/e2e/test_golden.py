@@ -1,6 +1,6 @@
-"""The demo recipe's numbers, step by step, against those that tests/golden keeps.
+"""The demo recipe's losses, step by step, compared with tests/golden.
 
-After a change that is meant to change them:  python tests/e2e/test_golden.py --write
+After an intended change:  python tests/e2e/test_golden.py --write
 """
 
 import json
@@ -22,28 +22,28 @@ from sd3_light.runlog import read_log
 from sd3_light.world import write_dataset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "demo_pretrain.json"
-PICTURES, HELD_OUT, STEPS = 256, 32, 40
+NUM_IMAGES, HELD_OUT, STEPS = 256, 32, 40
 OVERRIDES = (f"max_steps={STEPS}", "logging_steps=1", f"eval_every_n_steps={STEPS}")
 COLUMNS = ("samples", "loss", "grad_norm", "lr")
 TOLERANCE = {"loss": 1e-4, "grad_norm": 5e-4, "eval": 1e-4}
-"""Relative, because other CPUs add up in other orders, and every step multiplies the difference. Measured against
-AVX-512 after 40 steps, cache included: AVX2 1.2e-6 in the loss and 1.6e-5 in the gradient's norm, plain SSE 5.2e-6 and
-9.8e-5, two threads 1.3e-6 and 4.3e-6. A mistake in the mathematics moves the loss by far more."""
+"""Relative tolerances: the order of additions depends on the CPU, and differences grow with every step. Measured
+against AVX-512 after 40 steps, cache included: AVX2 1.2e-6 in the loss and 1.6e-5 in the gradient norm, plain SSE 5.2e-6 and
+9.8e-5, two threads 1.3e-6 and 4.3e-6. A mathematical error changes the loss far more."""
 
 Numbers = dict[str, Any]
 
 
-def lay_out(folder: Path) -> Path:
-    """The recipe as it is shipped, beside fewer pictures; its train TOML."""
+def make_recipe(folder: Path) -> Path:
+    """Copy the shipped recipe and write fewer images; return its train TOML."""
     shutil.copytree(RECIPES / "demo", folder)
     shutil.copytree(DEMO, folder / "model", ignore=shutil.ignore_patterns("transformer"))
-    write_dataset(folder / "data" / "train", PICTURES, seed=1)
+    write_dataset(folder / "data" / "train", NUM_IMAGES, seed=1)
     write_dataset(folder / "data" / "held_out", HELD_OUT, seed=2, held_out=True)
     return folder / "pretrain.toml"
 
 
 def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
-    """Train by the recipe: a row of `COLUMNS` for every step, and the evaluation at the end."""
+    """Train the recipe; return one row of `COLUMNS` per step, and the final evaluation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         cache_then_train(load_config(recipe, (*OVERRIDES, f'output_dir="{run}"', *overrides)), Launch())
@@ -57,10 +57,10 @@ def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
     }
 
 
-def written(numbers: Numbers) -> str:
-    """The golden file: a header, and one line a step."""
+def render(numbers: Numbers) -> str:
+    """Return the golden file's text: a header and one line per step."""
     head = {
-        "what": f"sd3_light/recipes/demo/pretrain.toml, {PICTURES} pictures, {' '.join(OVERRIDES)}",
+        "what": f"sd3_light/recipes/demo/pretrain.toml, {NUM_IMAGES} images, {' '.join(OVERRIDES)}",
         "made_by": "python tests/e2e/test_golden.py --write",
         "made_with": f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread",
         "columns": COLUMNS,
@@ -72,7 +72,7 @@ def written(numbers: Numbers) -> str:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lay_out(tmp_path_factory.mktemp("golden") / "demo")
+    return make_recipe(tmp_path_factory.mktemp("golden") / "demo")
 
 
 @pytest.fixture(scope="module")
@@ -82,31 +82,31 @@ def measured(recipe: Path) -> Numbers:
 
 @pytest.fixture(scope="module")
 def golden() -> Numbers:
-    found: Numbers = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return found
+    numbers: Numbers = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return numbers
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_every_step_is_as_it_was(measured: Numbers, golden: Numbers, name: str) -> None:
+def test_every_step_matches(measured: Numbers, golden: Numbers, name: str) -> None:
     ours, theirs = ([row[COLUMNS.index(name)] for row in numbers["steps"]] for numbers in (measured, golden))
     assert ours == pytest.approx(theirs, rel=TOLERANCE[name])
 
 
 @pytest.mark.parametrize("name", ["samples", "lr"])
-def test_what_is_arithmetic_is_the_same_everywhere(measured: Numbers, golden: Numbers, name: str) -> None:
+def test_schedules_match_on_every_machine(measured: Numbers, golden: Numbers, name: str) -> None:
     ours, theirs = ([row[COLUMNS.index(name)] for row in numbers["steps"]] for numbers in (measured, golden))
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def test_the_evaluation_is_as_it_was(measured: Numbers, golden: Numbers) -> None:
+def test_the_evaluation_matches(measured: Numbers, golden: Numbers) -> None:
     assert list(golden["eval"]) == list(measured["eval"]) == ["raw", "ema"]
     for weights, losses in golden["eval"].items():
-        assert len(losses) == 10, "the mean, and nine quantiles of time"
+        assert len(losses) == 10, "the mean and nine quantiles of t"
         assert measured["eval"][weights] == pytest.approx(losses, rel=TOLERANCE["eval"])
 
 
-def test_on_one_machine_it_is_the_same_bit_for_bit(recipe: Path, measured: Numbers) -> None:
-    """From the same cache, with workers that prepare the batches."""
+def test_a_second_run_is_equal_bit_for_bit(recipe: Path, measured: Numbers) -> None:
+    """From the same cache, with loader workers."""
     assert measure(recipe, "two", "num_dataloader_workers=2") == measured
 
 
@@ -114,6 +114,6 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        GOLDEN.write_text(written(measure(lay_out(Path(place, "demo")), "run")), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        GOLDEN.write_text(render(measure(make_recipe(Path(folder, "demo")), "run")), encoding="utf-8")
     print(f"wrote {GOLDEN}")

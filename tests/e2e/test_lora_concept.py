@@ -1,4 +1,4 @@
-"""A LoRA teaches the demo model a new word in minutes, and the rest of what it knows stays."""
+"""A LoRA teaches the demo model a new word in minutes without losing other concepts."""
 
 import json
 import os
@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_new_concept_is_learned_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_a_new_concept_is_learned_and_others_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "lora_concept.py"), "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["before"]["concept"] <= 0.1, "chance"
-    assert found["after"]["concept"] >= 0.8
-    assert found["after"]["rest"] >= found["before"]["rest"] - 0.05
+    scores = json.loads(done.stdout.strip().splitlines()[-1])
+    assert scores["before"]["concept"] <= 0.1, "chance"
+    assert scores["after"]["concept"] >= 0.8
+    assert scores["after"]["rest"] >= scores["before"]["rest"] - 0.05

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: one loop, one checkpoint and one saver with all that pretraining has."""
+"""Runs that train an adapter, with the loop, checkpoints and exports of pretraining."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from sd3_light.model.lora_layers import is_lora_name
 from sd3_light.stages import export, report
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
-from tests.e2e.equal import assert_same_end
+from tests.e2e.equal import assert_same_checkpoint
 from tests.project import Project
 
 STEPS = 5
@@ -25,7 +25,7 @@ PROMPT = "a small red circle on a white background"
 
 
 def use_adapter(project: Project, keys: str = "rank = 4\nalpha = 8.0\ndropout = 0.2") -> Project:
-    """The project trains an adapter on the shipped demo model."""
+    """Change the project to train an adapter on the shipped demo model."""
     text = project.train_toml.read_text()
     for old, new in (
         ('train_type = "sd3_light_pretrain"\n', ""),
@@ -45,7 +45,7 @@ def file_of(project: Project, step: int = STEPS, run: str = "run") -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
-    """A finished LoRA run with evaluation, grids, dropout, an average and a proven export."""
+    """A finished LoRA run with evaluation, grids, dropout, EMA and a proven export."""
     project = use_adapter(cached_project.copy(tmp_path_factory.mktemp("tuned") / "project"))
     write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
@@ -66,14 +66,14 @@ def test_only_the_adapter_is_saved(tuned: Project) -> None:
     saved = open_checkpoint(tuned.run / "checkpoints" / checkpoint_name(STEPS))
     assert {name.partition("/")[0] for name in saved.shapes} == {"param", "ema", "exp_avg", "exp_avg_sq", "step"}
     assert all(is_lora_name(name) for name in saved.shapes)
-    found, facts = read_lora(file_of(tuned)), read_lora(file_of(tuned)).facts
+    lora, facts = read_lora(file_of(tuned)), read_lora(file_of(tuned)).facts
     assert (facts["adapter"]["rank"], facts["adapter"]["alpha"], facts["step"]) == (4, 8.0, STEPS)
     kind = "transformer_blocks.0.attn.to_q"
     up, down = (saved.tensor(f"ema/{kind}.lora_{part}.default.weight") for part in "BA")
-    assert torch.allclose(found.modules[kind].delta(), 8.0 / 4 * up @ down, atol=1e-6)
+    assert torch.allclose(lora.modules[kind].delta(), 8.0 / 4 * up @ down, atol=1e-6)
 
 
-def test_it_is_evaluated_drawn_and_reported(tuned: Project) -> None:
+def test_it_is_evaluated_sampled_and_reported(tuned: Project) -> None:
     losses = {event["weights"]: event["flow"] for event in tuned.events("eval")}
     assert set(losses) == {"raw", "ema"}
     assert losses["raw"] != losses["ema"]
@@ -84,7 +84,7 @@ def test_it_is_evaluated_drawn_and_reported(tuned: Project) -> None:
     assert "a LoRA of rank 4 (63,488 weights) on the weights of" in console.export_text()
 
 
-def test_the_export_verb_gives_the_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_command_writes_the_same_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
     assert same.read_bytes() == file_of(tuned).read_bytes()
@@ -93,16 +93,16 @@ def test_the_export_verb_gives_the_file(tuned: Project, monkeypatch: pytest.Monk
 
 
 def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, which belongs to step and micro-batch; and activation checkpointing changes nothing."""
+    """With dropout, which is seeded by step and micro-batch; activation checkpointing changes nothing."""
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-    where = tuned.run / "checkpoints" / checkpoint_name(2)
-    wishes = ('output_dir="resumed"', "activation_checkpointing=true")
-    tuned.train(*wishes, resume=Resume(where))
+    start = tuned.run / "checkpoints" / checkpoint_name(2)
+    overrides = ('output_dir="resumed"', "activation_checkpointing=true")
+    tuned.train(*overrides, resume=Resume(start))
     assert [(e["step"], e["loss"], e["grad_norm"]) for e in tuned.events("step", "resumed")] == [
         (e["step"], e["loss"], e["grad_norm"]) for e in tuned.events("step") if e["step"] > 2
     ]
     end = Path("checkpoints", checkpoint_name(STEPS))
-    assert_same_end(tuned.folder / "resumed" / end, tuned.run / end)
+    assert_same_checkpoint(tuned.folder / "resumed" / end, tuned.run / end)
     assert file_of(tuned, run="resumed").read_bytes() == file_of(tuned).read_bytes()
 
 
@@ -119,8 +119,8 @@ def test_a_run_starts_from_an_existing_adapter(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_run_over_few_bits_gives_a_file_for_the_whole_model(project: Project, bits: int) -> None:
-    """The export is proven on the model as its folder has it, and a resumed run ends as the unbroken one."""
+def test_a_run_on_a_quantized_base_exports_for_the_full_model(project: Project, bits: int) -> None:
+    """The export is proven on the unquantized model, and a resumed run equals the uninterrupted one."""
     pytest.importorskip("bitsandbytes")
     use_adapter(project, f"rank = 4\nbase_bits = {bits}").train("max_steps=3")
     proof = json.loads((file_of(project, 3).parent / "proof.json").read_text())
@@ -140,7 +140,7 @@ def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.M
 
 
 def test_freezing_by_pattern_in_full_fine_tuning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is frozen stays as the start has it, bit for bit, and is in the export with the rest."""
+    """Frozen weights stay unchanged, bit for bit, and are part of the export."""
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     use_adapter(project)
     project.train_toml.write_text(project.train_toml.read_text().partition("[adapter]")[0])

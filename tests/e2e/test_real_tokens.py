@@ -25,16 +25,16 @@ def real(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
     return project
 
 
-def ends(project: Project, run: str) -> dict[str, torch.Tensor]:
+def final_tensors(project: Project, run: str) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = read_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(4))[0]
     return tensors
 
 
-def shards(folder: Path) -> int:
+def shard_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "shards").glob("*.safetensors"))
 
 
-def test_a_run_on_real_tokens_learns(real: Project) -> None:
+def test_a_run_on_real_tokens_trains(real: Project) -> None:
     steps = real.events("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     for event in steps:
@@ -44,27 +44,26 @@ def test_a_run_on_real_tokens_learns(real: Project) -> None:
     assert {math.isfinite(event["flow"]) for event in real.events("eval")} == {True}
 
 
-def test_its_cache_is_smaller(real: Project, cached_project: Project) -> None:
-    assert shards(real.cache) < 0.9 * shards(cached_project.cache)
+def test_the_cache_of_real_tokens_is_smaller(real: Project, cached_project: Project) -> None:
+    assert shard_bytes(real.cache) < 0.9 * shard_bytes(cached_project.cache)
 
 
-def test_a_resumed_run_on_real_tokens_is_the_run_that_never_stopped(real: Project, unproven: None) -> None:
+def test_a_resumed_run_on_real_tokens_equals_the_uninterrupted_run(real: Project, unproven: None) -> None:
     saved = real.run / "checkpoints" / checkpoint_name(2)
     real.train(*REAL, "max_steps=4", 'output_dir="resumed"', resume=Resume(saved))
-    one, two = ends(real, "run"), ends(real, "resumed")
+    one, two = final_tensors(real, "run"), final_tensors(real, "resumed")
     assert set(one) == set(two)
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-def test_samples_train_the_same_beside_other_samples(real: Project, unproven: None) -> None:
-    """One by one nothing is padded; four at a time all but the longest are."""
+def test_padding_does_not_change_training(real: Project, unproven: None) -> None:
+    """With batches of one nothing is padded; with four, all but the longest are."""
     alone = ("micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4", 'output_dir="alone"')
     real.train(*REAL, "max_steps=4", *alone)
-    together, apart = real.losses(), real.losses("alone")
-    assert apart == pytest.approx(together, rel=1e-5)
+    assert real.losses("alone") == pytest.approx(real.losses(), rel=1e-5)
 
 
-def test_the_export_is_proven_and_says_how_it_was_trained(real: Project) -> None:
+def test_the_export_is_proven_and_records_how_it_was_trained(real: Project) -> None:
     folder = real.run / "exports" / "step-00000004"
     assert json.loads((folder / "proof.json").read_text())["max_difference"] <= 1e-5
     assert json.loads((folder / "sd3_light.json").read_text())["text"]["text_tokens"] == "real"

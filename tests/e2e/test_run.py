@@ -1,4 +1,4 @@
-"""One run from the cache to pictures: what it logs, writes and exports, and that stock diffusers agrees."""
+"""One run from the cache to images: its log, files and exports, compared with stock diffusers."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_evaluation_is_logged_at_every_quantile(finished: Project) -> None:
     assert [(event["step"], event["weights"]) for event in events] == [
         (step, weights) for step in (0, 2, 4) for weights in ("raw", "ema")
     ]
-    assert events[0]["flow"] == events[1]["flow"], "before the first step the average is the weights"
+    assert events[0]["flow"] == events[1]["flow"], "before the first step the EMA equals the weights"
     assert events[4]["flow"] != events[5]["flow"]
     for event in events:
         assert event["set"] == "held_out"
@@ -72,7 +72,7 @@ def test_evaluation_is_logged_at_every_quantile(finished: Project) -> None:
         assert event["flow"] == pytest.approx(sum(curves) / 9)
 
 
-def test_grids_of_the_configs_prompts_appear(finished: Project) -> None:
+def test_grids_of_the_prompts_are_written(finished: Project) -> None:
     files = [event["file"] for event in finished.events("sample")]
     assert files == ["samples/step-00000002.png", "samples/step-00000004.png"]
     for file in files:
@@ -81,7 +81,7 @@ def test_grids_of_the_configs_prompts_appear(finished: Project) -> None:
         assert len(np.unique(np.asarray(grid.convert("L")))) > 10
 
 
-def test_the_run_folder_is_as_promised(finished: Project) -> None:
+def test_the_run_folder_has_the_documented_contents(finished: Project) -> None:
     assert sorted(path.name for path in finished.run.iterdir()) == [
         ".lock",
         "checkpoints",
@@ -95,11 +95,11 @@ def test_the_run_folder_is_as_promised(finished: Project) -> None:
     assert [path.name for path in (finished.run / "exports").iterdir()] == ["step-00000004"]
 
 
-def test_the_resolved_config_loads_and_is_the_same(finished: Project) -> None:
-    given, resolved = finished.load().train, load_config(finished.run / "config.toml").train
-    assert resolved.model == given.model
-    assert resolved.optimizer == given.optimizer
-    assert resolved.eval_datasets == given.eval_datasets
+def test_the_resolved_config_loads_with_equal_values(finished: Project) -> None:
+    original, resolved = finished.load().train, load_config(finished.run / "config.toml").train
+    assert resolved.model == original.model
+    assert resolved.optimizer == original.optimizer
+    assert resolved.eval_datasets == original.eval_datasets
 
 
 def test_a_secret_is_in_no_file_of_the_run(finished: Project) -> None:
@@ -109,11 +109,11 @@ def test_a_secret_is_in_no_file_of_the_run(finished: Project) -> None:
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_report_and_inspect_read_what_the_run_wrote(finished: Project) -> None:
-    found = report.run(finished.run)
-    assert found.span == [0, 4], "from the evaluation before the first step on"
-    assert set(found.last) >= {"start", "step", "eval", "sample", "checkpoint", "export"}
-    assert report.render(found).row_count > 5
+def test_report_and_inspect_read_the_run(finished: Project) -> None:
+    summary = report.run(finished.run)
+    assert summary.span == [0, 4], "starting with the evaluation before the first step"
+    assert set(summary.last) >= {"start", "step", "eval", "sample", "checkpoint", "export"}
+    assert report.render(summary).row_count > 5
     cache = inspect.run(finished.cache)
     assert cache.counts["used"] == 40
     assert cache.buckets == {"64x64": 20, "80x48": 10, "48x80": 10}
@@ -122,7 +122,7 @@ def test_report_and_inspect_read_what_the_run_wrote(finished: Project) -> None:
 # --- checkpoint and export ---------------------------------------------------------------------
 
 
-def test_the_export_is_the_running_average(finished: Project, export_folder: Path) -> None:
+def test_the_export_has_the_ema_weights(finished: Project, export_folder: Path) -> None:
     tensors, facts = read_checkpoint(finished.run / "checkpoints" / "step-00000004")
     assert facts["progress"] == {"step": 4, "samples": 16, "skipped": 0, "position": 4}
     saved = weights_of(export_folder)
@@ -133,7 +133,7 @@ def test_the_export_is_the_running_average(finished: Project, export_folder: Pat
     assert (export_folder / "proof.json").is_file()
 
 
-def test_exporting_the_checkpoint_gives_the_runs_own_export(
+def test_exporting_the_checkpoint_gives_the_same_export(
     finished: Project, export_folder: Path, tmp_path: Path, unproven: None
 ) -> None:
     export.run(finished.run, tmp_path / "again")
@@ -152,10 +152,10 @@ def test_raw_weights_and_older_checkpoints_can_be_exported(finished: Project, tm
 
 
 def test_an_export_does_not_overwrite(finished: Project, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
+    (tmp_path / "existing").mkdir()
     with pytest.raises(UserError, match="already exists; choose another name"):
-        export.run(finished.run, tmp_path / "there")
-    assert list((tmp_path / "there").iterdir()) == []
+        export.run(finished.run, tmp_path / "existing")
+    assert list((tmp_path / "existing").iterdir()) == []
 
 
 def test_a_run_without_a_checkpoint_cannot_be_exported(finished: Project, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_run_without_a_checkpoint_cannot_be_exported(finished: Project, tmp_pa
 
 
 @pytest.mark.parametrize("guidance", [3.0, 1.0])
-def test_a_sample_is_the_stock_pipelines_picture(export_folder: Path, tmp_path: Path, guidance: float) -> None:
+def test_a_sample_equals_the_stock_pipelines_image(export_folder: Path, tmp_path: Path, guidance: float) -> None:
     from diffusers import StableDiffusion3Pipeline
 
     seed, steps = 11, 3
@@ -189,12 +189,14 @@ def test_a_sample_is_the_stock_pipelines_picture(export_folder: Path, tmp_path: 
     sample.run(
         export_folder, [PromptRow("两个绿色的星星")], [seed], tmp_path / "other", sample.SampleOptions(steps, guidance)
     )
-    assert not np.array_equal(np.asarray(ours), np.asarray(Image.open(tmp_path / "other" / "00000.png"))), "text shows"
+    assert not np.array_equal(np.asarray(ours), np.asarray(Image.open(tmp_path / "other" / "00000.png"))), (
+        "the text matters"
+    )
     facts = json.loads(ours.text["sd3_light"])
     assert (facts["prompt"], facts["seed"]) == (PROMPT, seed)
 
 
-def test_each_prompt_is_drawn_with_each_seed(export_folder: Path, tmp_path: Path) -> None:
+def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Path) -> None:
     rows = [PromptRow(PROMPT), PromptRow("两个绿色的星星")]
     grid = sample.run(export_folder, rows, [1, 2], tmp_path, sample.SampleOptions(1, 1.0, 80, 48))
     assert grid == tmp_path / "grid.png"
@@ -204,15 +206,15 @@ def test_each_prompt_is_drawn_with_each_seed(export_folder: Path, tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_model_is_judged(export_folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_scored(export_folder: Path, tmp_path: Path) -> None:
     result = evaluate.run(export_folder, count=3, steps=1, guidance=1.0, out=tmp_path / "score.json")
     assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
 
 
-# --- where runs start --------------------------------------------------------------------------
+# --- initial weights ----------------------------------------------------------------------------
 
 
-def test_init_writes_a_start_and_never_overwrites(project: Project, unproven: None) -> None:
+def test_init_writes_initial_weights_and_never_overwrites(project: Project, unproven: None) -> None:
     start = project.folder / "start"
     init.run(project.load(), start)
     first = weights_of(start)
@@ -220,13 +222,13 @@ def test_init_writes_a_start_and_never_overwrites(project: Project, unproven: No
         init.run(project.load("seed=9"), start)
     assert equal(weights_of(start), first)
     init.run(project.load(), project.folder / "again")
-    assert equal(weights_of(project.folder / "again"), first), "a start is a function of size and seed"
+    assert equal(weights_of(project.folder / "again"), first), "initial weights depend on size and seed only"
     init.run(project.load("seed=9"), project.folder / "other")
     assert not equal(weights_of(project.folder / "other"), first)
 
 
-def test_a_run_from_an_init_folder_is_the_run_from_random(project: Project, unproven: None) -> None:
-    """`diffusers_path` written by `sd3-light init` is known by its marker, and its denoiser is taken."""
+def test_a_run_from_an_init_folder_equals_the_run_from_random(project: Project, unproven: None) -> None:
+    """A `diffusers_path` written by `sd3-light init` is recognised by its marker, and its denoiser is used."""
     project.train("max_steps=2")
     init.run(project.load('save_dtype="float32"'), project.folder / "start")
     text = project.train_toml.read_text().replace('init = "random"\n', "").replace(str(project.model), "start")
@@ -235,8 +237,8 @@ def test_a_run_from_an_init_folder_is_the_run_from_random(project: Project, unpr
     assert project.losses("from_folder") == project.losses()
 
 
-def test_an_export_can_be_trained_on(project: Project, export_folder: Path, unproven: None) -> None:
-    """Fine-tuning: no `train_type`, the denoiser of `diffusers_path`."""
+def test_an_export_can_be_fine_tuned(project: Project, export_folder: Path, unproven: None) -> None:
+    """Without `train_type` the denoiser of `diffusers_path` is fine-tuned."""
     text = project.train_toml.read_text().replace('train_type = "sd3_light_pretrain"\n', "")
     text = text.replace('init = "random"\nsize = "tiny2"\n', "").replace(str(project.model), str(export_folder))
     project.train_toml.write_text(text)
@@ -248,7 +250,7 @@ def test_an_export_can_be_trained_on(project: Project, export_folder: Path, unpr
 # --- kinds of training -------------------------------------------------------------------------
 
 
-def test_training_learns(project: Project, unproven: None) -> None:
+def test_training_reduces_the_validation_loss(project: Project, unproven: None) -> None:
     from sd3_light.world import write_dataset
 
     write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
@@ -266,7 +268,7 @@ def test_training_learns(project: Project, unproven: None) -> None:
     assert after < 0.8 * before
 
 
-def test_frozen_weights_stay_and_the_others_move(project: Project, unproven: None) -> None:
+def test_frozen_weights_stay_and_the_others_change(project: Project, unproven: None) -> None:
     init.run(project.load('save_dtype="float32"'), project.folder / "start")
     before = weights_of(project.folder / "start")
     project.train("max_steps=2", 'freeze=["transformer_blocks.0.*", "context_embedder.*"]')
@@ -276,16 +278,16 @@ def test_frozen_weights_stay_and_the_others_move(project: Project, unproven: Non
     assert not moved & frozen
     assert {"proj_out.weight", "norm_out.linear.weight"} <= moved
     tensors, _ = read_checkpoint(project.run / "checkpoints" / "step-00000002")
-    assert not any(frozen & {name.split("/", 1)[1]} for name in tensors), "a checkpoint holds what trains"
+    assert not any(frozen & {name.split("/", 1)[1]} for name in tensors), "a checkpoint has only trained weights"
     export.run(project.run, project.folder / "out")
-    assert equal(weights_of(project.folder / "out"), after), "what is frozen comes from the start"
+    assert equal(weights_of(project.folder / "out"), after), "frozen weights come from the initial weights"
     project.train(
         "max_steps=3", 'freeze=["transformer_blocks.0.*", "context_embedder.*"]', 'output_dir="run"', resume=Resume()
     )
     assert sorted(project.losses()) == [1, 2, 3]
 
 
-def test_a_pattern_that_freezes_nothing_is_refused(project: Project) -> None:
+def test_a_pattern_that_freezes_nothing_is_rejected(project: Project) -> None:
     with pytest.raises(UserError, match=r"freeze: 'blocks\.\*' matches no parameter; names look like 'transformer_"):
         project.train('freeze=["blocks.*"]')
 
@@ -298,7 +300,7 @@ def test_text_reconstruction_trains(project: Project, unproven: None) -> None:
     assert project.events("step")[-1]["text_recon"] > 0
 
 
-def test_pseudo_huber_is_reachable_and_another_loss(project: Project, unproven: None) -> None:
+def test_pseudo_huber_gives_another_loss(project: Project, unproven: None) -> None:
     project.train("max_steps=1", 'output_dir="mse"')
     project.train("max_steps=1", 'output_dir="huber"', "pseudo_huber_c=0.1")
     squared, huber = project.losses("mse")[1], project.losses("huber")[1]
@@ -306,7 +308,7 @@ def test_pseudo_huber_is_reachable_and_another_loss(project: Project, unproven: 
     assert math.isfinite(huber)
 
 
-def test_masks_change_where_a_run_learns(fresh_project: Project, unproven: None) -> None:
+def test_masks_change_the_loss(fresh_project: Project, unproven: None) -> None:
     left = Image.new("L", (64, 64), 0)
     left.paste(255, (0, 0, 32, 64))
     left.save(fresh_project.folder / "left.png")
@@ -320,11 +322,11 @@ def test_masks_change_where_a_run_learns(fresh_project: Project, unproven: None)
     assert losses["masked"] != losses["plain"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_losses_stop_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.training import module
 
     real = module.flow_loss
-    monkeypatch.setattr(module, "flow_loss", lambda *given: real(*given) * float("nan"))
+    monkeypatch.setattr(module, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match=r"not finite in 3 steps in a row .*then resume"):
         project.train("max_steps=10", "max_nonfinite_steps=2")
     assert [event["step"] for event in project.events("skip")] == [1, 2, 3]
@@ -332,17 +334,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(project: Project, monkeypatch: 
     assert "not finite" in project.events("stop")[0]["reason"]
 
 
-def test_a_run_in_which_no_step_was_taken_does_not_end_well(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_finite_step_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.training import module
 
     real = module.flow_loss
-    monkeypatch.setattr(module, "flow_loss", lambda *given: real(*given) * float("nan"))
+    monkeypatch.setattr(module, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match="none of 2 steps was taken"):
         project.train("max_steps=2")
     assert project.events("export") == []
 
 
-def test_retention_keeps_the_newest(project: Project, unproven: None) -> None:
+def test_only_the_newest_checkpoints_and_exports_are_kept(project: Project, unproven: None) -> None:
     project.train(
         "max_steps=5",
         "checkpoint_every_n_steps=1",

@@ -1,4 +1,4 @@
-"""Fine-tuning that starts from a single file, whole and as a LoRA."""
+"""Full and LoRA fine-tuning from a single-file model."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def single(tmp_path: Path) -> Path:
     return write_single_file(DEMO, tmp_path / "model.safetensors", vae=False).path
 
 
-def test_a_single_file_starts_what_its_folder_starts(
+def test_a_single_file_gives_the_same_start_as_its_folder(
     project: Project, single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
@@ -41,7 +41,7 @@ def test_a_lora_on_a_single_file_is_proven(project: Project, single: Path) -> No
     assert not list(file_of(project, 1).parent.glob("tmp*"))
 
 
-def test_a_file_that_is_no_sd3_is_a_fault(project: Project, tmp_path: Path) -> None:
+def test_a_file_that_is_not_sd3_is_rejected(project: Project, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("hello")
     use_adapter(project, "rank = 2")
