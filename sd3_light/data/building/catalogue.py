@@ -3,7 +3,7 @@
 A listing holds one directory's rows (key, captions, location of the bytes, or the reason why an input is rejected) in
 parts of a few thousand rows. A part is named by a digest of its rows and written under that name once its images are
 probed (size, content hash), so a later run that lists the same rows reuses it. Parts are cut by content: a new file
-changes one part. `signature` tells whether a directory must be listed again. Images that could not be read are retried
+changes one part. `signature` shows whether a directory must be listed again. Images that could not be read are retried
 by the next run; until then the rows of their part are kept beside it.
 
     catalogue/NAME.json                 signature and parts of one directory
