@@ -32,15 +32,7 @@ from sd3_light.data.building.claims import POLL_SECONDS, Claims
 from sd3_light.data.building.decode import Probe, SampleLocation, crashed_probe, probe_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
-from sd3_light.data.sources import (
-    Record,
-    Rejected,
-    location_from_text,
-    location_text,
-    occurrences,
-    scan,
-    signature,
-)
+from sd3_light.data.sources import Record, Rejected, location_from_text, location_text, occurrences, scan, signature
 from sd3_light.files import atomic_file, sweep_files, write_atomically
 from sd3_light.randomness import sample_id
 
@@ -202,7 +194,8 @@ class Catalogue:
             path.touch()
             return
         parts, count = [], 0
-        for rows in chunks(_scan_rows(source), lambda row: sample_id(row.key), PART_ROWS):
+        rows_in_order = (_as_row(entry, source.root) for entry in scan(source.directory, source.index))
+        for rows in chunks(rows_in_order, lambda row: sample_id(row.key), PART_ROWS):
             parts.append(digest := _digest_of(rows))
             count += len(rows)
             on_listed(len(rows))
@@ -296,22 +289,15 @@ def sample_location(row: InputRow, root: Path) -> SampleLocation:
     return SampleLocation(image, location_from_text(row.mask, root))
 
 
-def _scan_rows(source: Source) -> Iterator[InputRow]:
-    for entry in scan(source.directory, source.index):
-        yield _rejected_row(entry, source.root) if isinstance(entry, Rejected) else _sample_row(entry, source.root)
-
-
-def _rejected_row(entry: Rejected, root: Path) -> InputRow:
-    return InputRow(entry.key, location_text(entry.image, root), reason=entry.reason, detail=entry.detail)
-
-
-def _sample_row(record: Record, root: Path) -> InputRow:
-    image, mask = location_text(record.image, root), location_text(record.mask, root)
+def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
+    image = location_text(entry.image, root)
+    if isinstance(entry, Rejected):
+        return InputRow(entry.key, image, reason=entry.reason, detail=entry.detail)
     try:
-        version = record.image.version() + ("" if record.mask is None else f"+{record.mask.version()}")
+        version = entry.image.version() + ("" if entry.mask is None else f"+{entry.mask.version()}")
     except Reject as reject:
-        return InputRow(record.key, image, reason=reject.reason, detail=reject.detail)
-    return InputRow(record.key, image, mask, version, record.captions)
+        return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
+    return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions)
 
 
 def _with_probe(row: InputRow, probe: Probe) -> InputRow:

@@ -11,7 +11,6 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from sd3_light.config.faults import UserError
@@ -56,9 +55,7 @@ class Claims:
         self._sweep()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()  # otherwise its last heartbeat could create the file again
         for name in tuple(self._owned):

@@ -217,21 +217,11 @@ class _Stage:
     ) -> int:
         """Build the units together with other processes. Return the number of samples that this process encoded."""
         total = reused + sum(unit.count for unit in units)
-        train = self._train
         if reused:
             info(f"{title}: {reused:,} of {total:,} samples are already cached")
         with progress(title, total, "images", done=reused) as bar:
-            builder = ShardBuilder(
-                plan,
-                folder / SHARDS,
-                claims,
-                self.parts,
-                bar,
-                train.caching_batch_size,
-                train.caching_num_workers,
-                train.sd3_manifest_timeout_sec,
-                self._options.regenerate,
-            )
+            regenerate = self._options.regenerate
+            builder = ShardBuilder(plan, folder / SHARDS, claims, self.parts, bar, self._train, regenerate)
             builder.build(units, (self._launch.rank, self._launch.world))
         return builder.encoded
 

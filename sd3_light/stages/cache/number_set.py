@@ -1,7 +1,6 @@
 """A set of 63-bit numbers on disk, to compare millions of samples in little memory."""
 
 import tempfile
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -23,9 +22,7 @@ class NumberSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sorted = None
         self._file.close()
 

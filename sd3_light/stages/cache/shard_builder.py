@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
 from sd3_light.data.building.catalogue import rotate_to_share, sample_location
@@ -125,13 +126,11 @@ class ShardBuilder:
         claims: Claims,
         parts: FrozenParts,
         bar: Bar,
-        batch_size: int,
-        workers: int,
-        timeout: float,
+        train: TrainConfig,
         regenerate: bool = False,
     ) -> None:
         self._plan, self._shards, self._claims, self._parts, self._bar = plan, shards, claims, parts, bar
-        self._batch_size, self._workers, self._timeout, self._regenerate = batch_size, workers, timeout, regenerate
+        self._train, self._regenerate = train, regenerate
         self.encoded = 0
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
@@ -144,11 +143,11 @@ class ShardBuilder:
             return
         last_progress = time.monotonic()
         # one pool for all passes, forked before other threads start
-        with WorkerPool(self._workers, decode_images, crashed_decode) as pool:
+        with WorkerPool(self._train.caching_num_workers, decode_images, crashed_decode) as pool:
             while remaining := self._pass(before := remaining, pool):
                 if len(remaining) < len(before):
                     last_progress = time.monotonic()
-                if time.monotonic() - last_progress > self._timeout:
+                if time.monotonic() - last_progress > self._train.sd3_manifest_timeout_sec:
                     raise UserError(
                         f"timed out waiting for {len(remaining)} shards of other processes, such as "
                         f"{remaining[0].file}; see their output, or raise sd3_manifest_timeout_sec"
@@ -177,11 +176,7 @@ class ShardBuilder:
         return claimed
 
     def _tasks(
-        self,
-        units: Sequence[Unit],
-        queue: deque[_UnitInProgress],
-        claimed: list[Unit],
-        tokenizer: ThreadPoolExecutor,
+        self, units: Sequence[Unit], queue: deque[_UnitInProgress], claimed: list[Unit], tokenizer: ThreadPoolExecutor
     ) -> Iterator[list[DecodeTask]]:
         """Yield the images of one unit after another; a unit is claimed when its first images are requested."""
         for unit in units:
@@ -195,8 +190,9 @@ class ShardBuilder:
             else:
                 members, root = self._plan.members(unit), self._plan.source(unit).root
                 queue.append(_UnitInProgress(unit, members, tokenizer.submit(self._tokenize, members)))
-                for start in range(0, len(members), self._batch_size):
-                    yield [_task(member, root, unit) for member in members[start : start + self._batch_size]]
+                size = self._train.caching_batch_size
+                for start in range(0, len(members), size):
+                    yield [_task(member, root, unit) for member in members[start : start + size]]
 
     def _tokenize(self, members: Sequence[Member]) -> CaptionTokens:
         return self._parts.tokenize(list(_captions(members)[1]))
