@@ -17,7 +17,7 @@ from sd3_light.runlog import progress
 from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.training.errors import as_user_error
 
-Make = Callable[[str, int], Image.Image]
+DrawImage = Callable[[str, int], Image.Image]
 """(prompt, seed) -> an image, drawn by the model before it is trained."""
 
 
@@ -34,7 +34,7 @@ class ClassPictures(Dataset[Any]):
         cache: str | Path,
         prompt: str,
         count: int,
-        make: Make,
+        make: DrawImage,
         made_by: Mapping[str, Any],
         image: str = "image",
         text: str = "prompt",
@@ -54,7 +54,7 @@ class ClassPictures(Dataset[Any]):
     def _path(self, index: int) -> Path:
         return self.folder / f"{index:05d}.png"
 
-    def _draw(self, make: Make, missing: list[int]) -> None:
+    def _draw(self, make: DrawImage, missing: list[int]) -> None:
         with progress("class images", len(missing), "images") as bar:
             for done, index in enumerate(missing, start=1):
                 with (

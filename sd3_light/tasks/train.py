@@ -31,7 +31,7 @@ from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.training.background_saves import newest_complete_checkpoint
 from sd3_light.training.data import order_facts
-from sd3_light.training.driver import Driver, RunHooks, Schedule
+from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import TASK_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
@@ -223,13 +223,13 @@ def _prepare_module(model: DiffusionTrainingModule, settings: TaskSettings, laun
         cast_frozen_linears(model.transformer, torch.bfloat16)
 
 
-def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> Schedule:
+def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> HookSchedule:
     save = every(settings.save_steps)
     if settings.save_steps is None:
         save = every(epochs=1, steps_per_epoch=steps_per_epoch)
     elif type(logger).on_step_end is not ModelLogger.on_step_end:
         save = every(1)  # a user's own on_step_end is called after every step
-    return Schedule(
+    return HookSchedule(
         evaluate=every(settings.eval_steps),
         sample=every(settings.draw_steps),
         save=save,

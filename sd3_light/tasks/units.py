@@ -18,7 +18,7 @@ from sd3_light.training.errors import as_user_error
 Values = Mapping[str, Any]
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 """(purpose, shape) -> standard normal numbers that belong to the sample, its epoch and the purpose."""
-Kind = Literal["cached", "drawn", "gradient"]
+UnitKind = Literal["cached", "drawn", "gradient"]
 
 
 class PipelineUnit:
@@ -61,11 +61,11 @@ class UnitSplit:
 def split_units(module: nn.Module, units: Sequence[PipelineUnit], loss_reads: Iterable[str]) -> UnitSplit:
     """Sort the units by kind, from their declarations and from what trains; ``loss_reads`` is what the loss reads."""
     _require_valid(units)
-    kinds: dict[str, Kind] = {}
-    by_kind: dict[Kind, list[PipelineUnit]] = {"cached": [], "drawn": [], "gradient": []}
+    kinds: dict[str, UnitKind] = {}
+    by_kind: dict[UnitKind, list[PipelineUnit]] = {"cached": [], "drawn": [], "gradient": []}
     for unit in units:
         read = {kinds.get(name.rstrip("?"), "cached") for name in unit.reads}
-        kind: Kind = "cached"
+        kind: UnitKind = "cached"
         if "gradient" in read or _trains(module, unit):
             kind = "gradient"
         elif "drawn" in read or unit.draws:

@@ -28,7 +28,7 @@ from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.training.loop import Due, Hook, Run, every, never, train
 from sd3_light.training.saver import RAW
 
-Losses = Mapping[str, float]
+EvalLosses = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunHooks:
     the model compute as in a training step.
     """
 
-    evaluate: Callable[[], Iterable[tuple[str, Losses]]] | None = None
+    evaluate: Callable[[], Iterable[tuple[str, EvalLosses]]] | None = None
     evaluate_all: bool = False
     sample: Callable[[Progress, str], Path | None] | None = None
     save: Callable[[Progress], None] | None = None
@@ -53,7 +53,7 @@ class RunHooks:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class HookSchedule:
     """When the hooks run. The last step and requests from outside add checkpoints, the last step an export."""
 
     evaluate: Due = never
@@ -77,7 +77,7 @@ class Driver:
     groups: ProcessGroups
     folder: Path
     hooks: RunHooks
-    schedule: Schedule
+    schedule: HookSchedule
     ema: EmaConfig
     facts: Mapping[str, Any]
     keep_last: int

@@ -30,7 +30,7 @@ from sd3_light.sampling.prompt_features import encode_prompts_one_by_one, read_p
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, unconditional_text
 
-Denoise = Callable[[tuple[Tensor, ...]], Tensor]
+DenoiseFeatures = Callable[[tuple[Tensor, ...]], Tensor]
 """(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
 
 _MAX_BATCH = 16
@@ -86,7 +86,7 @@ class Sampler:
         return Sampler(config, requests, texts, negative, batch_size, launch, device, stages)
 
     def sample(
-        self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
+        self, denoise: DenoiseFeatures, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> Image.Image | None:
         """Draw a grid with all ranks and write it to ``path``; return it on rank 0 and None elsewhere.
 
@@ -111,7 +111,7 @@ class Sampler:
     def _size(self) -> tuple[int, int]:
         return self.requests[0].width, self.requests[0].height
 
-    def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
+    def draw(self, denoise: DenoiseFeatures) -> list[tuple[int, Image.Image]]:
         """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often."""
         pipe, share = self._pipeline(), self._share(self.launch.rank)
         drawn: list[tuple[int, Image.Image]] = []
@@ -125,7 +125,7 @@ class Sampler:
         return assigned(len(self.requests), data_launch.rank, data_launch.world)
 
     def _draw_batch(
-        self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
+        self, pipe: StableDiffusion3Pipeline, denoise: DenoiseFeatures, indices: Sequence[int]
     ) -> list[Image.Image]:
         settings = self.config.sampling
         batch = [self.requests[index] for index in indices]
@@ -181,7 +181,7 @@ class Sampler:
 class _DenoiserAdapter:
     """The denoiser that trains, as the stock pipeline calls it."""
 
-    denoise: Denoise
+    denoise: DenoiseFeatures
     lengths: tuple[Tensor, ...] = ()
 
     def __init__(self, channels: int) -> None:

@@ -8,7 +8,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import TrainConfig
 from sd3_light.stages.train.context import RunContext
 from sd3_light.stages.train.train_state import TrainState
-from sd3_light.training.driver import RunHooks, Schedule
+from sd3_light.training.driver import HookSchedule, RunHooks
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.loop import every
 from sd3_light.training.samples import Sampler
@@ -47,10 +47,10 @@ def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable
     return sample
 
 
-def make_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
+def make_schedule(config: TrainConfig, steps_per_epoch: int) -> HookSchedule:
     """Return when the config's intervals are due."""
     c = config
-    return Schedule(
+    return HookSchedule(
         evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
         sample=every(c.sampling.every_n_steps),
         checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),

@@ -17,7 +17,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.training.driver import Driver, RunHooks, Schedule
+from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.loop import Run, every
 
 
@@ -78,7 +78,7 @@ class Case:
         folder: Path,
         engine: OneWeight | None = None,
         hooks: RunHooks | None = None,
-        schedule: Schedule | None = None,
+        schedule: HookSchedule | None = None,
         launch: Launch | None = None,
         start: Progress | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Case:
             groups=ProcessGroups(),
             folder=folder,
             hooks=hooks or RunHooks(),
-            schedule=schedule or Schedule(),
+            schedule=schedule or HookSchedule(),
             ema=ema,
             facts={"order": "some"},
             keep_last=0,
@@ -128,7 +128,7 @@ class Case:
 
 
 def test_a_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
-    case = Case(tmp_path, schedule=Schedule(checkpoint=every(4)))
+    case = Case(tmp_path, schedule=HookSchedule(checkpoint=every(4)))
     assert case.train().step == 6
     assert case.of("checkpoint") == [4, 6]
     assert case.of("stop", "reason") == ["finished"]
@@ -152,7 +152,7 @@ def test_hooks_see_the_average_and_the_weights_come_back(tmp_path: Path) -> None
         yield "held_out", {"flow": 1.0}
 
     hooks = RunHooks(evaluate, True, sample, lambda _: record("save"), finish=lambda _: record("finish"))
-    case = Case(tmp_path, hooks=hooks, schedule=Schedule(*(3 * [every(6)])))
+    case = Case(tmp_path, hooks=hooks, schedule=HookSchedule(*(3 * [every(6)])))
     case.train()
     average = float(case.averages.tracks["ema"].shadow["w"])
     assert seen == {
@@ -198,7 +198,7 @@ def test_other_errors_are_saved_too_but_not_in_the_middle_of_a_step(tmp_path: Pa
     def fail(progress: Progress) -> None:
         raise ValueError("a bug")
 
-    between = Case(tmp_path / "between", hooks=RunHooks(save=fail), schedule=Schedule(save=every(3)))
+    between = Case(tmp_path / "between", hooks=RunHooks(save=fail), schedule=HookSchedule(save=every(3)))
     assert between.error(ValueError) == "a bug"
     assert between.saved() == ["step-00000003"]
     within = Case(tmp_path / "within", OneWeight(errors={3: ValueError("a bug")}))
@@ -227,7 +227,7 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, monke
         return write_part(folder, *args)
 
     monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
-    early = Case(tmp_path / "early", schedule=Schedule(checkpoint=every(3)))
+    early = Case(tmp_path / "early", schedule=HookSchedule(checkpoint=every(3)))
     early.train()
     assert (early.of("checkpoint_failed"), early.of("checkpoint")) == ([3], [6])
     full.add("step-00000006")
@@ -247,7 +247,7 @@ def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
     for position, expected in ((4, [(4, "ema")]), (3, [])):
         exported.clear()
         start = Progress(position, 4 * position, 0, position)
-        case = Case(tmp_path, hooks=RunHooks(export=export), schedule=Schedule(export=every(2)), start=start)
+        case = Case(tmp_path, hooks=RunHooks(export=export), schedule=HookSchedule(export=every(2)), start=start)
         with case.driver:
             case.driver.catch_up(start)
         assert exported == expected
