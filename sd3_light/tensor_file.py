@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 24
+TENSOR_CHUNK_BYTES = 1 << 24
 
 DTYPES = {  # in the library's order of writing: the widest first, so every tensor is aligned to its item size
     "I64": torch.int64,
@@ -145,9 +145,9 @@ class StoredTensor:
         return replace(self, shape=tuple(shape))
 
     def chunks(self) -> Iterator[bytes]:
-        """Read the bytes in order, ``CHUNK_BYTES`` at a time."""
-        for begin in range(0, self.nbytes, CHUNK_BYTES):
-            pieces = self._cut(begin, min(begin + CHUNK_BYTES, self.nbytes))
+        """Read the bytes in order, ``TENSOR_CHUNK_BYTES`` at a time."""
+        for begin in range(0, self.nbytes, TENSOR_CHUNK_BYTES):
+            pieces = self._cut(begin, min(begin + TENSOR_CHUNK_BYTES, self.nbytes))
             yield pieces[0].read() if len(pieces) == 1 else b"".join(piece.read() for piece in pieces)
 
     def load(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.card import model_card
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, MAX_SHARD, ExportError, ExportSpec, first_few, write_json
+from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
 from sd3_light.export.real_text import add_pipeline
@@ -20,18 +20,6 @@ from sd3_light.files import new_folder
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
-
-__all__ = [
-    "FACTS_FILE",
-    "FROZEN",
-    "MAX_SHARD",
-    "ExportError",
-    "ExportSpec",
-    "checked_copy",
-    "is_finite",
-    "read_facts",
-    "write_folder",
-]
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:

@@ -23,14 +23,14 @@ def check_push(repo: str, api: HfApi | None = None) -> None:
         (api or HfApi()).whoami()
 
 
-def push(folder: Path, repo: str, private: bool = False, api: HfApi | None = None) -> str:
+def push(folder: Path, repo: str, api: HfApi | None = None) -> str:
     """Upload an export as a model repository, created if needed, and return its address.
 
     One commit, so the repository never contains half of it; files that only an earlier export had are deleted.
     """
     api = api or HfApi()
     with _hub_errors(repo, f"the export is complete: {folder}; retry with `hf upload {repo} {folder}`"):
-        address = api.create_repo(repo, private=private, exist_ok=True)
+        address = api.create_repo(repo, exist_ok=True)
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,

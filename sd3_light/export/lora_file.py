@@ -41,11 +41,10 @@ _Scales = Callable[[str, int], float]
 
 
 @dataclass(frozen=True)
-class LoraFile:
-    """A LoRA by diffusers' layer names, the naming in its file, and the facts in our metadata."""
+class LoadedLora:
+    """A LoRA by diffusers' layer names, and the facts in our metadata."""
 
     modules: dict[str, LoraModule]
-    naming: Literal["diffusers", "single file"]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -153,11 +152,10 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 
 def from_peft(state: Mapping[str, Tensor], alpha: float, use_rslora: bool = False) -> dict[str, LoraModule]:
     """Return the LoRA in the state dict of a peft model."""
-    modules, _ = _modules(state, lambda _, rank: lora_scale(rank, alpha, use_rslora), {})
-    return modules
+    return _modules(state, lambda _, rank: lora_scale(rank, alpha, use_rslora), {})
 
 
-def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
+def read_lora(path: Path, padding: Padding | None = None) -> LoadedLora:
     """Read a LoRA of diffusers, peft, kohya or ComfyUI; unknown keys are errors that name them.
 
     A folder is searched for the file names of diffusers and peft. The scale comes from the ``.alpha`` tensors, else
@@ -174,12 +172,12 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoraFile:
     try:
         own = _own_metadata(metadata)
         _require_numbers(tensors)
-        modules, naming = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
+        modules = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
         padding = padding or (Padding(*own["padding"]) if "padding" in own else None)
         modules = unpad_names(modules, padding) if padding else modules
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    return LoraFile(modules, naming, own.get("facts", {}))
+    return LoadedLora(modules, own.get("facts", {}))
 
 
 def diffusers_tensors(path: Path) -> dict[str, Tensor]:
@@ -217,17 +215,13 @@ def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
             raise UserError(f"{key} contains NaN or infinity; pass another file")
 
 
-def _modules(
-    tensors: Mapping[str, Tensor], scales: _Scales, ranks: Mapping[str, list[int]]
-) -> tuple[dict[str, LoraModule], Literal["diffusers", "single file"]]:
+def _modules(tensors: Mapping[str, Tensor], scales: _Scales, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
     if not tensors:
         raise UserError("it is empty")
     modules: dict[str, LoraModule] = {}
-    single = False
     for layer, roles in _by_layer(tensors).items():
         layers = find_layers(layer)
         assert layers is not None
-        single |= layers.single is not None
         module = LoraModule(roles["down"], roles["up"], 1.0, roles.get("magnitude"))
         _check_shapes(layer, module)
         module = replace(module, scale=_scale(layer, roles.get("alpha"), module.rank, scales))
@@ -235,7 +229,7 @@ def _modules(
             if name in modules:
                 raise UserError(f"{name} has two LoRAs, one of them under the name {layer}")
             modules[name] = part
-    return modules, "single file" if single else "diffusers"
+    return modules
 
 
 def _scale(layer: str, alpha: Tensor | None, rank: int, scales: _Scales) -> float:

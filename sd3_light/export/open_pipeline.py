@@ -7,7 +7,8 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import FACTS_FILE, is_finite, read_facts
+from sd3_light.export.diffusers_folder import is_finite, read_facts
+from sd3_light.export.export_spec import FACTS_FILE
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.export.single_parts import read_part
 from sd3_light.model.start import folder_size

@@ -50,18 +50,16 @@ def make_grid(
     title: str | None = None,
     marks: Sequence[bool | None] | None = None,
     fallback_captions: Sequence[str] | None = None,
-    smooth: bool = False,
 ) -> Image.Image:
-    """Lay out the images, `columns` per row, enlarged `scale` times (nearest, or `smooth`) and centred in equal cells.
+    """Lay out the images, `columns` per row, enlarged `scale` times and centred in equal cells.
 
     `marks` adds a green (right) or crossed red (wrong) square before a caption, or none (None). If a caption is Chinese
     and the machine has no font for it, its fallback caption is shown instead, followed by " [zh]".
     """
     assert images and columns >= 1 and scale >= 1, (len(images), columns, scale)
     assert len(captions) == len(images), (len(captions), len(images))
-    columns = min(columns, len(images))
-    resample = Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST
-    large = [image.convert("RGB").resize((image.width * scale, image.height * scale), resample) for image in images]
+    columns, nearest = min(columns, len(images)), Image.Resampling.NEAREST
+    large = [image.convert("RGB").resize((image.width * scale, image.height * scale), nearest) for image in images]
     width, height = max(image.width for image in large), max(image.height for image in large)
     indent = _MARK + 4 if marks is not None else 0
     cells = []

@@ -14,7 +14,8 @@ from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
-from sd3_light.export.diffusers_folder import ExportError, write_folder
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import ExportError
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import ExportError, ExportSpec, read_facts, write_folder
-from sd3_light.export.export_spec import first_few
+from sd3_light.export.diffusers_folder import read_facts, write_folder
+from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, read_lora, write_lora
 from sd3_light.export.lora_layouts import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras

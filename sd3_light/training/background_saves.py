@@ -16,7 +16,7 @@ from sd3_light.checkpoint.background import (
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.export.diffusers_folder import ExportError
+from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.runlog import info
 

@@ -24,7 +24,7 @@ METADATA = {"about": '{"a": "é"}'}
 @pytest.fixture(params=[1 << 24, 7])
 def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file written by the library, read in large chunks or in chunks of 7 bytes."""
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(tensor_file, "TENSOR_CHUNK_BYTES", request.param)
     save_file(TENSORS, tmp_path / "file.safetensors", METADATA)
     return tmp_path / "file.safetensors"
 
@@ -141,7 +141,7 @@ def test_values_start_at_a_multiple_of_eight() -> None:
 
 
 def test_a_file_is_rearranged_with_a_few_chunks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(tensor_file, "TENSOR_CHUNK_BYTES", 1 << 20)
     save_file({"a": torch.ones(6 << 20), "b": torch.zeros(6 << 20)}, tmp_path / "in")
     tensors, _ = read_tensor_file(tmp_path / "in")
     tracemalloc.start()

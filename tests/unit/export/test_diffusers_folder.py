@@ -21,7 +21,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import part_links, proof_process, real_pipeline
 from sd3_light.export import proof as proof_module
-from sd3_light.export.diffusers_folder import FROZEN, ExportError, ExportSpec, checked_copy, read_facts, write_folder
+from sd3_light.export.diffusers_folder import checked_copy, read_facts, write_folder
+from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, combined_digest, prove
 from sd3_light.model.random_weights import new_transformer

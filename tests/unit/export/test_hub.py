@@ -53,15 +53,9 @@ def test_a_folder_becomes_a_repository(tmp_path: Path) -> None:
     assert push(tmp_path, "me/model", api=hub) == "https://huggingface.co/me/model"
     (first, created), (second, uploaded) = hub.calls
     assert (first, second) == ("create_repo", "upload_folder")
-    assert (created["repo_id"], created["exist_ok"], created["private"]) == ("me/model", True, False)
+    assert (created["repo_id"], created["exist_ok"]) == ("me/model", True)
     assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
     assert uploaded["ignore_patterns"] == ["config.toml"], "it contains paths of the training machine"
-
-
-def test_a_private_repository(tmp_path: Path) -> None:
-    hub = FakeHub()
-    push(tmp_path, "me/model", private=True, api=hub)
-    assert hub.calls[0][1]["private"] is True
 
 
 @pytest.mark.parametrize("repo", ["a/b/c", "me/", "bad name", "--x"])

@@ -15,7 +15,8 @@ from PIL import Image
 from sd3_light.config import SIZES
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import real_pipeline
-from sd3_light.export.diffusers_folder import ExportSpec, write_folder
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, prove
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline

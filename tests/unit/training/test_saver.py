@@ -10,7 +10,7 @@ import torch
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.export.diffusers_folder import ExportSpec
+from sd3_light.export.export_spec import ExportSpec
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training import saver as module
 from sd3_light.training import sd3
