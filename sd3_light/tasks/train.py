@@ -1,8 +1,8 @@
 """`launch_training_task`: trains a user's module on a user's dataset with the one driver."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from sd3_light.checkpoint import lock
+from sd3_light.checkpoint.lock import lock_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint, open_checkpoint
 from sd3_light.config.faults import Stopped, UserError
@@ -81,10 +81,11 @@ def launch_training_task(
     documented |= {"num_workers": num_workers, "save_steps": save_steps, "num_epochs": num_epochs}
     resolved = TaskSettings.of({**documented, **settings}, args)
     require_module_and_logger(model, model_logger)
-    with _folder_lock(model_logger.output_path) as lock_folder:
-        driver = _make_driver(accelerator, dataset, model, model_logger, resolved, lock_folder)
-        with _open_log(driver, model_logger.output_path), driver:
-            return _train(driver, model_logger, resolved.engine)
+    with ExitStack() as stack:
+        driver = _make_driver(accelerator, dataset, model, model_logger, resolved, stack)
+        if driver.launch.is_main:
+            driver.run.log = stack.enter_context(closing(RunLog(model_logger.output_path))).event
+        return _train(stack.enter_context(driver), model_logger, resolved.engine)
 
 
 def require_module_and_logger(model: Any, logger: Any) -> None:
@@ -108,32 +109,6 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
     return end
 
 
-@contextmanager
-def _folder_lock(path: Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that locks the folder for this task; the lock is released at the end of the block."""
-    handles: list[int | None] = []
-    try:
-        yield lambda: handles.append(lock.lock_folder(path, "output_path"))
-    finally:
-        for handle in handles:
-            if handle is not None:
-                os.close(handle)
-
-
-@contextmanager
-def _open_log(driver: Driver, folder: Path) -> Iterator[None]:
-    """Log to ``log.jsonl`` inside the block."""
-    if not driver.launch.is_main:
-        yield
-        return
-    log = RunLog(folder)
-    driver.run.log = log.event
-    try:
-        yield
-    finally:
-        log.close()
-
-
 # --- setting up ----------------------------------------------------------------------------------
 
 
@@ -143,13 +118,13 @@ def _make_driver(
     model: DiffusionTrainingModule,
     logger: ModelLogger,
     settings: TaskSettings,
-    lock_folder: Callable[[], None],
+    stack: ExitStack,
 ) -> Driver:
-    """Build the run and its driver; the main process locks the folder before anything else happens."""
+    """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
     launch, device = setup.launch_and_device(accelerator, settings)
     set_main_process(launch.is_main)
     groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
-    groups.decide_on_rank_0(launch.is_main, lambda: _check_start(dataset, model, logger, settings, lock_folder))
+    groups.decide_on_rank_0(launch.is_main, lambda: _check_start(dataset, model, logger, settings, stack))
     micro_batches = setup.accumulation_steps(accelerator, settings)
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
@@ -198,10 +173,12 @@ def _check_start(
     model: DiffusionTrainingModule,
     logger: ModelLogger,
     settings: TaskSettings,
-    lock_folder: Callable[[], None],
+    stack: ExitStack,
 ) -> None:
-    """Raise where the folder holds another task, or where processed data do not fit the units; for the main process."""
-    lock_folder()
+    """Lock the folder; raise if it holds another task, or if processed data do not fit the units."""
+    handle = lock_folder(logger.output_path, "output_path")
+    if handle is not None:
+        stack.callback(os.close, handle)
     newest = newest_checkpoint(logger.output_path / "checkpoints")
     if newest is not None and not settings.resume:
         raise UserError(
