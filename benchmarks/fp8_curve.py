@@ -49,7 +49,7 @@ from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import unpatchify
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.pages import Chart, ChartLine, render
+from sd3_light.pages import Chart, ChartLine, render_template
 from sd3_light.randomness import stream
 from sd3_light.world.captions import LANGUAGES, scene_captions
 from sd3_light.world.rendering import render_scene
@@ -294,7 +294,7 @@ def compare(first: Path, second: Path) -> None:
         _chart(f"loss, means of {every} steps", (first_means, second_means), (first.stem, second.stem)),
         _chart("loss on held-out images, in bf16", (first_held_out, second_held_out), (first.stem, second.stem)),
     ]
-    page = render("charts.html", title="fp8 and bf16", charts=charts)
+    page = render_template("charts.html", title="fp8 and bf16", charts=charts)
     first.with_name("curves.html").write_text(page, encoding="utf-8")
 
 

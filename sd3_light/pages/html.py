@@ -21,7 +21,7 @@ _ROOT = Path(__file__).parent
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def render(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """Return the page of a template in `templates/`."""
     return environment().get_template(template).render(**values)
 

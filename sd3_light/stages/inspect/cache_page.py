@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sd3_light.pages import check_output_path, render, save_page
+from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import byte_size
 from sd3_light.stages.inspect.cache_stats import (
     Inspection,
@@ -74,7 +74,7 @@ def render_page(content: CachePage) -> str:
     cache, rejects, places = content.cache, content.rejects, content.cache.manifest.places
     reasons = dict(rejects.counts.most_common()) or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
-    return render(
+    return render_template(
         "inspect.html",
         name=cache.folder.resolve().name,
         folder=cache.folder,

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from sd3_light.pages import check_output_path, render, save_page
+from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report.events import event_rows
 from sd3_light.stages.report.grids import load_grids
@@ -31,7 +31,7 @@ def write_run_page(folder: Path, out: Path) -> list[str]:
     grids = load_grids(report, notes)
     config = _read_config(folder, notes)
     events, omitted = event_rows(report)
-    page = render(
+    page = render_template(
         "report.html",
         name=folder.resolve().name,
         folder=folder,

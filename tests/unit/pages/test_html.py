@@ -13,7 +13,7 @@ from jinja2 import UndefinedError
 
 import sd3_light.pages
 from sd3_light.config.faults import UserError
-from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render, save_page
+from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render_template, save_page
 from sd3_light.pages.formats import byte_size, duration, language, number, plural, tick_label
 from sd3_light.pages.html import environment
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
@@ -82,18 +82,18 @@ def test_every_component_escapes_text_from_data(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_the_frame_of_a_page_escapes_text_from_data(text: str) -> None:
-    page = ParsedPage(render("charts.html", title=text, charts=[]))
+    page = ParsedPage(render_template("charts.html", title=text, charts=[]))
     assert_self_contained(page)
     assert page.text.count(text) == 2  # title and heading
 
 
 def test_a_missing_value_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'charts' is undefined"):
-        render("charts.html", title="x")
+        render_template("charts.html", title="x")
 
 
 def test_the_policy_allows_exactly_the_script_of_the_page() -> None:
-    page = ParsedPage(render("charts.html", title="x", charts=[]))
+    page = ParsedPage(render_template("charts.html", title="x", charts=[]))
     script = page.source.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert page.policy.endswith(f"; script-src 'sha256-{digest}'")
@@ -117,7 +117,7 @@ def test_the_output_path_is_checked_before_the_work(tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
-    save_page(tmp_path / "page.html", render("charts.html", title="\ud800.jpg", charts=[]))
+    save_page(tmp_path / "page.html", render_template("charts.html", title="\ud800.jpg", charts=[]))
     assert b"<title>\\ud800.jpg</title>" in (tmp_path / "page.html").read_bytes()
 
 
