@@ -9,13 +9,13 @@ import resource
 import time
 import tracemalloc
 
-from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.data.order import Order, Segment, build_order, rank_slice
 
 
 def build(samples: int, shard: int, buckets: int, batch: int, window: int) -> Order:
     """Build an order of ``samples`` in shards of ``shard``, distributed evenly over ``buckets``."""
     count = samples // shard // buckets
-    return make_order(0, [([Segment(shard)] * count, batch) for _ in range(buckets)], window)
+    return build_order(0, [([Segment(shard)] * count, batch) for _ in range(buckets)], window)
 
 
 def measure(samples: int, shard: int, buckets: int, ranks: int, micro: int, window: int) -> str:

@@ -27,7 +27,7 @@ from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest
-from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.data.order import Order, Segment, build_order, rank_slice
 from sd3_light.engines.processes import num_sockets
 from sd3_light.model.text_shape import TextShape
 
@@ -51,7 +51,7 @@ def shard_sizes(samples: int, most: int, seed: int = 0) -> list[int]:
 def build(samples: int, most: int, world: int, window: int) -> Order:
     """Build the order of one bucket in such shards, with 64 samples per rank in a global batch."""
     segment = cache(Segment)
-    return make_order(0, [([segment(size) for size in shard_sizes(samples, most)], world * MICRO)], window)
+    return build_order(0, [([segment(size) for size in shard_sizes(samples, most)], world * MICRO)], window)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def order_cost(samples: int, most: int, world: int, window: int) -> OrderCost:
     sizes, segment = shard_sizes(samples, most), cache(Segment)
     part = rank_slice(world * MICRO, world // 2, world, 0, 1)
     tracemalloc.start()
-    order = make_order(0, [([segment(size) for size in sizes], world * MICRO)], window)
+    order = build_order(0, [([segment(size) for size in sizes], world * MICRO)], window)
     order.picks(0, *part)
     order.picks(order.steps_per_epoch, *part)
     held, _ = tracemalloc.get_traced_memory()

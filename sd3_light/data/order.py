@@ -331,7 +331,7 @@ def rank_slice(batch: int, rank: int, world: int, micro: int, micro_batches: int
     return start, start + size
 
 
-def make_order(
+def build_order(
     seed: int, buckets: Sequence[tuple[Sequence[Segment], int]], window: int = WINDOW, drop_small: bool = False
 ) -> Order:
     """Build an order from ``(segments, global batch)`` per bucket."""

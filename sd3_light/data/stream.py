@@ -16,7 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.batch import BatchRow, read_batch
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.memory import too_large
-from sd3_light.data.order import WINDOW, Order, Picks, Segment, WindowRange, make_order, open_shards, rank_slice
+from sd3_light.data.order import WINDOW, Order, Picks, Segment, WindowRange, build_order, open_shards, rank_slice
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
@@ -104,7 +104,7 @@ class CachedDataset:
             ([segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
             for bucket in self.buckets
         ]
-        order = make_order(seed, buckets, window, small == "drop")
+        order = build_order(seed, buckets, window, small == "drop")
         if order.steps_per_epoch == 0:
             raise UserError(
                 "every bucket is smaller than a global batch; set small_buckets = 'pad', or lower the batch size"

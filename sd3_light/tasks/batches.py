@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.data.order import Order, Segment, build_order, rank_slice
 from sd3_light.engines.protocol import StepStream
 from sd3_light.metrics.validation import QUANTILES
 from sd3_light.training.errors import as_user_error
@@ -27,7 +27,7 @@ class SampleOrder:
             with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
                 buckets.setdefault(None if bucket_of is None else bucket_of(index), []).append(index)
         self.buckets = [buckets[key] for key in sorted(buckets, key=repr)]
-        self.order: Order = make_order(seed, [([Segment(len(bucket))], global_batch) for bucket in self.buckets])
+        self.order: Order = build_order(seed, [([Segment(len(bucket))], global_batch) for bucket in self.buckets])
 
     def picks(self, step: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (index, epoch, repeat) of the samples ``start`` to ``stop`` of a step's global batch."""

@@ -78,7 +78,7 @@ def texts(value: Any, column: str = "") -> tuple[str, ...]:
     return tuple(entries)
 
 
-def prepare(raw: Sequence[str], directory: DirectoryConfig) -> tuple[str, ...]:
+def prepare_captions(raw: Sequence[str], directory: DirectoryConfig) -> tuple[str, ...]:
     """Clean up and prefix captions. Raises Reject if all are empty and ``skip_empty_caption`` is on."""
     captions = tuple(_clean(text, directory) for text in raw)
     if directory.skip_empty_caption:

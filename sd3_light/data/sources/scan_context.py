@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import Columns, is_utf8, prepare
+from sd3_light.data.sources.captions import Columns, is_utf8, prepare_captions
 from sd3_light.data.sources.listing import is_image_name, mask_paths
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected, ScanItem
@@ -45,7 +45,7 @@ class ScanContext:
             yield Rejected(_printable(key), "name_not_utf8", image=image)
         elif self._is_chosen(key):
             try:
-                captions = prepare(raw_captions(), self._directory)
+                captions = prepare_captions(raw_captions(), self._directory)
                 yield Record(key, captions, image, self._masks.find(mask_name or name))
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)

@@ -14,7 +14,7 @@ from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
 from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.remote import download, load_remote_manifest
 
-T = TypeVar("T")
+_Opened = TypeVar("_Opened")
 _OPEN_TRIES = 8
 
 
@@ -29,7 +29,7 @@ class ShardStore(Protocol):
         """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
 
 
-def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], T]) -> T:
+def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
     """Return ``reader(path)`` of a shard; retry if another process evicted the file before ``reader`` opened it.
 
     ``reader`` must raise FileNotFoundError if the file is missing, as `open` and safetensors do.

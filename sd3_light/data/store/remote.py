@@ -9,7 +9,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry
 from sd3_light.data.store.protocols import RemoteNotFound, RemoteUnreachable, remote_filesystem
 
-CHUNK_BYTES = 16 << 20
+DOWNLOAD_CHUNK_BYTES = 16 << 20
 PAUSES_SEC = (0.5, 2.0)
 """Delays before a failed download is retried."""
 
@@ -73,5 +73,5 @@ def _copy(url: str, file: BinaryIO, limit: int) -> tuple[int, str]:
 
 def _chunks(url: str) -> Iterator[bytes]:
     with remote_filesystem(url) as (files, path), files.open(path, "rb", cache_type="none") as source:
-        while chunk := source.read(CHUNK_BYTES):
+        while chunk := source.read(DOWNLOAD_CHUNK_BYTES):
             yield chunk

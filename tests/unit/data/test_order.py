@@ -17,7 +17,7 @@ from sd3_light.data.order import (
     Segment,
     _hash,
     _key,
-    make_order,
+    build_order,
     open_shards,
     permute,
     rank_slice,
@@ -46,7 +46,7 @@ def samples(rows: list[Row]) -> list[tuple[int, int, int]]:
 
 def mixed() -> Order:
     """Two buckets and segments with different repeats; no size divides another."""
-    return make_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
+    return build_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
 
 
 # --- the permutation ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_golden_values() -> None:
 
 
 def test_an_epoch_sees_each_sample_exactly_once() -> None:
-    order = make_order(0, [([Segment(96)], 8), ([Segment(40)], 4)])
+    order = build_order(0, [([Segment(96)], 8), ([Segment(40)], 4)])
     for epoch in range(3):
         assert sorted(samples(epoch_rows(order, epoch))) == [(0, 0, i) for i in range(96)] + [
             (1, 0, i) for i in range(40)
@@ -165,14 +165,14 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
 
 def test_no_occurrence_and_so_no_noise_is_repeated() -> None:
     """(sample, repeat) determines the randomness, so padding and repeats need different numbers."""
-    order = make_order(3, [([Segment(3), Segment(2, 2.5)], 16), ([Segment(7, 3.0)], 8)])
+    order = build_order(3, [([Segment(3), Segment(2, 2.5)], 16), ([Segment(7, 3.0)], 8)])
     for epoch in range(4):
         result = epoch_rows(order, epoch)
         assert len(result) == len(set(result))
 
 
 def test_every_epoch_has_another_order() -> None:
-    order = make_order(0, [([Segment(64)], 8)])
+    order = build_order(0, [([Segment(64)], 8)])
     epochs = [samples(epoch_rows(order, epoch)) for epoch in range(4)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     for one, two in [(0, 1), (1, 2), (2, 3), (0, 3)]:
@@ -183,7 +183,7 @@ def test_every_epoch_has_another_order() -> None:
 
 def test_every_epoch_shuffles_its_segments_again() -> None:
     """The directory of each position within the bucket changes too."""
-    order = make_order(0, [([Segment(40), Segment(20, 1.5)], 10)])
+    order = build_order(0, [([Segment(40), Segment(20, 1.5)], 10)])
 
     def segments(epoch: int) -> list[int]:
         return [segment for _, segment, _, _ in _without_padding(order, epoch)]
@@ -194,13 +194,13 @@ def test_every_epoch_shuffles_its_segments_again() -> None:
 
 def test_another_seed_has_another_order() -> None:
     buckets = [([Segment(64)], 8)]
-    assert epoch_rows(make_order(0, buckets)) != epoch_rows(make_order(1, buckets))
-    assert epoch_rows(make_order(1, buckets)) == epoch_rows(make_order(1, buckets))
+    assert epoch_rows(build_order(0, buckets)) != epoch_rows(build_order(1, buckets))
+    assert epoch_rows(build_order(1, buckets)) == epoch_rows(build_order(1, buckets))
 
 
 def test_consecutive_steps_see_different_samples() -> None:
     """An earlier loader restarted at each step and trained on the same global batch forever."""
-    order = make_order(0, [([Segment(1000)], 10)])
+    order = build_order(0, [([Segment(1000)], 10)])
     seen: set[tuple[int, int, int]] = set()
     for step in range(order.steps_per_epoch):
         batch = samples(rows(order.picks(step)))
@@ -210,7 +210,7 @@ def test_consecutive_steps_see_different_samples() -> None:
 
 
 def test_a_batch_comes_from_one_bucket_and_buckets_are_mixed() -> None:
-    order = make_order(0, [([Segment(80)], 4), ([Segment(80)], 8)])
+    order = build_order(0, [([Segment(80)], 4), ([Segment(80)], 8)])
     order_of_buckets = [order.picks(step).bucket for step in range(order.steps_per_epoch)]
     assert Counter(order_of_buckets) == {0: 20, 1: 10}
     assert order_of_buckets != sorted(order_of_buckets)
@@ -221,7 +221,7 @@ def test_a_batch_comes_from_one_bucket_and_buckets_are_mixed() -> None:
 
 
 def test_fractional_repeats_use_other_samples_each_epoch_and_all_eventually() -> None:
-    order = make_order(0, [([Segment(40, 2.25)], 10)])
+    order = build_order(0, [([Segment(40, 2.25)], 10)])
     seen_three_times: Counter[int] = Counter()
     for epoch in range(30):
         counts = Counter(index for _, _, index, _ in epoch_rows(order, epoch))
@@ -234,7 +234,7 @@ def test_fractional_repeats_use_other_samples_each_epoch_and_all_eventually() ->
 
 
 def test_repeats_below_one_use_a_part() -> None:
-    order = make_order(0, [([Segment(100, 0.3)], 10)])
+    order = build_order(0, [([Segment(100, 0.3)], 10)])
     epochs = [{index for _, _, index, _ in epoch_rows(order, epoch)} for epoch in range(40)]
     assert all(len(epoch) == 30 for epoch in epochs)
     assert len(set.union(*epochs)) == 100
@@ -243,7 +243,7 @@ def test_repeats_below_one_use_a_part() -> None:
 
 @pytest.mark.parametrize(("size", "batch"), [(1, 8), (3, 8), (5, 64), (7, 8)])
 def test_a_bucket_smaller_than_a_batch_is_repeated_evenly_and_never_dropped(size: int, batch: int) -> None:
-    order = make_order(0, [([Segment(size)], batch)])
+    order = build_order(0, [([Segment(size)], batch)])
     assert (order.steps_per_epoch, order.buckets[0].padding) == (1, batch - size)
     result = epoch_rows(order)
     counts = Counter(samples(result))
@@ -309,7 +309,7 @@ def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -
     """For every world size an epoch covers the data, and resuming with other processes and workers changes nothing."""
     for _, micro, accumulation, _, workers in (shape for shape in SHAPES if (shape[0], shape[3]) == (ranks, layout)):
         batch = ranks * micro * accumulation
-        order = make_order(4, [(segments, batch) for segments in LAYOUTS[layout]], window=2)
+        order = build_order(4, [(segments, batch) for segments in LAYOUTS[layout]], window=2)
         steps = order.steps_per_epoch
         whole = seen_by_world(order, steps, 2 * steps, ranks, accumulation, workers)
         check_coverage(order, whole)
@@ -324,7 +324,7 @@ def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 3, 2), (2, 4, 1), (3, 1, 4), (8, 7, 2), (64, 2, 1)])
 def test_the_slices_of_all_ranks_are_the_global_batch_in_order(ranks: int, micro: int, accumulation: int) -> None:
     batch = ranks * micro * accumulation
-    order = make_order(1, [([Segment(batch * 2 + 3)], batch)])
+    order = build_order(1, [([Segment(batch * 2 + 3)], batch)])
     whole = rows(order.picks(1))
     parts = [rank_slice(batch, rank, ranks, at, accumulation) for rank in range(ranks) for at in range(accumulation)]
     assert [start for start, _ in parts] == list(range(0, batch, micro)), "gaps, overlaps or another order"
@@ -334,7 +334,7 @@ def test_the_slices_of_all_ranks_are_the_global_batch_in_order(ranks: int, micro
 
 
 def test_worlds_of_one_global_batch_see_the_same_steps() -> None:
-    order = make_order(9, [([Segment(101)], 24), ([Segment(17, 1.5)], 24)])
+    order = build_order(9, [([Segment(101)], 24), ([Segment(17, 1.5)], 24)])
     whole = [rows(order.picks(step)) for step in range(2 * order.steps_per_epoch)]
     for world, accumulation in [(1, 1), (1, 24), (2, 3), (3, 4), (4, 6), (8, 3), (12, 2), (24, 1)]:
         for step, expected in enumerate(whole):
@@ -368,7 +368,7 @@ def test_an_order_can_start_at_any_step() -> None:
 def large(batch: int) -> Order:
     """Ten million samples in 20,000 shards and three buckets."""
     sizes = [(10_000, 1.0), (6_000, 1.0), (4_000, 1.5)]
-    return make_order(0, [([Segment(500, repeats)] * count, batch) for count, repeats in sizes])
+    return build_order(0, [([Segment(500, repeats)] * count, batch) for count, repeats in sizes])
 
 
 def test_ten_million_samples_and_512_ranks_are_cheap() -> None:
@@ -402,7 +402,7 @@ def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
 def test_consecutive_steps_read_few_shards() -> None:
     """The steps of two windows of samples read the shards of at most three windows, however many shards exist."""
     window, size, batch = 4, 32, 16
-    order = make_order(2, [([Segment(size)] * 200, batch)], window)
+    order = build_order(2, [([Segment(size)] * 200, batch)], window)
     stretch = 2 * window * size // batch
     for first in range(0, order.steps_per_epoch - stretch, 7):
         touched = {segment for step in range(first, first + stretch) for segment in order.picks(step).segment.tolist()}
@@ -411,7 +411,7 @@ def test_consecutive_steps_read_few_shards() -> None:
 
 
 def test_every_bucket_has_its_own_window() -> None:
-    order = make_order(2, [([Segment(20)] * 50, 10), ([Segment(7)] * 80, 5)], window=3)
+    order = build_order(2, [([Segment(20)] * 50, 10), ([Segment(7)] * 80, 5)], window=3)
     for first in range(0, order.steps_per_epoch - 12, 5):
         touched = {
             (p.bucket, one) for step in range(first, first + 12) for p in [order.picks(step)] for one in p.segment
@@ -420,7 +420,7 @@ def test_every_bucket_has_its_own_window() -> None:
 
 
 def test_windows_change_every_epoch() -> None:
-    order = make_order(0, [([Segment(8)] * 40, 8)], window=4)
+    order = build_order(0, [([Segment(8)] * 40, 8)], window=4)
 
     def first_window(epoch: int) -> set[int]:
         first = epoch * order.steps_per_epoch
@@ -431,12 +431,12 @@ def test_windows_change_every_epoch() -> None:
 
 def test_samples_of_a_window_are_shuffled() -> None:
     """A batch has samples from nearly all shards of its window."""
-    order = make_order(0, [([Segment(64)] * 64, 64)], window=8)
+    order = build_order(0, [([Segment(64)] * 64, 64)], window=8)
     assert all(len(set(order.picks(step).segment.tolist())) >= 6 for step in range(order.steps_per_epoch))
 
 
 def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
-    order = make_order(0, [([Segment(50)] * 20, 100)], window=20)
+    order = build_order(0, [([Segment(50)] * 20, 100)], window=20)
     segments = np.concatenate([order.picks(step).segment for step in range(10)])
     assert all(len(set(part.tolist())) > 15 for part in np.split(segments, 10))
 
@@ -444,7 +444,7 @@ def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
 @pytest.mark.parametrize("batch", [4, 10, 35, 100])
 def test_next_windows_contain_the_shards_of_the_next_steps(batch: int) -> None:
     """For batches shorter and longer than a window, a step reads only predicted shards, which are not all shards."""
-    order = make_order(1, [([Segment(10)] * 30, batch), ([Segment(7)] * 9, batch)], window=3)
+    order = build_order(1, [([Segment(10)] * 30, batch), ([Segment(7)] * 9, batch)], window=3)
     predicted: dict[int, set[int]] = {}
     for step in range(3 * order.steps_per_epoch):
         picks = order.picks(step)
@@ -472,7 +472,7 @@ COUNTS = [(1,), (7,), (1, 1), (1, 500), (3, 5, 7), (100, 1, 1, 40), (2,) * 30, t
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(counts: tuple[int, ...]) -> None:
-    order = make_order(3, [([Segment(max(1, 2 * count))], 2 if count else 4) for count in counts], drop_small=True)
+    order = build_order(3, [([Segment(max(1, 2 * count))], 2 if count else 4) for count in counts], drop_small=True)
     assert [bucket.num_batches for bucket in order.buckets] == list(counts)
     for epoch in range(3):
         first = epoch * order.steps_per_epoch
@@ -484,7 +484,7 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
 
 def test_position_agrees_with_sorting_all_batches() -> None:
     """The few candidates contain the right batch: sorting the whole list by time gives the same result."""
-    order = make_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
+    order = build_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
     for epoch in range(3):
         timed = []
         for bucket, plan in enumerate(order.buckets):
@@ -498,7 +498,7 @@ def test_position_agrees_with_sorting_all_batches() -> None:
 
 
 def test_buckets_are_spread_over_the_epoch() -> None:
-    order = make_order(0, [([Segment(800)], 8), ([Segment(80)], 8)])
+    order = build_order(0, [([Segment(800)], 8), ([Segment(80)], 8)])
     steps = [step for step in range(order.steps_per_epoch) if order.position(step)[1] == 1]
     assert len(steps) == 10
     assert all(11 * at - 2 <= step <= 11 * at + 12 for at, step in enumerate(steps))
@@ -509,19 +509,19 @@ def test_buckets_are_spread_over_the_epoch() -> None:
 
 def test_small_buckets_can_be_dropped_and_are_listed() -> None:
     buckets = [([Segment(7)], 8), ([Segment(20)], 8), ([Segment(3, 2.0)], 8), ([Segment(4, 2.0)], 8)]
-    order = make_order(0, buckets, drop_small=True)
+    order = build_order(0, buckets, drop_small=True)
     assert order.dropped == (0, 2)
     assert [bucket.num_batches for bucket in order.buckets] == [0, 3, 0, 1]
     assert [bucket.padding for bucket in order.buckets] == [0, 4, 0, 0]
     assert {bucket for bucket, *_ in epoch_rows(order)} == {1, 3}
-    assert make_order(0, buckets).dropped == ()
+    assert build_order(0, buckets).dropped == ()
 
 
 # --- fractional rounds over many small shards --------------------------------------------------
 
 
 def test_shards_with_less_than_one_sample_per_epoch_are_used_eventually() -> None:
-    order = make_order(0, [([Segment(1, 0.25)] * 40, 5)])
+    order = build_order(0, [([Segment(1, 0.25)] * 40, 5)])
     seen: Counter[int] = Counter()
     for epoch in range(60):
         result = [segment for _, segment, _, _ in epoch_rows(order, epoch)]
@@ -532,7 +532,7 @@ def test_shards_with_less_than_one_sample_per_epoch_are_used_eventually() -> Non
 
 
 def test_shares_of_several_kinds_add_up_in_every_epoch() -> None:
-    order = make_order(0, [([Segment(3, 0.4), Segment(5, 1.7), Segment(2), Segment(7, 0.1), Segment(1, 2.5)], 4)])
+    order = build_order(0, [([Segment(3, 0.4), Segment(5, 1.7), Segment(2), Segment(7, 0.1), Segment(1, 2.5)], 4)])
     for epoch in range(40):
         counts = Counter((segment, index) for _, segment, index, _ in _without_padding(order, epoch))
         assert sum(counts.values()) == order.buckets[0].length == 15  # 1.2 + 8.5 + 2 + 0.7 + 2.5 = 14.9

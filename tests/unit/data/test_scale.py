@@ -10,7 +10,7 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.order import Order, Segment, make_order, rank_slice
+from sd3_light.data.order import Order, Segment, build_order, rank_slice
 
 RANKS, MICRO, A_MACHINE = 1024, 64, 8
 SAMPLES, SHARD = 1_000_000_000, 4096
@@ -18,7 +18,7 @@ SAMPLES, SHARD = 1_000_000_000, 4096
 
 @cache
 def order() -> Order:
-    return make_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD) + [Segment(SAMPLES % SHARD)], RANKS * MICRO)])
+    return build_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD) + [Segment(SAMPLES % SHARD)], RANKS * MICRO)])
 
 
 def share(rank: int) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def test_the_slices_of_all_ranks_are_the_global_batch(step: int) -> None:
 
 def test_an_order_of_a_billion_samples_needs_memory_per_shard_only() -> None:
     tracemalloc.start()
-    made = make_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD), RANKS * MICRO)])
+    made = build_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD), RANKS * MICRO)])
     for step in (0, made.steps_per_epoch, 2 * made.steps_per_epoch, 3 * made.steps_per_epoch):
         made.picks(step, *share(700))
     held, _ = tracemalloc.get_traced_memory()
@@ -50,7 +50,7 @@ def test_an_order_of_a_billion_samples_needs_memory_per_shard_only() -> None:
 @pytest.mark.parametrize("window", [1, 4, 16])
 @pytest.mark.parametrize("step", [0, 500, 1561, 1562])  # the last is half padding
 def test_a_rank_prefetches_its_own_shards_only(step: int, window: int) -> None:
-    made = make_order(3, [([Segment(512)] * 200_000, RANKS * MICRO)], window)
+    made = build_order(3, [([Segment(512)] * 200_000, RANKS * MICRO)], window)
     for rank in (0, 511, 1023):
         ahead = set(made.segments_in(made.next_windows(step, *share(rank))).tolist())
         assert set(made.picks(step + 1, *share(rank)).segment.tolist()) <= ahead
@@ -61,7 +61,7 @@ def test_a_rank_prefetches_its_own_shards_only(step: int, window: int) -> None:
 
 
 def test_a_rank_whose_share_is_padding_reads_the_beginning() -> None:
-    made = make_order(3, [([Segment(512)] * 100, RANKS * MICRO)])
+    made = build_order(3, [([Segment(512)] * 100, RANKS * MICRO)])
     padded = share(1023)
     assert padded[0] > made.buckets[0].length
     assert len(made.segments_at(0, *padded)) > 0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sd3_light.data.order import Segment, make_order
+from sd3_light.data.order import Segment, build_order
 from sd3_light.training.data import order_facts
 
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
@@ -11,7 +11,7 @@ SEGMENTS = [Segment(8), Segment(5, 1.5)]
 def facts(
     seed: int = 0, segments: list[Segment] | None = None, batch: int = 4, window: int = 16, drop: bool = False
 ) -> dict[str, Any]:
-    return order_facts(make_order(seed, [(segments or SEGMENTS, batch), ([Segment(3)], batch)], window, drop))
+    return order_facts(build_order(seed, [(segments or SEGMENTS, batch), ([Segment(3)], batch)], window, drop))
 
 
 def test_equal_orders_have_equal_facts() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sd3_light.config import SIZES
-from sd3_light.data.order import Segment, make_order
+from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
 from sd3_light.training.data import flops_counter, training_steps
 
@@ -16,7 +16,7 @@ class Config:
 
 def test_a_process_without_data_opens_nothing() -> None:
     """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
-    order = make_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
+    order = build_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
     nothing: Any = None
     steps = training_steps(Config(), nothing, order, Launch(0, 0, 2), nothing, nothing, reads_data=False)(1)  # type: ignore[arg-type]
     sizes = []

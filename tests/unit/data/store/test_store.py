@@ -190,7 +190,7 @@ def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_p
 
 
 def test_a_shard_is_downloaded_in_chunks(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(remote, "DOWNLOAD_CHUNK_BYTES", 300)
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     assert read(store, 0) == content(0)
@@ -392,7 +392,7 @@ def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
         parent.recv()
         yield from rest
 
-    remote.CHUNK_BYTES, remote._chunks = SIZE // 2, half
+    remote.DOWNLOAD_CHUNK_BYTES, remote._chunks = SIZE // 2, half
     store = RemoteStore(url, folder, 3 * SIZE)
     parent.send(store.path(store.manifest.shards[0]).name)
 
