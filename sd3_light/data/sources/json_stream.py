@@ -5,7 +5,6 @@ silently become "?", and the NaN that Python's `json` writes is an error.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -14,7 +13,6 @@ MAX_MEMBER = 1 << 24
 
 _CHUNK = 1 << 16
 _DECODER = json.JSONDecoder()
-_SPACES = re.compile(r"[ \t\r\n]*")
 
 
 def members(file: TextIO) -> Iterator[tuple[str | None, Any]]:
@@ -50,11 +48,10 @@ class _Window:
     def peek(self) -> str:
         """Return the next character after white space, "" at the end."""
         while True:
-            match = _SPACES.match(self._text, self._at)
-            assert match is not None, "the pattern matches the empty string"
-            self._at = match.end()
-            if self._at < len(self._text):
-                return self._text[self._at]
+            while self._at < len(self._text):
+                if self._text[self._at] not in " \t\r\n":
+                    return self._text[self._at]
+                self._at += 1
             if not self._extend():
                 return ""
 
