@@ -132,7 +132,7 @@ def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
 
 
 def num_sockets(world: int, groups: int = _MAX_GROUPS) -> int:
-    """Return how many files a process holds open for its groups: per group one socket per process, and a few more."""
+    """Return the number of open files that the process groups need: one socket per process and group, and a few more."""
     return groups * (world + _FILES_PER_GROUP)
 
 

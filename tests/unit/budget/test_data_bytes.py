@@ -207,6 +207,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     entries = tuple(written(folder, content(SHARD_SIZE, text=WIDE), f"{at}") for at in range(3))
     Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(folder)
     exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    # torch's builds for ARM use mimalloc
+    exact |= {"MIMALLOC_PURGE_DELAY": "0", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
     command = [sys.executable, __file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact}, timeout=120)
     return dict(zip((*LOADERS, ()), json.loads(done.stdout), strict=True))

@@ -114,7 +114,7 @@ def test_unsupported_image_sizes_are_refused(pipe: Any, side: int) -> None:
 
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
 @pytest.mark.parametrize("guidance", [4.0, 1.0])
-def test_with_real_tokens_an_image_does_not_depend_on_its_batch(pipe: Any, uncond: str, guidance: float) -> None:
+def test_an_image_does_not_depend_on_its_batch_with_real_tokens(pipe: Any, uncond: str, guidance: float) -> None:
     """Prompts and negative prompts of different lengths share a batch, each with its own mask."""
     policy = TextPolicy(12, uncond, "real")  # type: ignore[arg-type]
     alone = generate(pipe, REQUESTS, policy, STEPS, guidance, batch_size=1)

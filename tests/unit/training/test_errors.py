@@ -32,7 +32,7 @@ def test_errors_of_user_code_name_it(error: Exception) -> None:
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5] closed"), PeerLost, "lost another"),
     ],
 )
-def test_errors_of_the_machine_do_not_blame_user_code(error: Exception, kind: type[UserError], message: str) -> None:
+def test_errors_of_the_machine_are_not_user_code_errors(error: Exception, kind: type[UserError], message: str) -> None:
     for block in (as_user_error("unit Encode"), explain_runtime_errors()):
         with pytest.raises(kind) as raised, block:
             raise error
