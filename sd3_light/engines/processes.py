@@ -132,7 +132,7 @@ def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
 
 
 def num_sockets(world: int, groups: int = _MAX_GROUPS) -> int:
-    """Return the number of open files that the process groups need: one socket per process and group, and a few more."""
+    """Return the number of open files of the process groups: one socket per process and group, and a few more."""
     return groups * (world + _FILES_PER_GROUP)
 
 
