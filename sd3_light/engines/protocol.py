@@ -103,6 +103,10 @@ class Engine(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shape of every trainable weight of the model, on any rank."""
 
+    @property
+    def updates_started(self) -> int:
+        """How often the optimizer began to change weights. If it rose in a step that failed, weights may be mixed."""
+
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run one optimizer step over equally sized micro-batches."""
 

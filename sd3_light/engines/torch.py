@@ -65,6 +65,11 @@ class TorchEngine:
         """The full shape of every trainable weight."""
         return {name: tuple(weight.shape) for name, weight in self._parameters.items()}
 
+    @property
+    def updates_started(self) -> int:
+        """How often the optimizer began to change weights."""
+        return self.optimizer.updates_started
+
     # --- steps ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:

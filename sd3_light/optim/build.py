@@ -47,7 +47,14 @@ class Optimizer:
         members = {id(p): part for part in parts for group in part.optimizer.param_groups for p in group["params"]}
         self._owners = {name: (parameter, members[id(parameter)]) for name, parameter in named.items()}
         self._prepared = False
+        self.updates_started = 0
+        """How often an optimizer began to change weights, also one that a library drives itself."""
+        for part in parts:
+            part.optimizer.register_step_pre_hook(self._count_update)
         self._skips_on_device = all(part.skips_on_device for part in parts)
+
+    def _count_update(self, *_: Any) -> None:
+        self.updates_started += 1
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the next steps, for all weights."""

@@ -137,7 +137,7 @@ class Driver:
         except (UserError, *COMMON_ERRORS) as error:
             step = self.run.progress.step
             self.run.log("stop", **self.run.progress.counts(), reason=str(error) or type(error).__name__)
-            if not self._save_after_error(start, error):
+            if not self._save_after_error(start):
                 raise
             saved = f"step {step} is saved: {self.resume_hint} continues from there"
             if isinstance(error, UserError):
@@ -164,13 +164,11 @@ class Driver:
                 self.hooks.finish(end)
         self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")
 
-    def _save_after_error(self, start: Progress, error: Exception) -> bool:
+    def _save_after_error(self, start: Progress) -> bool:
         """Checkpoint the last complete step where the weights are good; return whether it is saved."""
         now = self.run.progress
         nothing_learned = now.step - start.step == now.skipped - start.skipped
-        # unexpected errors may come from the middle of an optimizer step
-        incomplete = self.run.is_stepping and not isinstance(error, UserError)
-        if self.launch.world > 1 or nothing_learned or incomplete or self.run.has_diverged:
+        if self.launch.world > 1 or nothing_learned or self.run.is_updating or self.run.has_diverged:
             return False
         try:
             if self._checkpointed_at != now.step:

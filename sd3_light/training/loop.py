@@ -64,9 +64,14 @@ class Run:
     logging_steps: int = 1
     steps_per_print: int = 1
     faster_data: str = ""
-    is_stepping: bool = False  # weights, moments and averages may be of different steps
+    _updates_before: int | None = None  # of the step in progress
     _skipped_in_a_row: int = 0
     _starved: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a step has begun to change weights and is not complete: weights and averages may be mixed."""
+        return self._updates_before is not None and self.engine.updates_started != self._updates_before
 
     @property
     def has_diverged(self) -> bool:
@@ -87,11 +92,11 @@ def train(run: Run) -> Progress:
             lr = run.learning_rate(before.step)
 
             run.begin_step(before.step)
-            run.is_stepping = True
+            run._updates_before = run.engine.updates_started
             result = run.engine.train_step(micro_batches, lr)
             if run.averages is not None:
                 run.averages.update(run.engine.weights, before.step + 1)
-            run.is_stepping = False
+            run._updates_before = None
 
             samples = run.samples_in(before.position)
             run.progress = before.after(samples)

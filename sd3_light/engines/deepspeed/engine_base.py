@@ -10,6 +10,7 @@ from torch import Tensor
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.optim.build import Optimizer
 
 StateT = TypeVar("StateT", bound=StageState | ShardState)
 
@@ -18,6 +19,7 @@ class DeepSpeedBase(Generic[StateT]):
     """The part of `Engine` that exposes this process's weights and optimizer state."""
 
     state: StateT
+    optimizer: Optimizer
     world: int
     device: torch.device
 
@@ -30,6 +32,11 @@ class DeepSpeedBase(Generic[StateT]):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shape of every trainable weight of the model."""
         return self.state.shapes
+
+    @property
+    def updates_started(self) -> int:
+        """How often the optimizer began to change weights."""
+        return self.optimizer.updates_started
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""

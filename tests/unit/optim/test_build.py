@@ -321,3 +321,18 @@ def test_sharded_weights_train_and_skip_like_whole_ones(one_process: None) -> No
         assert isinstance(moment, DTensor)
         assert torch.equal(moment.to_local(), optimizers[0].state(name)["exp_avg"])
         assert count.item() == 2
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_updates_are_counted_when_they_start(kind: str) -> None:
+    """Also those of a library that drives the torch optimizer itself, and one that fails on the way."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = make_optimizer({"w": weight}, OptimizerConfig(type=kind, lr=1e-3), torch.device("cpu"))
+    weight.grad = torch.ones(2, 2)
+    optimizer.torch_optimizer.step()
+    assert optimizer.updates_started == 1
+    weight.grad = None
+    optimizer.torch_optimizer.param_groups[0]["params"] = [object()]
+    with pytest.raises(AttributeError):
+        optimizer.torch_optimizer.step()
+    assert optimizer.updates_started == 2

@@ -32,12 +32,17 @@ class Result:
 
 
 class OneWeight:
-    """Each step adds 1 to its weight; ``errors`` are raised in a step after the weight has changed."""
+    """Each step adds 1 to its weight; ``early`` errors are raised before it, ``errors`` after it."""
 
-    rank, world, writers = 0, 1, 1
+    rank, world, writers, updates_started = 0, 1, 1, 0
 
-    def __init__(self, bad: Sequence[int] = (), errors: Mapping[int, Exception] | None = None) -> None:
-        self.bad, self.errors, self.weight = set(bad), errors or {}, torch.zeros(1)
+    def __init__(
+        self,
+        bad: Sequence[int] = (),
+        errors: Mapping[int, Exception] | None = None,
+        early: Mapping[int, Exception] | None = None,
+    ) -> None:
+        self.bad, self.errors, self.early, self.weight = set(bad), errors or {}, early or {}, torch.zeros(1)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -46,6 +51,9 @@ class OneWeight:
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
         number = batches[0][0][0]
         taken = number not in self.bad
+        if number in self.early:
+            raise self.early[number]
+        self.updates_started += 1
         self.weight += taken
         if number in self.errors:
             raise self.errors[number]
@@ -194,17 +202,35 @@ def test_a_checkpoint_of_the_same_step_is_not_written_again(tmp_path: Path) -> N
     assert case.of("checkpoint") == [6]
 
 
-def test_other_errors_are_saved_too_but_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_other_errors_are_saved_too(tmp_path: Path) -> None:
     def fail(progress: Progress) -> None:
         raise ValueError("a bug")
 
     between = Case(tmp_path / "between", hooks=RunHooks(save=fail), schedule=HookSchedule(save=every(3)))
     assert between.error(ValueError) == "a bug"
     assert between.saved() == ["step-00000003"]
-    within = Case(tmp_path / "within", OneWeight(errors={3: ValueError("a bug")}))
-    assert within.error(ValueError) == "a bug"
-    assert within.saved() == []
-    assert within.of("stop") == [3]
+    forward = Case(tmp_path / "forward", OneWeight(early={3: ValueError("a bug")}))
+    assert forward.error(ValueError) == "a bug"
+    assert forward.saved() == ["step-00000003"]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), torch.OutOfMemoryError("full"), UserError("odd")])
+def test_a_step_that_fails_while_it_updates_is_not_saved(tmp_path: Path, error: Exception) -> None:
+    """Some weights may be of this step and others of the last."""
+    case = Case(tmp_path, OneWeight(errors={3: error}))
+    case.error(ValueError if isinstance(error, ValueError) else UserError)
+    assert case.saved() == []
+    assert case.of("stop") == [3]
+
+
+def test_an_average_that_fails_to_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    case = Case(tmp_path)
+    monkeypatch.setattr(case.averages, "update", fail)
+    case.error(ValueError)
+    assert case.saved() == []
 
 
 def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Result:
 class CountingEngine:
     """Each step adds 1 to its only weight; steps in ``bad`` are not finite."""
 
-    rank, world, writers = 0, 1, 1
+    rank, world, writers, updates_started = 0, 1, 1, 0
 
     def __init__(self, bad: Sequence[int] = (), late: bool = False) -> None:
         self.bad, self.late = set(bad), late
