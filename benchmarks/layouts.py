@@ -38,7 +38,7 @@ MODELS = (
 LAYOUTS = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "2 stages, ZeRO-1", "4 stages, ZeRO-1")
 HEADS = {
     "en": ("model", *LAYOUTS, "choose"),
-    "zh": ("模型", *LAYOUTS[:-2], "2 级流水，ZeRO-1", "4 级流水，ZeRO-1", "选择"),
+    "zh": ("模型", *LAYOUTS[:-2], "2 个阶段，ZeRO-1", "4 个阶段，ZeRO-1", "选择"),
 }
 _NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 

@@ -27,12 +27,12 @@ def layouts() -> Any:
 def test_the_table_is_what_the_formulas_give(layouts: Any, page: Any, name: str, language: str) -> None:
     table, lines = layouts.table(language), page(name).prose
     first = lines.index(table[0])
-    found = lines[first : lines.index("", first)]
-    assert found == table, "run `python benchmarks/layouts.py --write`"
+    rows = lines[first : lines.index("", first)]
+    assert rows == table, "run `python benchmarks/layouts.py --write`"
 
 
-def test_layouts_lie_where_they_cut(layouts: Any) -> None:
-    """What cuts more takes less, and the fullest stage of four takes less than that of two."""
+def test_more_sharding_takes_less_memory(layouts: Any) -> None:
+    """The largest of four pipeline stages also takes less than the larger of two."""
     size, tokens = SIZES["sd3.5_medium"], Tokens(4096, 333)
     takes = {name: gpu_memory(layouts.setup_of(name, size, tokens, 4)).total for name in layouts.LAYOUTS}
     assert takes["FSDP2"] < takes["ZeRO-3"] < takes["ZeRO-2"] < takes["ZeRO-1"] < takes["DDP"]
