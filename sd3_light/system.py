@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Identify the set of processes that can be looked up by number: one boot and one PID namespace."""
+    """Return an id of the boot and PID namespace, within which a process number is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")

@@ -170,7 +170,7 @@ class StoredTensor:
 def joined(tensors: Sequence[StoredTensor]) -> StoredTensor:
     """Concatenate the rows of tensors."""
     first = tensors[0]
-    assert all((other.dtype, other.shape[1:]) == (first.dtype, first.shape[1:]) for other in tensors)
+    assert all((tensor.dtype, tensor.shape[1:]) == (first.dtype, first.shape[1:]) for tensor in tensors)
     spans = tuple(span for tensor in tensors for span in tensor.spans)
     return StoredTensor(first.dtype, (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]), spans)
 
@@ -229,7 +229,7 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
 
 
 def _require_complete(tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
-    """Check that the tensors fill the file without gaps, each with as many bytes as its shape needs."""
+    """Raise a ValueError unless the tensors fill the file without gaps, each with the bytes that its shape needs."""
     for name, tensor in tensors.items():
         if tensor.spans[0].size != tensor.nbytes:
             raise ValueError(f"{name} has {tensor.spans[0].size} bytes, but its shape needs {tensor.nbytes}")

@@ -50,14 +50,10 @@ class BackgroundWorker:
         assert self._thread.is_alive(), "closed"
         self._jobs.put((name, job))
 
-    def has_results(self) -> bool:
-        """Whether `poll` would return results."""
-        return not self._done.empty()
-
     def poll(self) -> list[JobResult]:
         """Return the results since the last call, without waiting."""
         results = []
-        while self.has_results():
+        while not self._done.empty():
             results.append(self._done.get())
         return results
 
@@ -149,8 +145,7 @@ class CheckpointKeeper:
             self._background.submit(_RESERVE, lambda: self._copies.reserve(nbytes))
 
     def save(self, step: int, pieces: Iterable[TensorPiece], facts: Mapping[str, Any]) -> float:
-        """Copy the pieces and start writing them; return the seconds this took, including the wait for an earlier
-        save."""
+        """Copy the pieces and start writing them; return the seconds this took, with the wait for an earlier save."""
         if self.rank >= self._members:
             return 0.0
         started = time.perf_counter()
@@ -164,10 +159,6 @@ class CheckpointKeeper:
     def is_idle(self, seconds: float = 0.0) -> bool:
         """Whether no save is in progress, now or within ``seconds``."""
         return self._background.is_idle(seconds)
-
-    def has_results(self) -> bool:
-        """Whether `poll` would return results."""
-        return bool(self._finished) or self._background.has_results()
 
     def poll(self) -> list[CheckpointSaved | CheckpointFailed]:
         """Return the results since the last call, without waiting."""
@@ -191,8 +182,7 @@ class CheckpointKeeper:
     def _write(
         self, step: int, pieces: list[TensorPiece], facts: dict[str, Any], stall: float
     ) -> CheckpointSaved | CheckpointFailed:
-        """Write a checkpoint, in the thread: leftovers are removed before any rank writes, and all ranks have written
-        before the commit."""
+        """Write a checkpoint, in the thread: remove leftovers, let all ranks write, then commit."""
         started = time.perf_counter()
         temporary = temporary_folder(self.folder, step)
         main, writes = self.rank == 0, self.rank < self.writers
@@ -216,8 +206,7 @@ class CheckpointKeeper:
         return ""
 
     def _together(self, has_work: bool, work: Callable[[], object]) -> list[str]:
-        """Do this rank's work, if any, then return the results of all ranks, or raise the first failure on all of
-        them."""
+        """Do this rank's work, if any; return the results of all ranks, or raise the first failure on all of them."""
         failed, result = 0, ""
         try:
             result = str(work()) if has_work else ""

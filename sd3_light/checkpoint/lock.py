@@ -9,8 +9,7 @@ from sd3_light.config.faults import UserError
 
 
 def lock_folder(folder: Path, key: str = "output_dir") -> int | None:
-    """Create the folder and lock it for this process; return a handle to close, or None if the file system has no
-    locks.
+    """Create the folder and lock it for this process; return a handle to close, None without file system locks.
 
     Raises a `UserError` if the folder cannot be created or another process trains in it; ``key`` is the setting to
     change.

@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd3_light.tensor_file import DTYPE_NAMES, DTYPES, header_bytes, read_tensor_file
-
-__all__ = ["DTYPES", "DTYPE_NAMES", "read_offsets", "read_range", "write_ranges"]
+from sd3_light.tensor_file import DTYPE_NAMES, header_bytes, read_tensor_file
 
 
 def write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:

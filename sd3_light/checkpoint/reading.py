@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint.index import Index, Range, damaged, read_index, wrong_size
-from sd3_light.checkpoint.ranges import DTYPES, read_offsets, read_range
+from sd3_light.checkpoint.ranges import read_offsets, read_range
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.tensor_file import DTYPES
 
 
 def open_checkpoint(path: Path) -> "Checkpoint":

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, Index, Range, merge_entries, why_incomplete, wrong_size
-from sd3_light.checkpoint.ranges import DTYPE_NAMES, write_ranges
+from sd3_light.checkpoint.ranges import write_ranges
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
+from sd3_light.tensor_file import DTYPE_NAMES
 
 __all__ = [
     "INDEX",
@@ -33,10 +34,12 @@ __all__ = [
     "commit",
     "incomplete_checkpoints",
     "keep_newest",
+    "mark_abandoned_after",
     "newest_checkpoint",
     "open_checkpoint",
     "remove",
     "reset_folder",
+    "step_of",
     "temporary_folder",
     "write_part",
 ]
@@ -93,7 +96,7 @@ def _part_name(rank: int) -> str:
 
 
 def _split(piece: TensorPiece) -> Iterator[TensorPiece]:
-    """Yield ranges of bounded length. An empty piece is kept only for an empty tensor, so that it has a range."""
+    """Yield ranges of bounded length. An empty piece is written only for an empty tensor, so that it has a range."""
     if not len(piece.values):
         if 0 in piece.shape:
             yield piece

@@ -1,7 +1,7 @@
-"""A task script's Accelerator as an engine: it places, wraps and runs the module; steps and state are ours.
+"""An engine around a task script's Accelerator, which places, wraps and runs the module; the engine steps and saves.
 
-No scheduler or optimizer is prepared (accelerate steps a prepared scheduler once per process). What accelerate really
-set up is checked: the number of processes, the kind of distribution, and whether the weights are sharded.
+No scheduler or optimizer is prepared (accelerate steps a prepared scheduler once per process). The setup that results
+is checked: the number of processes, the kind of distribution, and whether the weights are sharded.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from sd3_light.engines.weight_layouts import Replicas, Shards, WeightLayout
 from sd3_light.flow.bands import NUM_BANDS
 from sd3_light.optim.build import make_optimizer
 
-REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def launch_from_accelerator(accelerator: Accelerator) -> Launch:
@@ -33,7 +33,7 @@ def launch_from_accelerator(accelerator: Accelerator) -> Launch:
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         raise UserError('accelerate\'s DeepSpeed plugin is not supported; pass engine="deepspeed" and no plugin')
-    if kind not in REPLICATED and not (kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)):
+    if kind not in _REPLICATED and not (kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)):
         raise UserError(f"accelerate's {kind.value} is not supported; use DDP or FSDP2 (fsdp_version: 2)")
     if accelerator.mixed_precision == "fp16":
         raise UserError("mixed_precision='fp16' needs loss scaling, which is not supported; use 'bf16' or 'no'")
@@ -68,7 +68,7 @@ class TaskEngine(TorchEngine):
     """Trains a module that takes whole batches: ``module(batch)`` returns the loss, ``module.each(batch, quantile)``
     the loss of each sample in validation.
 
-    An ``accelerator`` wraps the module if given; otherwise several processes use DDP (`engine="torch"`).
+    An ``accelerator`` wraps the module; without one, several processes use DDP (`engine="torch"`).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TaskEngine(TorchEngine):
 
     def _make_layout(self, launch: Launch, writers: int) -> WeightLayout:
         if self.accelerator is None:
-            return Replicas(self.module, launch, self.device, writers)
+            return Replicas(self.module, launch, writers)
         run = self.accelerator.prepare_model(self.module)
         is_sharded = any(isinstance(parameter, DTensor) for parameter in run.parameters())
         if self.accelerator.distributed_type == DistributedType.FSDP and not is_sharded:

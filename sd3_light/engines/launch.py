@@ -35,8 +35,11 @@ class Launch:
         return replace(self, rank=self.rank % replicas, world=replicas)
 
     def reads_data(self, stages: int = 1) -> bool:
-        """Whether this process needs micro-batches: in a pipeline the first stage reads features and the last one
-        labels; stages in between receive everything from their neighbours."""
+        """Whether this process needs micro-batches.
+
+        In a pipeline the first stage reads features and the last one labels; stages in between receive everything from
+        their neighbours.
+        """
         stage = self.rank // (self.world // stages)
         return stage in (0, stages - 1)
 

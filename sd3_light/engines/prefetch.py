@@ -25,7 +25,7 @@ class _DeviceBuffer:
         self.memory: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
         self.used: torch.cuda.Event | None = None
-        self.source: Any = None  # host memory that the copy reads, kept until the copy is done
+        self.source: Any = None  # host memory that the copy reads, held until the copy is done
 
     def reserve(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory of at least ``nbytes`` bytes."""
@@ -110,7 +110,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _goes_to_device(value: Any) -> bool:
-    """Counts stay on the host: reading them back would wait for the device."""
+    """Return whether a value is copied. Counts (int64) are not: reading them back would wait for the device."""
     return isinstance(value, Tensor) and value.dtype != torch.int64
 
 

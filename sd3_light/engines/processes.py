@@ -197,7 +197,7 @@ def _summary(error: Exception) -> str:
 class SharedFlags:
     """Flags that any rank can raise and all ranks see one call later, so that no rank waits for the others.
 
-    A single process sees its own flags at once. All ranks must call `exchange` equally often.
+    All ranks must call `exchange` equally often.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, count: int) -> None:
@@ -206,8 +206,10 @@ class SharedFlags:
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def exchange(self, flags: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Send this rank's flags; return those that any rank raised at the previous call (single process: at this
-        one)."""
+        """Send this rank's flags; return those that any rank raised at the previous call.
+
+        A single process gets its own flags back.
+        """
         assert len(flags) == self._count
         if self.group is None:
             return flags

@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     @property
     def updates_started(self) -> int:
-        """How often the optimizer began to change weights. If it rose in a step that failed, weights may be mixed."""
+        """How often the optimizer began to change weights. If a failed step raised it, weights may be inconsistent."""
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run one optimizer step over equally sized micro-batches."""
@@ -126,8 +126,10 @@ class Engine(Protocol):
         """Yield the pieces of tensors laid out like the weights, such as their averages."""
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Gather tensors laid out like the weights in rank 0's host memory; returns None on other ranks. All ranks
-        must call it."""
+        """Return tensors laid out like the weights, gathered in rank 0's host memory; None on other ranks.
+
+        All ranks must call it.
+        """
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """Return the predicted velocity, for sampling; all ranks must call it equally often."""

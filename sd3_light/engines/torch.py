@@ -39,7 +39,7 @@ class TorchEngine:
         self.layout: WeightLayout = (
             Shards(self.module, launch, device, bf16)
             if config.parallel == "fsdp2" and launch.world > 1
-            else Replicas(self.module, launch, device, writers)
+            else Replicas(self.module, launch, writers)
         )
         self.writers = self.layout.writers
         denoiser: Any = self.module.transformer

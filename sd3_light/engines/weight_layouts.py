@@ -1,4 +1,4 @@
-"""How the torch engine distributes weights over processes: all of them on each (DDP), or some rows on each (FSDP2)."""
+"""How the torch engine distributes weights over processes: a full copy each (DDP), or some rows each (FSDP2)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,7 +43,7 @@ class WeightLayout(Protocol):
 class Replicas:
     """Every process holds all weights; DDP averages their gradients."""
 
-    def __init__(self, module: nn.Module, launch: Launch, device: torch.device, writers: int) -> None:
+    def __init__(self, module: nn.Module, launch: Launch, writers: int) -> None:
         self.run: nn.Module = module
         self.rank, self.writers = launch.rank, writers
         if launch.world > 1:
@@ -83,7 +83,7 @@ class Shards:
     def __init__(self, module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> None:
         self.run, self.rank, self.writers = module, launch.rank, launch.world
         mesh = init_device_mesh(device.type, (launch.world,))
-        # inputs are not cast: timesteps up to 1000 and targets would lose digits; autocast casts inside
+        # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if bf16:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)

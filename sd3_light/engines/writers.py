@@ -5,8 +5,7 @@ from heapq import heapify, heapreplace
 
 
 def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:
-    """Return the writer of each tensor, balanced by size: the largest first, each to the writer with the least so
-    far."""
+    """Return the writer of each tensor, balanced by size: each, largest first, goes to the least loaded writer."""
     totals = [(0, writer) for writer in range(writers)]
     heapify(totals)
     assigned = [0] * len(sizes)

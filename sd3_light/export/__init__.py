@@ -1,1 +1,1 @@
-"""Exports: trained weights as models that other programs load, each proven before it is published (law 6)."""
+"""Exports: trained weights as models that other programs load, each verified before it is published (law 6)."""

@@ -63,7 +63,7 @@ def read_adapter(path: Path, kind: str) -> AdapterModules:
 
 
 def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
-    """Write, prove and rename the folder ``out``; an existing one is replaced.
+    """Write and verify the folder ``out``, then rename it into place; an existing one is replaced.
 
     ``out`` appears only after a clean process has loaded the file and the base model computed with it what it computes
     with the weights in memory.

@@ -66,7 +66,6 @@ _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name`
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
 _INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
 _NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
-_LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
@@ -95,14 +94,14 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
         )
         for name, metric, value in _results(about)
     ]
-    stated: dict[str, Any] = dict(licence or _NO_LICENCE)
+    licence_fields: dict[str, Any] = dict(licence or _NO_LICENCE)
     data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["sd3", "flow-matching", "sd3-light"],
         model_name=about.get("name", "sd3-light") if results else None,
         eval_results=results or None,
-        **stated,
+        **licence_fields,
     )
     return str(data.to_yaml()).strip()
 
@@ -111,8 +110,8 @@ def _results(about: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """Yield (data, metric, value) of all known results."""
     for name, loss in about.get("losses", {}).items():
         yield name, "flow matching loss", loss
-    for demand, rate in about.get("scores", {}).items():
-        yield "composition prompts", f"share right: {demand}", rate
+    for name, rate in about.get("scores", {}).items():
+        yield "composition prompts", f"share right: {name}", rate
 
 
 def _rows(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -145,7 +144,7 @@ def _code(spec: ExportSpec) -> str:
 
 
 def _note(spec: ExportSpec) -> str:
-    """Explain where stock code differs from training."""
+    """Return a note on where stock code differs from training; empty if it does not."""
     zero = spec.text.get("uncond_text") == "zero"
     if spec.real_text:
         return _REAL_NOTE.format(uncond="zeros" if zero else "the empty prompt")
@@ -159,5 +158,5 @@ def _licence_of(base: Path) -> dict[str, str]:
         return {}
     front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
-    licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _LICENCE_KEYS}
+    licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
     return licence if licence.get("license") and licence.get("license_name") != "not-stated" else {}

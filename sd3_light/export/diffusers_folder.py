@@ -23,7 +23,7 @@ from sd3_light.sampling.scheduler import flow_scheduler
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:
-    """Write, prove and rename: ``out`` appears only after stock diffusers has loaded it with equal results.
+    """Write and verify ``out``: it appears only after stock diffusers has loaded it with equal results.
 
     Live weights are only read. An existing ``out`` is replaced (an error without ``replace``), and kept on failure.
     """

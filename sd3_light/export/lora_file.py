@@ -241,7 +241,7 @@ def _scale(layer: str, alpha: Tensor | None, rank: int, scales: _Scales) -> floa
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
-    """Return layer -> role -> tensor; one error names all unknown keys."""
+    """Group the tensors as layer -> role -> tensor; one error names the unknown keys."""
     layers: dict[str, dict[Role, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
@@ -262,7 +262,7 @@ def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
 
 
 def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
-    """Return (layer, rank) -> scale of layers without an alpha tensor, from the config of diffusers or peft, else 1."""
+    """Return the function (layer, rank) -> scale for layers without alpha: from diffusers' or peft's config, else 1."""
     config = _json(metadata.get("lora_adapter_metadata", "{}"), "lora_adapter_metadata")
     config = {key.removeprefix("transformer."): value for key, value in config.items()}
     config_file = file.with_name("adapter_config.json")

@@ -71,14 +71,14 @@ def pad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, 
 
 
 def unpad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
-    """Undo `pad_names`; an update of an identity block is an error, since the model has no such block."""
+    """Undo `pad_names`; an update of an identity block is an error: the model has no such block."""
     last, new = _checked(padding)
     if new == last:
         return dict(modules)
-    of_padding = [name for name in modules if last <= (block_of(name) or 0) != new]
-    if of_padding:
+    in_padding = [name for name in modules if last <= (block_of(name) or 0) != new]
+    if in_padding:
         raise UserError(
-            f"{of_padding[0]} updates a block that pads {padding.num_layers} blocks to {padding.num_blocks}; "
+            f"{in_padding[0]} updates a block that pads {padding.num_layers} blocks to {padding.num_blocks}; "
             "the model has no such block, train without these layers"
         )
     return {with_block(name, {new: last}): module for name, module in modules.items()}

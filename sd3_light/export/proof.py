@@ -101,7 +101,7 @@ def run_clean_process(
     (work / "request.json").write_text(json.dumps({**request, **threads}), encoding="utf-8")
     save_file(inputs, work / "inputs.safetensors")
     command = [sys.executable, "-P", proof_process.__file__, str(path), str(work)]
-    # diffusers copies a folder's pipeline file to a module cache before it runs it: keep that out of the user's
+    # diffusers copies a folder's pipeline file to a module cache before running it: use another than the user's
     environment = {**os.environ, "HF_MODULES_CACHE": str(work / "modules")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -112,7 +112,7 @@ def run_clean_process(
 
 
 def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the same with the weights in memory, the base's frozen parts and the scheduler that training implies."""
+    """Return the same outputs from the weights in memory, the base's frozen parts and training's scheduler."""
     with torch.device("meta"):
         denoiser = SD3Transformer2DModel(**spec.transformer_config)
     denoiser.load_state_dict(dict(weights), strict=True, assign=True)

@@ -43,7 +43,7 @@ _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
 
 class Contents(NamedTuple):
-    """The last arguments of `write_single_file`."""
+    """What a single file contains: the options of `write_single_file`."""
 
     vae: bool = True
     text_encoders: bool = False

@@ -65,7 +65,7 @@ def _image_side(single: str, stock: str, norm: bool, dual: bool) -> Iterator[Rul
 
 
 def _text_side(single: str, stock: str, norm: bool, last: bool) -> Iterator[Rule]:
-    """The last block only reads its text stream: it has no text output, and its AdaLN is the continuous one."""
+    """Yield the rules of the text stream. The last block has no text output, and its AdaLN is the continuous one."""
     yield from _linear(f"{single}.adaLN_modulation.1", f"{stock}.norm1_context.linear", swap=last)
     yield from _linear(f"{single}.attn.qkv", *(f"{stock}.attn.add_{part}_proj" for part in "qkv"))
     for part in "qk" if norm else "":
@@ -138,7 +138,7 @@ def pad(stock: Tensors, shapes: Shapes, true_blocks: int, blocks: int) -> dict[s
 
 def unpad(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[str, StoredTensor]:
     """Undo `pad`. An identity block that is not zero is an error: it was trained."""
-    kept = {}
+    unpadded = {}
     for name, tensor in stock.items():
         block = _STOCK_BLOCK.match(name)
         if block and true_blocks - 1 <= int(block[1]) < blocks - 1:
@@ -148,8 +148,8 @@ def unpad(stock: Tensors, true_blocks: int, blocks: int, where: str) -> dict[str
                     "Another program changed it: read the file with its padding kept"
                 )
         else:
-            kept[_renumbered(name, blocks - 1, true_blocks - 1)] = tensor
-    return kept
+            unpadded[_renumbered(name, blocks - 1, true_blocks - 1)] = tensor
+    return unpadded
 
 
 def _renumbered(name: str, old: int, new: int) -> str:

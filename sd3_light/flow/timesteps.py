@@ -11,6 +11,11 @@ from statistics import NormalDist
 _NORMAL = NormalDist()
 
 
+def open_interval(u: float) -> float:
+    """Return u, moved inside (0, 1)."""
+    return min(max(u, 1e-12), 1 - 1e-12)
+
+
 def quantile_to_time(u: float, method: str, sigmoid_scale: float = 1.0) -> float:
     """Return t for a quantile: `uniform`, or `logit_normal` with mean 0 and deviation ``sigmoid_scale``."""
     if method == "uniform":

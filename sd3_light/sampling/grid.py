@@ -152,7 +152,7 @@ def _chinese(size: int) -> Font | None:
     for file in (*_fontconfig_files(), *_CJK_FILES):
         try:
             return ImageFont.truetype(file, size)
-        except OSError:  # not there, or not a font that FreeType reads
+        except OSError:  # missing, or not a font that FreeType reads
             continue
     return None
 

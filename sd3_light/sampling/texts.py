@@ -52,7 +52,7 @@ def join_features(features: Mapping[str, Tensor]) -> EncodedText:
 
 
 def unconditional_text(like: EncodedText, text_tokens: str) -> EncodedText:
-    """Return the text of a sample without text for `uncond_text` "zero": zeros (one token with real tokens)."""
+    """Return zeros in place of a text, for `uncond_text` "zero"; with real tokens a single token."""
     tokens_TW = torch.zeros_like(like.tokens if text_tokens == "padded" else like.tokens[:1])
     return EncodedText(tokens_TW, torch.zeros_like(like.pooled))
 

@@ -1,6 +1,5 @@
 """The evaluate stage: a model's validation loss on a config's evaluation sets, and its score on the demo's prompts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import peer_loss_as_user_error, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
@@ -55,7 +55,7 @@ def run(
     out: Path | None = None,
     loras: Sequence[Lora] = (),
 ) -> CompositionScore:
-    """Score ``count`` prompts of the demo world, by default of combinations that are not in the training data."""
+    """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
     pipe, policy = open_pipeline(model, Launch().device())
     add_loras(pipe, loras, diffusers_tensors)
     prompts = draw_prompts(count, seed, held_out, language=language)
@@ -63,5 +63,5 @@ def run(
         result = score(pipe, prompts, policy, steps, guidance, seed, batch, on_progress=bar.set_done)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(out, result.as_dict())
     return result

@@ -1,4 +1,4 @@
-"""The export stage: a proven diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
+"""The export stage: a verified diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
 
 import os
 from collections.abc import Callable
@@ -22,10 +22,9 @@ from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
+from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, SNAPSHOT
 from sd3_light.training.saver import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
-
-SNAPSHOTS = "ema"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def run(
     ``weights`` is `raw`, `ema` or the name of another average; by default `ema` if it exists. With ``ema_length`` (a
     width sigma_rel), an average of that length is rebuilt from the run's snapshots, as of the newest one (not after the
     step of ``checkpoint``). ``push_to_hub`` is a repository on the Hugging Face hub to upload to. An ``out`` that ends
-    in .safetensors becomes a single file with ``contents``; the folder it is made of is proven and then removed.
+    in .safetensors becomes a single file with ``contents``; the folder it is made from is verified and then removed.
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other; use one of them")
@@ -61,7 +60,7 @@ def run(
     if ema_length is None:
         weights_to_export = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
-        weights_to_export = _from_snapshots(run_folder / SNAPSHOTS, checkpoint, ema_length)
+        weights_to_export = _from_snapshots(run_folder / FOLDERS[SNAPSHOT], checkpoint, ema_length)
     try:
         _write(train, weights_to_export, run_folder, out, contents)
     except ExportError as error:
@@ -118,7 +117,7 @@ def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out:
 
 
 def _checkpoint_of(run_folder: Path, path: Path | None) -> Checkpoint:
-    path = path or newest_checkpoint(run_folder / "checkpoints")
+    path = path or newest_checkpoint(run_folder / FOLDERS[CHECKPOINT])
     if path is None:
         raise UserError(f"{run_folder} has no checkpoint to export yet")
     return open_checkpoint(path)

@@ -61,7 +61,7 @@ def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None =
 
 
 def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = None) -> Path:
-    """Write the folder ``model`` with the LoRAs added as a proven folder, in the model's dtype unless given."""
+    """Write the folder ``model`` with the LoRAs added as a verified folder, by default in the model's dtype."""
     refuse_existing(out)
     if is_single_file(out):
         raise UserError(f"{out}: merging writes a folder; pass a folder name and convert it with `sd3-light convert`")

@@ -187,8 +187,8 @@ def _generate(
     options: SampleOptions,
     common: dict[str, Any],
 ) -> float:
-    """Generate and write this process's images; return the longest time between two."""
-    numbers, slowest, before = list(requests), 0.0, time.monotonic()
+    """Generate and write this process's images; return the longest time between two batches, in seconds."""
+    numbers, slowest, last = list(requests), 0.0, time.monotonic()
     batches = stream_images(
         pipe,
         list(requests.values()),
@@ -207,7 +207,7 @@ def _generate(
                 with write_errors(path):
                     save_png(image, path, metadata)
             bar.advance(len(batch))
-            slowest, before = max(slowest, time.monotonic() - before), time.monotonic()
+            slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
     return slowest
 
 
@@ -221,14 +221,14 @@ def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None
                 "use --no-grid if the machines do not share a folder"
             )
         time.sleep(pause)
-        still = [path for path in missing if not path.exists()]
-        if len(still) < len(missing):
-            missing, last_change = still, time.monotonic()
+        still_missing = [path for path in missing if not path.exists()]
+        if len(still_missing) < len(missing):
+            missing, last_change = still_missing, time.monotonic()
 
 
 def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path) -> None:
-    several = len({request.seed for request in requests.values()}) > 1
-    captions = [f"{r.prompt} (seed {r.seed})" if several else r.prompt for r in requests.values()]
+    several_seeds = len({request.seed for request in requests.values()}) > 1
+    captions = [f"{r.prompt} (seed {r.seed})" if several_seeds else r.prompt for r in requests.values()]
     images = list(_thumbnails(requests, out))
     largest = max(max(image.size) for image in images)
     sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _MIN_THUMBNAIL_SIDE // largest))

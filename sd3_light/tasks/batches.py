@@ -1,4 +1,4 @@
-"""A user's dataset as the loop's batches, in the same order as pretraining (law 2); a sample's id is its index."""
+"""Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -81,8 +81,8 @@ class _Unprepared:
         return batch
 
 
-def training_steps(batches: TaskBatches, num_workers: int) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps from a position on, read by workers."""
+def task_steps(batches: TaskBatches, num_workers: int) -> Callable[[int], StepStream]:
+    """Return a function that yields the micro-batches of endless steps, starting at a position, read by workers."""
 
     def steps(first: int) -> StepStream:
         micro = batches.micro_batches

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.trained_file import write_trained
-from sd3_light.runlog import info, is_main_process
+from sd3_light.runlog import info
 from sd3_light.training.errors import as_user_error
+from sd3_light.training.saver import gather_trainable
 
 
 class ModelLogger:
@@ -64,8 +64,8 @@ class ModelLogger:
         """Write ``file_name``; all processes call it, the main one writes."""
         self._saved_at = self.num_steps
         path = self.output_path / file_name
-        state = _gather_trainable(model)
-        if is_main_process() if accelerator is None else accelerator.is_main_process:
+        state = gather_trainable(model.named_trainable())
+        if state is not None:
             facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
             with torch.autocast("cpu", enabled=False):  # hooks may run under autocast; files keep what was trained
                 if model.adapter is None:
@@ -86,12 +86,3 @@ class ModelLogger:
                 f"state_dict_converter returned no tensor for {wrong[:1] or 'any name'}; return a state dict"
             )
         return state
-
-
-def _gather_trainable(model: Any) -> dict[str, Tensor]:
-    """Return what trains, whole and in host memory."""
-    state = {}
-    for name, parameter in model.named_trainable():
-        local = parameter.detach()
-        state[name] = (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
-    return state

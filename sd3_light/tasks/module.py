@@ -14,6 +14,7 @@ from sd3_light.config.arguments import adapter_from_arguments
 from sd3_light.config.faults import UserError
 from sd3_light.flow.bands import sum_by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
+from sd3_light.flow.timesteps import open_interval
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
@@ -156,7 +157,7 @@ class DiffusionTrainingModule(nn.Module):
     def _cached(self, data: Values, split: UnitSplit) -> dict[str, Any]:
         values = {name: self._to_device(value) for name, value in data.items()}
         for unit in split.cached:
-            if not all(name.rstrip("?") in values for name in unit.writes):  # processed data have them already
+            if not all(name.rstrip("?") in values for name in unit.writes):  # processed data already has them
                 values = run_unit(unit, self, values)
         return values
 
@@ -175,7 +176,7 @@ class DiffusionTrainingModule(nn.Module):
             )
         values["noise"] = draw("noise", tuple(clean.shape))
         u = self._stream(sample, "timestep", False).random() if quantile is None else quantile
-        values["quantile"] = torch.tensor(min(max(u, 1e-12), 1 - 1e-12), dtype=torch.float64)
+        values["quantile"] = torch.tensor(open_interval(u), dtype=torch.float64)
         read = dict.fromkeys((*(name for unit in split.gradient for name in unit.reads), *self.loss.reads))
         read |= dict.fromkeys((*self.reads, "noise", "quantile"))
         written_later = {name.rstrip("?") for unit in split.gradient for name in unit.writes}

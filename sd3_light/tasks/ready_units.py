@@ -18,8 +18,9 @@ Function = Callable[..., Any]
 def unit(*writes: str, uses: str | Sequence[str] = ()) -> Callable[[Function], PipelineUnit]:
     """Turn a function into a unit: ``@unit("text", "pooled", uses="encoders")``.
 
-    Its first argument is the module; the others are the values that it reads, optional if they have a default. An
-    argument ``draw`` makes the unit random. It returns the value that it writes, or a tuple for several ``writes``.
+    The function's first argument is the module; the others are the values that it reads, optional if they have a
+    default. An argument ``draw`` makes the unit random. The function returns the value that the unit writes, or a tuple
+    for several ``writes``.
     """
     parts = (uses,) if isinstance(uses, str) else tuple(uses)
     if not writes or not all(isinstance(name, str) for name in (*writes, *parts)):
@@ -32,13 +33,13 @@ class _FunctionUnit(PipelineUnit):
 
     def __init__(self, function: Function, writes: tuple[str, ...], uses: tuple[str, ...]) -> None:
         parameters = list(inspect.signature(function).parameters.values())
-        if not parameters or any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        if not parameters or any(item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD) for item in parameters):
             raise UserError("a unit's function names its arguments: the module first, then each value that it reads")
         values = parameters[1:]
         self.reads = tuple(
-            each.name if each.default is each.empty else f"{each.name}?" for each in values if each.name != "draw"
+            item.name if item.default is item.empty else f"{item.name}?" for item in values if item.name != "draw"
         )
-        self.draws = any(each.name == "draw" for each in values)
+        self.draws = any(item.name == "draw" for item in values)
         self.writes, self.uses, self.function, self.name = writes, uses, function, function.__name__
 
     @property

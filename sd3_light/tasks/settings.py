@@ -69,7 +69,7 @@ class TaskSettings(Table):
     def of(settings: Mapping[str, Any], args: Any = None) -> "TaskSettings":
         """Return the settings of a call; attributes of ``args``, such as an argparse namespace, override if not None.
 
-        A invalid_value setting is a `UserError` of one line that names it and the remedy.
+        An invalid setting is a one-line `UserError` that names it and the remedy.
         """
         names = TaskSettings.model_fields.keys()
         if unknown := sorted(settings.keys() - names):
@@ -86,10 +86,10 @@ class TaskSettings(Table):
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
         for pair in (("eval_dataset", "eval_steps"), ("draw", "draw_steps")):
-            given = [name for name in pair if getattr(self, name) is not None]
-            if len(given) == 1:
-                (missing,) = set(pair) - set(given)
-                raise invalid_value(f"{given[0]} needs {missing} beside it; give both or none")
+            present = [name for name in pair if getattr(self, name) is not None]
+            if len(present) == 1:
+                (missing,) = set(pair) - set(present)
+                raise invalid_value(f"{present[0]} needs {missing} beside it; give both or none")
         step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")

@@ -25,7 +25,7 @@ def launch_and_device(accelerator: Accelerator | None, settings: TaskSettings) -
     return launch_from_accelerator(accelerator), accelerator.device
 
 
-def make_task_engine(
+def engine_from_settings(
     model: DiffusionTrainingModule,
     settings: TaskSettings,
     micro_batches: int,
@@ -34,7 +34,7 @@ def make_task_engine(
     accelerator: Accelerator | None,
     groups: ProcessGroups,
 ) -> Engine:
-    """Return the engine of the settings, with the module in it."""
+    """Return the engine that the settings name, with the module in it."""
     optimizer, clip = settings.optimizer_table, settings.gradient_clipping
     if settings.engine == "deepspeed":
         return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device)

@@ -1,4 +1,4 @@
-"""`launch_training_task`: trains a user's module on a user's dataset with the one driver."""
+"""`launch_training_task`: train a user's module on a user's dataset."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,41 +18,41 @@ from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint, open_
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.processes import SharedFlags, abort_process_group, start_process_group
+from sd3_light.engines.processes import abort_process_group, start_process_group
 from sd3_light.metrics.validation import validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import RunLog, set_main_process
 from sd3_light.tasks import setup
-from sd3_light.tasks.batches import SampleOrder, TaskBatches, evaluation_batches, length_of, training_steps
+from sd3_light.tasks.batches import SampleOrder, TaskBatches, evaluation_batches, length_of, task_steps
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.background_saves import newest_complete_checkpoint
+from sd3_light.training.background_saves import checkpoint_to_resume
 from sd3_light.training.data import order_facts
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
-from sd3_light.training.errors import TASK_MEMORY, as_user_error, explain_runtime_errors
+from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import NUM_FLAGS, RunRequests
+from sd3_light.training.requests import RunRequests
 
 
 @contextmanager
 def aborting_on_error() -> Iterator[None]:
-    """After an error abort the process group: the other processes may be in the middle of a collective.
+    """Abort the process group after an error: the other processes may be in the middle of a collective.
 
     A request to stop ends all processes at the same step, so it aborts nothing.
     """
-    together = False
+    ended_together = False
     try:
         yield
-        together = True
+        ended_together = True
     except Stopped:
-        together = True
+        ended_together = True
         raise
     finally:
-        if not together and dist.is_initialized() and dist.get_world_size() > 1:
+        if not ended_together and dist.is_initialized() and dist.get_world_size() > 1:
             abort_process_group()
 
 
@@ -89,7 +89,7 @@ def launch_training_task(
 
 
 def require_module_and_logger(model: Any, logger: Any) -> None:
-    """Raise if a task was given something else in place of its module or its logger."""
+    """Raise if the module or the logger of a task has the wrong type."""
     if not isinstance(model, DiffusionTrainingModule):
         raise UserError(f"the model is a {type(model).__name__}; derive it from DiffusionTrainingModule")
     if not isinstance(logger, ModelLogger):
@@ -130,7 +130,7 @@ def _make_driver(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
     )
     _prepare_module(model, settings, launch, setup.computes_in_bf16(accelerator, settings))
-    engine = setup.make_task_engine(model, settings, micro_batches, launch, device, accelerator, groups)
+    engine = setup.engine_from_settings(model, settings, micro_batches, launch, device, accelerator, groups)
     averages = Averages(engine.weights, settings.ema_table)
     batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches)
     steps_per_epoch, folder = samples.order.steps_per_epoch, logger.output_path
@@ -138,12 +138,12 @@ def _make_driver(
     total = total if settings.max_steps is None else min(total, settings.max_steps)
     run = Run(
         engine=engine,
-        steps=training_steps(batches, settings.num_workers),
+        steps=task_steps(batches, settings.num_workers),
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: setup.learning_rate_at(settings, step, total),
         total_steps=total,
         averages=averages,
-        requests=RunRequests(folder if launch.is_main else None, None, SharedFlags(groups.control, NUM_FLAGS)),
+        requests=RunRequests(folder if launch.is_main else None, group=groups.control),
         begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
         steps_per_epoch=steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
@@ -161,7 +161,7 @@ def _make_driver(
         ema=settings.ema_table,
         facts={"order": order_facts(samples.order)},
         keep_last=settings.keep_last_n_checkpoints,
-        out_of_memory=TASK_MEMORY,
+        out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
     )
     run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None)
@@ -215,10 +215,10 @@ def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch:
 
 
 def _resume(driver: Driver) -> dict[str, Any] | None:
-    """Load the newest checkpoint, if there is one; return its window of the log."""
+    """Load the newest checkpoint, if there is one; return the sums since its last log record."""
 
     def newest() -> str | None:
-        path = newest_complete_checkpoint(driver.folder)
+        path = checkpoint_to_resume(driver.folder)
         return None if path is None else str(path)
 
     path = driver.groups.decide_on_rank_0(driver.launch.is_main, newest)
@@ -249,7 +249,7 @@ class _TaskHooks:
     steps_per_epoch: int
 
     def run_hooks(self) -> RunHooks:
-        """Return them as the driver takes them."""
+        """Return the hooks for the driver."""
         return RunHooks(
             evaluate=None if self.settings.eval_dataset is None else self.evaluate,
             sample=None if self.settings.draw is None else self.draw,

@@ -109,8 +109,8 @@ class BackgroundSaves:
         self.log(f"{kind}_failed", step=step, reason=reason)
 
 
-def newest_complete_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder; report incomplete ones, or that there is none."""
+def checkpoint_to_resume(run: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run folder; print which ones are incomplete, or that there is none."""
     folder = run / FOLDERS[CHECKPOINT]
     for path in incomplete_checkpoints(folder):
         info(f"ignoring {path}: it is incomplete (the save was interrupted)")

@@ -25,7 +25,7 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_m
     """Open a dataset's cache: its manifest, or with ``in_memory`` all of it."""
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
-    # the first process of a machine checks the memory for all: the others may start when it is used already
+    # the first process of a machine checks the memory for all: the others may start when it is already in use
     processes = launch.local_world if launch.local_rank == 0 else 1
     return CachedDataset(store, in_memory, processes, launched=launch.world > 1)
 
@@ -48,7 +48,7 @@ def _global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) 
 
 
 def order_facts(order: Order) -> dict[str, Any]:
-    """Return what must be equal for a position in the order to mean the same samples."""
+    """Return the facts that two orders must share for a position to mean the same samples in both."""
     buckets = []
     for bucket in order.buckets:
         shards = blake2b(digest_size=8)
@@ -90,7 +90,7 @@ def training_steps(
     prefetch_to: torch.device | None = None,
     reads_data: bool = True,
 ) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps, from a position in the order on.
+    """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones. Without ``reads_data`` the batches
     are placeholders: see `placeholder_batch`.
@@ -112,7 +112,7 @@ def training_steps(
 
 
 def placeholder_batch(samples: int) -> MicroBatch:
-    """Return a micro-batch of which only the size is known, for pipeline stages that read nothing else of it."""
+    """Return a micro-batch without data, for pipeline stages that need only its size."""
     return (torch.empty(samples, device="meta"),), (None,)
 
 

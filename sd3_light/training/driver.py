@@ -28,8 +28,6 @@ from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.training.loop import Due, Hook, Run, every, never, train
 from sd3_light.training.saver import RAW
 
-EvalLosses = Mapping[str, float]
-
 
 @dataclass(frozen=True)
 class RunHooks:
@@ -43,7 +41,7 @@ class RunHooks:
     the model compute as in a training step.
     """
 
-    evaluate: Callable[[], Iterable[tuple[str, EvalLosses]]] | None = None
+    evaluate: Callable[[], Iterable[tuple[str, Mapping[str, float]]]] | None = None
     evaluate_all: bool = False
     sample: Callable[[Progress, str], Path | None] | None = None
     save: Callable[[Progress], None] | None = None
@@ -93,7 +91,7 @@ class Driver:
         self.run.hooks = self._scheduled()
 
     def _log(self, event: str, **fields: Any) -> None:
-        self.run.log(event, **fields)  # a task opens its log later
+        self.run.log(event, **fields)  # looked up at each event: a task opens its log after the driver is made
 
     def __enter__(self) -> Self:
         self.run.requests.__enter__()
@@ -165,7 +163,7 @@ class Driver:
         self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")
 
     def _save_after_error(self, start: Progress) -> bool:
-        """Checkpoint the last complete step where the weights are good; return whether it is saved."""
+        """Checkpoint the last complete step if the weights are valid; return whether it is saved."""
         now = self.run.progress
         nothing_learned = now.step - start.step == now.skipped - start.skipped
         if self.launch.world > 1 or nothing_learned or self.run.is_updating or self.run.has_diverged:
@@ -173,7 +171,7 @@ class Driver:
         try:
             if self._checkpointed_at != now.step:
                 self.checkpoint(now)
-        except RuntimeError as failure:  # a device that failed does not return its weights
+        except RuntimeError as failure:  # a failed device cannot copy its weights
             info(f"step {now.step} cannot be saved: {str(failure).partition(chr(10))[0]}")
             return False
         self.saves.wait()
@@ -238,7 +236,7 @@ class Driver:
         requests.checkpoint_saved()
 
     def snapshot(self, progress: Progress) -> None:
-        """Write the power-function averages, from several of which an average of any length can be rebuilt."""
+        """Write the power-function averages; an average of any length can be rebuilt from several of them."""
         dtype = getattr(torch, self.ema.snapshot_dtype)
         pieces = (
             replace(piece, values=piece.values.to(dtype))

@@ -26,7 +26,7 @@ COMMON_ERRORS = (
 )
 """The errors that code usually raises when it, or its data, is wrong."""
 
-TASK_MEMORY = (
+TASK_OUT_OF_MEMORY = (
     "lower batch_size (and raise gradient_accumulation_steps) or the size of the samples, or train an adapter "
     "(base_bits=4 needs least)"
 )
@@ -41,14 +41,14 @@ def as_user_error(source: str, remedy: str = "fix it") -> Iterator[None]:
     try:
         yield
     except COMMON_ERRORS as error:
-        if explained := _explained(error, TASK_MEMORY, f"{source}: "):
+        if explained := _explained(error, TASK_OUT_OF_MEMORY, f"{source}: "):
             raise explained from error
         message = ": ".join(filter(None, [type(error).__name__, str(error).strip().partition("\n")[0]]))
         raise UserError(f"{source} raised {message}; {remedy}") from error
 
 
 @contextmanager
-def explain_runtime_errors(out_of_memory: str = TASK_MEMORY) -> Iterator[None]:
+def explain_runtime_errors(out_of_memory: str = TASK_OUT_OF_MEMORY) -> Iterator[None]:
     """Turn a full GPU, a dead worker and a lost process inside the block into a `UserError` of one line each.
 
     ``out_of_memory`` says how to use less GPU memory.
@@ -62,7 +62,7 @@ def explain_runtime_errors(out_of_memory: str = TASK_MEMORY) -> Iterator[None]:
 
 
 def _explained(error: Exception, out_of_memory: str, source: str = "") -> UserError | None:
-    """Return the message for an error that any code may meet; None for other errors."""
+    """Return the `UserError` for a full GPU, a dead worker or a lost process; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         sentences = str(error).strip().partition("\n")[0].split(". ")[:2]
         message = ". ".join(sentences).rstrip(". ") or "the GPU is out of memory"

@@ -8,13 +8,12 @@ from typing import Any
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config.faults import UserError
-from sd3_light.engines.processes import SharedFlags
-from sd3_light.engines.protocol import Engine, MicroBatch, StepNumbers, StepStream
+from sd3_light.engines.protocol import Engine, MicroBatch, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import NUM_FLAGS, RunRequests
+from sd3_light.training.requests import RunRequests
 
 STARVATION_WINDOW = 50
 """The number of latest steps that decide whether the GPU is starved of data."""
@@ -30,10 +29,6 @@ class Hook:
     name: str
     due: Due
     act: Callable[[Progress], None]
-
-
-def _no_requests() -> RunRequests:
-    return RunRequests(None, None, SharedFlags(None, NUM_FLAGS))
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Run:
     hooks: Sequence[Hook] = ()
     log: Callable[..., None] = lambda *args, **fields: None
     meter: Meter = field(default_factory=Meter)
-    requests: RunRequests = field(default_factory=_no_requests)
+    requests: RunRequests = field(default_factory=RunRequests)
     flops_in: Callable[[Sequence[MicroBatch]], int] = lambda batches: 0
     begin_step: Callable[[int], None] = lambda step: None
     steps_per_epoch: int = 1
@@ -64,13 +59,13 @@ class Run:
     logging_steps: int = 1
     steps_per_print: int = 1
     faster_data: str = ""
-    _updates_before: int | None = None  # of the step in progress
+    _updates_before: int | None = None  # the engine's count before the step in progress
     _skipped_in_a_row: int = 0
     _starved: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
 
     @property
     def is_updating(self) -> bool:
-        """Whether a step has begun to change weights and is not complete: weights and averages may be mixed."""
+        """Whether an incomplete step has begun to change weights: they and the averages may be of different steps."""
         return self._updates_before is not None and self.engine.updates_started != self._updates_before
 
     @property
@@ -144,16 +139,12 @@ def _count_skipped(run: Run, wait: bool) -> None:
             continue
         run._skipped_in_a_row += 1
         run.progress = run.progress.with_skipped(1)
-        _log_skip(run, step, numbers)
+        run.log("skip", step=step, loss=numbers.losses["loss"], grad_norm=numbers.grad_norm)
         if run.has_diverged:
             raise UserError(
                 f"loss or gradient was not finite in {run._skipped_in_a_row} steps in a row (at step {step}); lower "
                 "the learning rate or check the data, then resume"
             )
-
-
-def _log_skip(run: Run, step: int, numbers: StepNumbers) -> None:
-    run.log("skip", step=step, loss=numbers.losses["loss"], grad_norm=numbers.grad_norm)
 
 
 def _log_step(run: Run, lr: float, bar: Bar) -> None:
@@ -170,7 +161,7 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
 
 
 def never(before: Progress, after: Progress) -> bool:
-    """Due at no step."""
+    """Return False: due at no step."""
     return False
 
 
@@ -180,7 +171,7 @@ def every(
     examples: int | None = None,
     steps_per_epoch: int = 1,
 ) -> Due:
-    """Return a function that says whether a step passes a multiple of any of the given intervals."""
+    """Return a function that returns whether a step passes a multiple of any interval."""
 
     def due(before: Progress, after: Progress) -> bool:
         return any(

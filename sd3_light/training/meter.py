@@ -122,8 +122,7 @@ class Meter:
 
 
 def memory() -> dict[str, float]:
-    """Return the peak GPU memory since the last call (if there is a GPU) and the host memory of this process and its
-    workers, in GiB."""
+    """Return the host memory of this process and its workers, and the peak GPU memory since the last call, in GiB."""
     used = {"host_memory_gib": host_bytes() / _GIB}
     if torch.cuda.is_available():
         used["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / _GIB

@@ -1,6 +1,6 @@
 """Batch in, loss out: runs the denoiser's layers and compares the result with the flow's velocity."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -17,7 +17,6 @@ from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
 """(target, mask) and, in evaluation, the weight of each sample, which no loss here reads."""
-
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
@@ -62,10 +61,6 @@ class SD3TrainingModule(nn.Module):
         self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
-
-    def trainable_modules(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train."""
-        return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -135,11 +130,11 @@ class SD3TrainingModule(nn.Module):
         return (patches, text, *(part.to(noisy.device, non_blocking=True) for part in lengths), target)
 
     def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
-        """Return the fast denoiser, built at first use: its copies of weights are on the weights' device."""
+        """Return the fast denoiser, built at first use, when the weights are on their device."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            how = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
-            self._fast = FastDenoiser(self.transformer, dtype, how)
+            options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
+            self._fast = FastDenoiser(self.transformer, dtype, options)
         return self._fast
 
     def run_some(self, layers: Sequence[nn.Module], state: LayerState) -> LayerState:

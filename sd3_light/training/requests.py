@@ -7,6 +7,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from sd3_light.engines.processes import SharedFlags
 from sd3_light.runlog import info
 
@@ -15,23 +17,26 @@ SAVE_QUIT = "save_quit"
 FILE_CHECK_SECONDS = 1.0
 """Seconds between two checks for the files."""
 NUM_FLAGS = 3
-"""What ranks agree on: save, quit because of a file, quit because of a signal."""
+"""The flags that ranks share: save, quit because of a file, quit because of a signal."""
 SECOND_SIGINT_SECONDS = 3.0
 """A Ctrl-C this long after the first one interrupts at once. Launchers forward the first, so it may arrive twice."""
 
 
 class RunRequests:
-    """Polled once per step, it says whether to ``save`` and whether to ``quit`` after this step, equal on all ranks.
+    """Whether to ``save`` and whether to ``quit`` after this step, updated by `poll` once per step, equal on all ranks.
 
-    The files are looked for in ``folder`` (None on ranks other than the main one) and removed when they are found. A
-    checkpoint is requested when the last one is ``minutes`` old. Inside its block SIGTERM and SIGINT request to save
-    and quit.
+    Request files are read from ``folder`` (None on ranks other than the main one) and removed. A checkpoint is due when
+    the last one is ``minutes`` old. Inside the block SIGTERM and SIGINT request to save and quit. ``group`` is a gloo
+    group of all ranks.
     """
 
-    def __init__(self, folder: Path | None, minutes: float | None, flags: SharedFlags) -> None:
-        self.folder, self.minutes, self.flags = folder, minutes, flags
+    def __init__(
+        self, folder: Path | None = None, minutes: float | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.folder, self.minutes = folder, minutes
+        self.flags = SharedFlags(group, NUM_FLAGS)
         self.save = self.quit = False
-        self.reason: str | None = None  # for quitting; all ranks know whether it is the file
+        self.reason: str | None = None  # why the run quits; a signal's name is known only to the rank that got it
         self.signal: str | None = None
         self._last_save = self._last_check = time.monotonic()
         self._signalled_at = 0.0
@@ -57,7 +62,7 @@ class RunRequests:
         self._last_save = time.monotonic()
 
     def _is_save_due(self) -> bool:
-        """Whether the last checkpoint is old; true only once, as with several ranks the answer comes a step later."""
+        """Return whether the last checkpoint is old; True only once, as several ranks agree a step later."""
         now = time.monotonic()
         if self.folder is None or self.minutes is None or now - self._last_save < 60 * self.minutes:
             return False
@@ -95,7 +100,7 @@ class RunRequests:
 
 
 def _remove(file: Path) -> bool:
-    """Remove a request file; return whether it was there."""
+    """Remove a request file; return whether it existed."""
     if not file.is_file():
         return False
     file.unlink(missing_ok=True)

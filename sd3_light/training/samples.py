@@ -23,6 +23,7 @@ from sd3_light.config.base import CacheLocation
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
+from sd3_light.export.export_spec import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 from sd3_light.runlog import info
 from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
@@ -147,7 +148,7 @@ class Sampler:
             transformer=_DenoiserAdapter(self._vae.config.latent_channels),
             scheduler=flow_scheduler(model.shift, model.flux_shift),  # as the export will have it
             vae=self._vae,
-            **dict.fromkeys(_WITHOUT),
+            **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
         )
 
     def _gather(
@@ -196,11 +197,8 @@ class _DenoiserAdapter:
         **_: object,
     ) -> tuple[Tensor]:
         features = (hidden_states, timestep, encoder_hidden_states, pooled_projections, *self.lengths)
-        # always in float32: the scheduler's result takes this type
+        # always in float32: the scheduler's result gets this dtype
         return (self.denoise(features).float(),)
-
-
-_WITHOUT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:
@@ -209,7 +207,7 @@ def assigned(count: int, rank: int, world: int) -> list[int]:
 
 
 def smallest_bucket(buckets: Sequence[BucketShards]) -> BucketShards:
-    """Return the bucket whose size images are drawn at: of the smallest resolution, the one nearest to its shape."""
+    """Return the bucket that sets the image size: of the smallest resolution, the one nearest to its aspect ratio."""
 
     def key(bucket: BucketShards) -> tuple[int, tuple[int, int], float, str]:
         (width, height), (w, h) = bucket.resolution, map(int, bucket.bucket.split("x"))
@@ -225,7 +223,7 @@ def _texts(
     recipe: Mapping[str, Any],
     device: torch.device,
 ) -> dict[str, EncodedText]:
-    """Return the prompts' texts, from the cache if they are there and from the encoders otherwise."""
+    """Return the prompts' encoded texts, from the cache or, if they are missing there, from the encoders."""
     cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:

@@ -1,6 +1,6 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import SD3Transformer2DModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sd3_light.checkpoint.progress import Progress
@@ -91,7 +91,7 @@ def _config_toml(config: TrainConfig) -> str:
 
 
 def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
-    """Return the constructor's arguments of this denoiser, private entries left out."""
+    """Return the constructor arguments of this denoiser, without private entries."""
     return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
 
 
@@ -103,7 +103,7 @@ def whole_state(
 ) -> dict[str, Tensor]:
     """Return every parameter and buffer of the denoiser; ``trained`` must hold all that ``freeze`` does not name.
 
-    A missing trained weight is an error: the weight that training started from never takes its place.
+    A missing trained weight is an error; the weight that training started from is never used instead.
     """
     parameters = [name for name, _ in transformer.named_parameters()]
     names = [name for name in parameters if not any(fnmatchcase(name, pattern) for pattern in freeze)]
@@ -114,14 +114,14 @@ def whole_state(
     return {**transformer.state_dict(), **trained}
 
 
-def _live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | None:
-    """Return the trainable weights of a denoiser, whole and under their stock names; None on ranks other than 0.
+def gather_trainable(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor] | None:
+    """Return the parameters that train by name, whole and in host memory; None on ranks other than 0.
 
     With FSDP2 all ranks call it together, and one weight at a time is gathered.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
-    for name, parameter in transformer.named_parameters():
+    for name, parameter in parameters:
         if parameter.requires_grad:
             local = parameter.detach()
             whole = local.full_tensor() if isinstance(local, DTensor) else local
@@ -136,7 +136,7 @@ def _live_weights(transformer: SD3Transformer2DModel) -> dict[str, Tensor] | Non
 class ExportSeries:
     """Names a run's exports and deletes old ones. A subclass has ``config``, ``folder``, ``live`` and ``save_named``.
 
-    ``live()`` returns the trained weights of the moment, whole, or None on ranks that do not write.
+    ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
     """
 
     config: TrainConfig
@@ -152,10 +152,10 @@ class ExportSeries:
     def save_model(
         self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
     ) -> Path:
-        """``save_model(name)``: save what trains as it is now (`save_full_model` where the whole denoiser trains).
+        """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_named`).
 
-        ``save_model(trained, weights, progress)``: write the export of this step, one of the series; the oldest are
-        deleted when there are more than ``keep_last_n_exports``.
+        ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
+        oldest when there are more than ``keep_last_n_exports``.
         """
         if isinstance(name, str):
             return self.save_named(name, None, weights, progress)
@@ -171,10 +171,10 @@ class ExportSeries:
 def make_saver(
     config: TrainConfig, start: WeightsStart, transformer: SD3Transformer2DModel, folder: Path
 ) -> "Saver | AdapterSaver":
-    """Return the saver of a run; make it after what trains is chosen and before the engine."""
+    """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
     if config.adapter is None:
         return Saver.of(config, transformer, folder)
-    return AdapterSaver(config, start, folder, lambda: _live_weights(transformer))
+    return AdapterSaver(config, start, folder, lambda: gather_trainable(transformer.named_parameters()))
 
 
 @dataclass
@@ -197,7 +197,9 @@ class Saver(ExportSeries):
         trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
         rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
-        return Saver(config, model_config(transformer), copies, folder, lambda: _live_weights(transformer))
+        return Saver(
+            config, model_config(transformer), copies, folder, lambda: gather_trainable(transformer.named_parameters())
+        )
 
     def save_full_model(
         self,

@@ -1,9 +1,8 @@
-"""SD3 in training: model inputs from cached features, the denoiser as training starts, saving."""
+"""SD3 in training: model inputs from cached features, the denoiser before the first step, saving."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,27 +10,27 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
+from sd3_light.data.loader import PreparedBatch
+from sd3_light.data.stream import CachedBatch
 from sd3_light.encoders.text import Allocate, TextFeatures, join_text, unpad_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
-from sd3_light.flow.timesteps import times_from_quantiles
+from sd3_light.flow.timesteps import open_interval, times_from_quantiles
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec
 
-CachedBatch = Mapping[str, Any]
-PreparedBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None]]
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
 
 
 @dataclass(frozen=True)
 class InputPreparer:
-    """Turns cached features into (features, label); every draw belongs to its sample (law 1). Small, as workers get it.
+    """Turns cached features into (features, label), with random draws per sample (law 1). Small: workers get a copy.
 
     ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros.
     """
@@ -48,17 +47,12 @@ class InputPreparer:
         own. ``timestep_quantile`` makes a validation batch: that quantile of t for all samples, noise that depends on
         the sample alone, the posterior's mean and no dropout.
         """
-        return self._prepared(batch, timestep_quantile, None)
+        return self.prepare_into(batch, None, timestep_quantile)
 
     def prepare_into(
-        self, batch: CachedBatch, allocate: Allocate, timestep_quantile: float | None = None
+        self, batch: CachedBatch, allocate: Allocate | None, timestep_quantile: float | None = None
     ) -> PreparedBatch:
-        """Do as `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
-        return self._prepared(batch, timestep_quantile, allocate)
-
-    def _prepared(
-        self, batch: CachedBatch, timestep_quantile: float | None, allocate: Allocate | None
-    ) -> PreparedBatch:
+        """Like `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
         evaluation = timestep_quantile is not None
         moments = batch["moments"]
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -90,7 +84,7 @@ class InputPreparer:
     def _times(self, batch: CachedBatch, shape: torch.Size, quantile: float | None) -> Tensor:
         occurrences = _occurrences(batch)
         quantiles = [
-            _open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
+            open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
             for occurrence in occurrences
         ]
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
@@ -105,10 +99,6 @@ class InputPreparer:
         return [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
 
 
-def _open_interval(u: float) -> float:
-    return min(max(u, 1e-12), 1 - 1e-12)
-
-
 def _occurrences(batch: CachedBatch, fixed: bool = False) -> list[tuple[int, int, int]]:
     """Return (epoch, repeat, sample id) of each sample; with ``fixed`` epoch and repeat are 0, as evaluations need."""
     ids = batch["sample_id"].tolist()
@@ -120,7 +110,7 @@ def _occurrences(batch: CachedBatch, fixed: bool = False) -> list[tuple[int, int
 class LightSD3Pipeline:
     """SD3 for the training stage: a denoiser in float32, the preparation of its inputs, and saving.
 
-    ``start`` is where its weights start; it is read from ``model`` by default.
+    ``start`` names the weights to start from; by default those of ``model``.
     """
 
     name = "sd3"
@@ -163,7 +153,7 @@ def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:
-    """Return the denoiser as training starts, in float32 (law 4)."""
+    """Return the denoiser before the first step, in float32 (law 4)."""
     if start.file is not None:
         return _from_single_file(start.file)
     if start.folder is None:

@@ -28,12 +28,12 @@ def choose_what_trains(transformer: SD3Transformer2DModel, config: TrainConfig, 
 
 
 def _frozen_dtype(compute_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type of the weights under an adapter: bf16 on GPUs that compute in it, float32 elsewhere."""
+    """Return the dtype of the weights under an adapter: bf16 on GPUs that compute in it, float32 elsewhere."""
     return torch.bfloat16 if device.type == "cuda" and compute_dtype == "bfloat16" else torch.float32
 
 
 def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tuple[str, ...]:
-    """Add the adapter as it is where training starts; return the names of the layers that got one."""
+    """Add the adapter, with the weights of `init_from_existing` if set; return the names of the adapted layers."""
     names = add_adapter(transformer, adapter, seed)
     if adapter.init_from_existing is None:
         return names
@@ -51,7 +51,7 @@ def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tu
 
 
 def freeze(transformer: SD3Transformer2DModel, patterns: Sequence[str]) -> None:
-    """Take the parameters that match a pattern out of training."""
+    """Freeze the parameters that match a pattern."""
     names = [name for name, _ in transformer.named_parameters()]
     for pattern in patterns:
         if not matching(names, pattern):

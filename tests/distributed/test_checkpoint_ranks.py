@@ -72,7 +72,7 @@ class Worker:
         total = torch.ones(1)
         for _ in range(50):
             dist.all_reduce(total)
-        unfinished = not self.keeper.has_results()
+        unfinished = not self.keeper.is_idle()
         dist.barrier()
         gate.set()
         background.write_part = write

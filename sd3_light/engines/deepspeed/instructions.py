@@ -1,4 +1,4 @@
-"""Our replacements for some instructions of DeepSpeed's pipeline schedule."""
+"""Replacements for some instructions of DeepSpeed's pipeline schedule."""
 
 from collections.abc import Callable
 from itertools import compress
@@ -46,7 +46,9 @@ def instructions(engine: Any, before_reduction: Callable[[], None], step: Callab
 
 def _stage_backward(engine: Any, buffer_id: int) -> None:
     """Run one backward pass from all outputs of a stage; DeepSpeed runs one per output through the same layers.
-    Outputs without a gradient, such as text kept for reconstruction, are skipped."""
+
+    Outputs without a gradient, such as text kept for reconstruction, are skipped.
+    """
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     floats = [tensor for tensor in outputs if tensor.is_floating_point()]
     grads = list(engine.grad_layer)

@@ -71,12 +71,12 @@ class PipelineEngine(DeepSpeedBase[StageState]):
     """
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+        self, module: Any, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.grid = PipelineGrid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
         self.sequential_micro_batches = self.grid.stages == 1
-        self.module = _any(module)
+        self.module = module
         self.names: tuple[str, ...] = self.module.loss_names
         self.clip = config.gradient_clipping
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.grid.stages > 1 else 1
@@ -259,11 +259,6 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         self.engine.eval_batch(
             self._feed(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
         )
-
-
-def _any(module: nn.Module) -> Any:
-    """Return the module as Any: the type checker cannot know its attributes."""
-    return module
 
 
 def _split(batch: MicroBatch, pieces: int) -> list[MicroBatch]:

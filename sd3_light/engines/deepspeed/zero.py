@@ -5,7 +5,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd3_light.config import TrainConfig
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
@@ -28,12 +28,11 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
 
     sequential_micro_batches = True
 
-    def __init__(self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device) -> None:
+    def __init__(self, module: Any, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         self.rank, self.world, self.writers, self.device = launch.rank, launch.world, launch.world, device
-        untyped: Any = module.to(device)
-        self.module = untyped
-        self.names: tuple[str, ...] = untyped.loss_names
-        denoiser = untyped.transformer
+        self.module = module.to(device)
+        self.names: tuple[str, ...] = self.module.loss_names
+        denoiser = self.module.transformer
         parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"

@@ -8,20 +8,19 @@ from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
-from sd3_light.engines.processes import SharedFlags
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.hooks import make_hooks, make_sampler, make_schedule
-from sd3_light.stages.train.resume import Restored, Resume, rate_settings, require_start
+from sd3_light.stages.train.resume import Restored, Resume, is_own_checkpoint, rate_settings, require_start
 from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state, require_blocks
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.driver import Driver
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.loop import Run
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import NUM_FLAGS, SAVE_QUIT, RunRequests
+from sd3_light.training.requests import SAVE_QUIT, RunRequests
 
 __all__ = ["Resume", "require_start", "run"]
 
@@ -36,7 +35,7 @@ def run(
 ) -> Progress:
     """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
 
-    Raises `Stopped` after a signal asked to stop; the checkpoint to resume from is saved.
+    Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
     deepspeed.require(loaded.train, launch, by_deepspeed)
@@ -69,7 +68,7 @@ def run(
         ) as driver:
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:
                 driver.evaluate(progress)
-            if resumed and resumed.is_own(folder.path) and progress.position:
+            if resumed and is_own_checkpoint(resumed.path, folder.path) and progress.position:
                 driver.catch_up(progress)
             end = driver.train()
     requests, total = training.requests, training.total_steps
@@ -105,7 +104,7 @@ def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run
         averages=state.averages,
         log=context.folder.log,
         meter=Meter(launch.world, _peak(device, config.model.transformer_dtype), restored.window),
-        requests=RunRequests(folder, config.checkpoint_every_n_minutes, SharedFlags(context.groups.control, NUM_FLAGS)),
+        requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
         flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
@@ -117,12 +116,12 @@ def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run
 
 
 def _faster_data(workers: int) -> str:
-    now = f"now {workers} per process"
-    return f"raise num_dataloader_workers ({now}) if there are idle cores, or put the cache on a faster disk"
+    advice = "if there are idle cores, or put the cache on a faster disk"
+    return f"raise num_dataloader_workers (now {workers} per process) {advice}"
 
 
 def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
-    """Return the step that ends the run: `max_steps`, or what is left of the epochs since the data began."""
+    """Return the step that ends the run: the lower of `max_steps` and the end of the epochs, from the data position."""
     by_epochs = None
     if config.epochs:
         by_epochs = progress.step + max(0, config.epochs * order.steps_per_epoch - progress.position)

@@ -1,10 +1,12 @@
-"""Everything a run knows before it has a model: its processes, data, settings and start."""
+"""What a run needs before its model is built: processes, data, settings and the weights to start from."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
@@ -14,7 +16,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.resume import Resume, ResumePoint, choose_checkpoint, open_resume_point, settings_in_force
+from sd3_light.stages.train.resume import Resume, ResumePoint, choose_checkpoint, settings_in_force
 from sd3_light.training.data import make_order, open_cache
 
 
@@ -22,7 +24,7 @@ from sd3_light.training.data import make_order, open_cache
 class RunContext:
     """What the parts of a run share. Some settings of ``config`` may be those of the checkpoint that it resumes from.
 
-    ``start`` is where the weights start; the disk is read for it once.
+    ``start`` names the weights to start from.
     """
 
     loaded: LoadedConfig
@@ -72,7 +74,7 @@ class RunContext:
         self._report_dropped()
 
     def _report_dropped(self) -> None:
-        """Name the buckets that are left out because they are smaller than a batch."""
+        """Print and log the buckets that are left out because they are smaller than a batch."""
         if self.order.dropped:
             dropped = [self.data.buckets[number] for number in self.order.dropped]
             buckets = {bucket.bucket: bucket.size for bucket in dropped}
@@ -95,7 +97,8 @@ def open_context(
     data = open_cache(loaded.dataset, train, launch, in_memory=reads_data and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
-    resumed = open_resume_point(groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume)))
+    path = groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume))
+    resumed = None if path is None else ResumePoint(open_checkpoint(Path(path)))
     config = settings_in_force(train, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)

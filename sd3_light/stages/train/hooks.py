@@ -1,4 +1,4 @@
-"""What the train stage gives the driver: evaluation sets, sample grids and exports, and when they are due."""
+"""The driver's hooks in the train stage: evaluation sets, sample grids and exports, and when they are due."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def make_sampler(context: RunContext) -> Sampler | None:
 
 
 def make_hooks(context: RunContext, state: TrainState, sampler: Sampler | None) -> RunHooks:
-    """Return what differs from a task's run."""
+    """Return the hooks of the train stage."""
     loaded, launch, stages = context.loaded, context.launch, context.stages
     evaluator = Evaluator(loaded, launch, state.engine, state.pipeline.preparer, stages)
     return RunHooks(
@@ -48,7 +48,7 @@ def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable
 
 
 def make_schedule(config: TrainConfig, steps_per_epoch: int) -> HookSchedule:
-    """Return when the config's intervals are due."""
+    """Return the schedule of the intervals in a config."""
     c = config
     return HookSchedule(
         evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),

@@ -14,7 +14,6 @@ from sd3_light.checkpoint.store import (
     clean_leftovers,
     mark_abandoned_after,
     newest_checkpoint,
-    open_checkpoint,
     step_of,
 )
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -24,7 +23,7 @@ from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
-from sd3_light.training.background_saves import newest_complete_checkpoint
+from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume
 from sd3_light.training.data import order_facts
 
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
@@ -32,7 +31,7 @@ _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 @dataclass(frozen=True)
 class Resume:
-    """The options `--resume_from_checkpoint` and `--reset_*`; without ``checkpoint`` the newest is taken."""
+    """The options `--resume_from_checkpoint` and `--reset_*`; without ``checkpoint`` the newest is used."""
 
     checkpoint: Path | None = None
     reset_dataloader: bool = False
@@ -56,7 +55,7 @@ def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
 
 def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
     """Return the checkpoint to resume from; None for a new run."""
-    newest = newest_checkpoint(output_dir / "checkpoints")
+    newest = newest_checkpoint(output_dir / FOLDERS[CHECKPOINT])
     if resume is None:
         if newest is not None:
             raise UserError(
@@ -65,25 +64,25 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
             )
         return None
     if resume.checkpoint is not None:
-        if newest is not None and not _is_own(resume.checkpoint, output_dir):
+        if newest is not None and not is_own_checkpoint(resume.checkpoint, output_dir):
             raise UserError(
                 f"{output_dir} holds another run ({newest.name}) than {resume.checkpoint}; choose another "
                 "output_dir, or name one of its checkpoints"
             )
         return resume.checkpoint
-    return newest_complete_checkpoint(output_dir)
+    return checkpoint_to_resume(output_dir)
 
 
 def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
-    """Do as `find_checkpoint` on the process that holds the folder, after cleaning up interrupted saves."""
-    for kind in ("checkpoints", "ema", "exports", "samples"):
+    """Return the path of `find_checkpoint`, after cleaning up interrupted saves; only the main process calls it."""
+    for kind in (*FOLDERS.values(), "samples"):
         for name in clean_leftovers(output_dir / kind):
             info(f"cleaned up {output_dir / kind / name}: an interrupted save")
     checkpoint = find_checkpoint(output_dir, resume)
-    own = checkpoint if checkpoint is not None and _is_own(checkpoint, output_dir) else None
+    own = checkpoint if checkpoint is not None and is_own_checkpoint(checkpoint, output_dir) else None
     step = 0 if own is None else step_of(own)
-    for kind in ("checkpoints", "ema", "exports"):
-        chosen = own if kind == "checkpoints" else None
+    for kind in FOLDERS.values():
+        chosen = own if kind == FOLDERS[CHECKPOINT] else None
         for name in mark_abandoned_after(step, output_dir / kind, chosen):
             info(f"set aside {kind}/{name}: it is of later steps than this run resumes from")
     _report_abandoned(output_dir)
@@ -92,7 +91,7 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
 
 def _report_abandoned(output_dir: Path) -> None:
     """Print how much the abandoned saves take and how to delete them."""
-    paths = [path for kind in ("checkpoints", "ema", "exports") for path in abandoned_checkpoints(output_dir / kind)]
+    paths = [path for kind in FOLDERS.values() for path in abandoned_checkpoints(output_dir / kind)]
     if paths:
         size = sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
         info(
@@ -102,8 +101,9 @@ def _report_abandoned(output_dir: Path) -> None:
         )
 
 
-def _is_own(checkpoint: Path, output_dir: Path) -> bool:
-    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
+def is_own_checkpoint(checkpoint: Path, output_dir: Path) -> bool:
+    """Whether a checkpoint belongs to the run in this folder."""
+    return checkpoint.resolve().parent == (output_dir / FOLDERS[CHECKPOINT]).resolve()
 
 
 def rate_settings(config: TrainConfig) -> dict[str, Any]:
@@ -112,13 +112,8 @@ def rate_settings(config: TrainConfig) -> dict[str, Any]:
     return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
 
 
-def open_resume_point(path: str | None) -> "ResumePoint | None":
-    """Open a checkpoint: read its index, not its tensors."""
-    return None if path is None else ResumePoint(Path(path), open_checkpoint(Path(path)))
-
-
 def settings_in_force(config: TrainConfig, resumed: "ResumePoint | None", resume: Resume | None) -> TrainConfig:
-    """Return the config with the checkpoint's optimizer settings, unless a flag asks for the config's own."""
+    """Return the config with the checkpoint's optimizer settings, unless a --reset_* flag selects the config's."""
     if resumed is None or resume is None or resume.reset_optimizer:
         return config
     old, new = resumed.checkpoint.facts["settings"], rate_settings(config)
@@ -141,15 +136,15 @@ def settings_in_force(config: TrainConfig, resumed: "ResumePoint | None", resume
 class ResumePoint:
     """The checkpoint that a run resumes from."""
 
-    path: Path
     checkpoint: Checkpoint
 
-    def is_own(self, output_dir: Path) -> bool:
-        """Whether it belongs to the run in this folder."""
-        return _is_own(self.path, output_dir)
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.checkpoint.path
 
     def load(self, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
-        """Load it into engine and averages; return the progress."""
+        """Load the checkpoint into engine and averages; return the progress."""
         self._require_model(engine)
         self._require_order(order, resume)
         pieces = engine.pieces()
@@ -189,7 +184,7 @@ class ResumePoint:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first difference between two orders, in words."""
+    """Describe the first difference between two orders."""
     if before["seed"] != now["seed"]:
         return f"seed {before['seed']}, now {now['seed']}"
     if len(before["buckets"]) != len(now["buckets"]):

@@ -1,4 +1,4 @@
-"""The model of a run and what changes it: weights, engine, averages."""
+"""The state of a run that training changes: model, engine, averages."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class TrainState:
 
 
 def make_train_state(context: RunContext) -> TrainState:
-    """Build the model as training starts and wrap it in the engine; all processes call it together."""
+    """Build the model with its starting weights and wrap it in the engine; all processes call it together."""
     config, launch, device, start = context.config, context.launch, context.device, context.start
     pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start)
     choose_what_trains(pipeline.transformer, config, device)
@@ -55,10 +55,7 @@ def make_train_state(context: RunContext) -> TrainState:
 
 
 def require_blocks(config: TrainConfig, size: ModelSize, launch: Launch, by_deepspeed: bool) -> None:
-    """Reject blocks that the config requires and that are not available, as far as the config tells.
-
-    It runs before the process group starts.
-    """
+    """Raise if the config requires blocks that are not available, before the process group starts."""
     device = launch.device()
     reason = why_stock_by_config(config, size, launch.world, by_deepspeed)
     _require_available(config, reason or why_stock_on_device(config, device.type), size, device)
@@ -72,7 +69,7 @@ def choose_blocks(
     device: torch.device,
     by_deepspeed: bool,
 ) -> bool:
-    """Return whether the fast blocks run, and report it on a GPU; reject what the config requires in vain."""
+    """Return whether the fast blocks run, and print it on a GPU; raise if the config requires unavailable ones."""
     reason = why_stock_blocks(config, size, transformer, device.type, launch.world, by_deepspeed)
     _require_available(config, reason, size, device)
     if device.type == "cuda" and launch.is_main:
@@ -91,7 +88,7 @@ def _require_available(config: TrainConfig, reason: str | None, size: ModelSize,
 
 
 def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:
-    """Return where weights start and what trains, in words."""
+    """Describe the weights to start from and what trains."""
     if adapter is None:
         return start.sentence
     kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]

@@ -88,7 +88,7 @@ def test_jobs_run_in_order_in_a_thread() -> None:
     worker, gate, calls = BackgroundWorker(), threading.Event(), list[Any]()
     worker.submit("first", lambda: (gate.wait(TIMEOUT), calls.append(1), threading.current_thread().name)[-1])
     worker.submit("second", lambda: calls.append(2))
-    assert (worker.poll(), worker.has_results(), calls) == ([], False, [])
+    assert (worker.poll(), worker.is_idle(), calls) == ([], False, [])
     gate.set()
     first, second = worker.wait()
     assert calls == [1, 2]
@@ -141,7 +141,7 @@ def test_a_save_captures_the_state_at_that_moment(tmp_path: Path, monkeypatch: p
     stall = keeper.save(1, live, facts)
     live[0].values.fill_(9)
     facts["progress"]["step"] = 9
-    assert (keeper.poll(), keeper.has_results()) == ([], False)
+    assert (keeper.poll(), keeper.is_idle()) == ([], False)
     gate.set()
     (saved,) = keeper.wait()
     assert isinstance(saved, CheckpointSaved)
@@ -170,8 +170,9 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     threading.Timer(0.1, gate.set).start()
     keeper.save(2, pieces(2), {})
     assert calls[:3] == ["copy", "write", "copy"]
-    assert keeper.has_results()
-    assert [result.step for result in keeper.wait()] == [1, 2]
+    first = keeper.poll()
+    assert first
+    assert [result.step for result in (*first, *keeper.wait())] == [1, 2]
     values = [open_checkpoint(tmp_path / checkpoint_name(step)).tensor("step/w").item() for step in (1, 2)]
     assert values == [1, 2]
     keeper.close()

@@ -13,12 +13,11 @@ from torch import Tensor
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.processes import SharedFlags
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import STARVATION_WINDOW, Hook, Run, every, train
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import NUM_FLAGS, RunRequests
+from sd3_light.training.requests import RunRequests
 
 
 class Result:
@@ -354,7 +353,7 @@ class QuitAfter(RunRequests):
     """Requests to stop after some steps."""
 
     def __init__(self, after: int) -> None:
-        super().__init__(None, None, SharedFlags(None, NUM_FLAGS))
+        super().__init__()
         self.after = after
 
     def poll(self) -> None:

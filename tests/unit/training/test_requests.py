@@ -24,7 +24,7 @@ def poll(requests: RunRequests) -> tuple[bool, bool]:
 
 
 def make(folder: Path | None = None, minutes: float | None = None) -> RunRequests:
-    return RunRequests(folder, minutes, SharedFlags(None, NUM_FLAGS))
+    return RunRequests(folder, minutes)
 
 
 def test_without_a_request_nothing_happens(tmp_path: Path, clock: list[float]) -> None:
@@ -112,7 +112,8 @@ class DelayedFlags(SharedFlags):
 
 
 def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(tmp_path: Path, clock: list[float]) -> None:
-    requests = RunRequests(tmp_path, 1, DelayedFlags())
+    requests = RunRequests(tmp_path, 1)
+    requests.flags = DelayedFlags()
     saved_at = []
     for step in range(1, 16):
         clock[0] += 10.0
@@ -138,6 +139,7 @@ def test_every_rank_distinguishes_a_file_from_a_signal(tmp_path: Path, clock: li
         ((False, False, True), "another process was asked to stop"),
         ((False, True, True), "save_quit"),
     ):
-        requests = RunRequests(None, None, FixedFlags(answer))
+        requests = RunRequests()
+        requests.flags = FixedFlags(answer)
         assert poll(requests) == (True, True)
         assert requests.reason == reason
