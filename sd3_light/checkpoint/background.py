@@ -108,10 +108,7 @@ class CheckpointFailed:
     """A checkpoint that could not be written; ``reason`` is one line with the rank. Earlier ones are intact."""
 
     step: int
-    facts: dict[str, Any]
     reason: str
-    seconds: float
-    stall_seconds: float
 
 
 class _SaveFailed(Exception):
@@ -193,7 +190,7 @@ class CheckpointKeeper:
         except _SaveFailed as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
-            return CheckpointFailed(step, facts, str(failure), time.perf_counter() - started, stall)
+            return CheckpointFailed(step, str(failure))
         path, size = self.folder / checkpoint_name(step), sum(map(int, sizes[: self.writers]))
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 

@@ -65,10 +65,10 @@ class _PreparedShards(Shards):
 
 
 class TaskEngine(TorchEngine):
-    """Trains a module that takes whole batches: ``module(batch)`` returns the loss, ``module.each(batch, quantile)``
-    the loss of each sample in validation.
+    """Trains a module that takes whole batches.
 
-    An ``accelerator`` wraps the module; without one, several processes use DDP (`engine="torch"`).
+    ``module(batch)`` returns the loss, ``module.each(batch, quantile)`` the loss of each sample in validation. An
+    ``accelerator`` wraps the module; without one, several processes use DDP (`engine="torch"`).
     """
 
     def __init__(

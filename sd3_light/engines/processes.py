@@ -32,8 +32,11 @@ _OTHER_FILES = 1024  # open shards, logs, libraries, loaders
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Gloo groups, which communicate through host memory: ``control`` of all ranks for the main thread; ``saving`` and
-    ``snapshots`` of the first ``writers`` ranks, each used by its own thread. None for a single process."""
+    """Gloo groups, which communicate through host memory; None for a single process.
+
+    ``control`` has all ranks and is used by the main thread. ``saving`` and ``snapshots`` have the first ``writers``
+    ranks, and each is used by its own thread.
+    """
 
     control: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
@@ -70,9 +73,9 @@ class ProcessGroups:
 def start_process_group(
     launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False
 ) -> ProcessGroups:
-    """Join the other processes; called after the cache stage, which uses no collectives (law 9).
+    """Join the other processes and return the groups; called after the cache stage, which uses none (law 9).
 
-    Raises a `UserError` if the processes do not meet within ``timeout_sec``. With ``all_write`` every process writes
+    Raises a `UserError` if the processes do not connect within ``timeout_sec``. With ``all_write`` every process writes
     its own state to checkpoints; otherwise the processes of the first machine share the writing of replicated state.
     """
     if launch.world == 1:

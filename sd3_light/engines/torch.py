@@ -46,7 +46,7 @@ class TorchEngine:
         self._parameters: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad
         }
-        assert all(weight.dtype == torch.float32 for weight in self._parameters.values()), "weights learn in fp32"
+        assert all(weight.dtype == torch.float32 for weight in self._parameters.values()), "weights must be float32"
         self.optimizer = make_optimizer(self._parameters, config.optimizer, device)
         self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
 

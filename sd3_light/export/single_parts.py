@@ -108,7 +108,7 @@ def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTens
 
 
 def read_part_folder(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTensor]]:
-    """Like `read_part`, given the part's own folder."""
+    """Like `read_part`, for the part's own folder."""
     config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}
     for file in _weight_files(folder, weights_stem(part)):

@@ -33,7 +33,7 @@ def check_sampler(name: str) -> None:
 
 
 def use_sampler(pipe: "StableDiffusion3Pipeline", name: str) -> None:
-    """Replace a pipeline's scheduler by this sampler, with the same shift."""
+    """Replace a pipeline's scheduler with this sampler, with the same shift."""
     check_sampler(name)
     pipe.scheduler = _sampler(pipe.scheduler, name)
 

@@ -45,7 +45,7 @@ def run(
     push_to_hub: str | None = None,
     contents: Contents | None = None,
 ) -> Path:
-    """Export the newest (or the given) checkpoint to ``out``.
+    """Export ``checkpoint``, by default the newest, to ``out``; return ``out``.
 
     ``weights`` is `raw`, `ema` or the name of another average; by default `ema` if it exists. With ``ema_length`` (a
     width sigma_rel), an average of that length is rebuilt from the run's snapshots, as of the newest one (not after the

@@ -15,8 +15,10 @@ from sd3_light.training.saver import gather_trainable
 
 
 class ModelLogger:
-    """Saves what trains to ``output_path``: ``step-N.safetensors`` every ``save_steps`` optimizer steps, or
-    ``epoch-E.safetensors`` after each epoch. If only an adapter trains, only its weights are saved.
+    """Saves what trains to ``output_path``.
+
+    The files are ``step-N.safetensors`` every ``save_steps`` optimizer steps, or ``epoch-E.safetensors`` after each
+    epoch. If only an adapter trains, only its weights are saved.
 
     ``remove_prefix_in_ckpt`` is removed from the names of a full training's weights; then ``state_dict_converter`` may
     rename them. A task with an EMA saves the averaged weights.

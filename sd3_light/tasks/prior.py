@@ -1,5 +1,7 @@
-"""Prior preservation (DreamBooth): the model draws images of the class once, before training, and trains on them beside
-the new ones, so that it keeps what it knows about the class."""
+"""Prior preservation (DreamBooth): images of the class, drawn by the model once before training.
+
+Training on them beside the new images preserves what the model knows about the class.
+"""
 
 import hashlib
 import json

@@ -34,8 +34,10 @@ def launch_data_process_task(
     bucket_of: Callable[[int], Hashable] | None = None,
     shard_size: int = 256,
 ) -> Path:
-    """Run the units of ``model`` that need no gradient and draw nothing on every sample, and store what the other units
-    read under ``model_logger.output_path``; return that folder. Train on `ProcessedDataset` of it.
+    """Run the cached units of ``model`` on every sample and store the results; return their folder.
+
+    Cached units need no gradient and draw nothing. What the other units read is stored in ``model_logger.output_path``:
+    train on ``ProcessedDataset(folder)``.
 
     Each process takes every n-th sample and works alone until the end. A sample whose data and units have not changed
     is not computed again, so the task may be interrupted and started again.

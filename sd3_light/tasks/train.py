@@ -175,7 +175,7 @@ def _check_start(
     settings: TaskSettings,
     stack: ExitStack,
 ) -> None:
-    """Lock the folder; raise if it holds another task, or if processed data do not fit the units."""
+    """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     handle = lock_folder(logger.output_path, "output_path")
     if handle is not None:
         stack.callback(os.close, handle)

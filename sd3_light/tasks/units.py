@@ -22,8 +22,10 @@ UnitKind = Literal["cached", "drawn", "gradient"]
 
 
 class PipelineUnit:
-    """One step. A subclass declares the names of the values it ``reads`` and ``writes``, the module's parts that it
-    ``uses``, and whether it ``draws`` random numbers. Names of optional values end with ``?``.
+    """One step before the loss.
+
+    A subclass declares the names of the values it ``reads`` and ``writes``, the module's parts that it ``uses``, and
+    whether it ``draws`` random numbers. Names of optional values end with ``?``.
 
     ``run`` gets the values it reads by name and returns those it writes. Values of one sample have no batch dimension;
     a unit that uses a part which trains gets a batch, which has one.

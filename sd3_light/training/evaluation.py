@@ -32,7 +32,7 @@ class Evaluator:
             yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
 
     def _loader(self, name: str) -> Iterable[MicroBatch]:
-        """Load each sample once, whatever its directory's repeats; a process that gets no data reads none."""
+        """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""
         if name not in self._datasets:
             self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
         data, config = self._datasets[name], self.loaded.train

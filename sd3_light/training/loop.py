@@ -122,7 +122,7 @@ def _next_step(run: Run, batches: StepStream) -> Sequence[MicroBatch]:
 
 
 def _warn_if_data_starved(run: Run) -> None:
-    """Warn once if the GPU waited for data in most of the latest steps; it always does while workers start."""
+    """Warn once if the GPU waited for data in most of the latest steps; waits while workers start are normal."""
     if run.faster_data:
         run._starved.append(run.meter.is_idle)
         count = sum(run._starved)

@@ -38,11 +38,12 @@ def why_stock_blocks(
 
 
 class SD3TrainingModule(nn.Module):
-    """``module(features, label)`` returns the loss of a micro-batch, its parts (means over the samples), and the flow
-    loss of ``each`` sample; ``module.denoise(features)`` returns the predicted velocity.
+    """The denoiser with its training loss.
 
-    ``features`` come from `InputPreparer.prepare_inputs`, with lengths exactly if the config's text is real; keep the
-    lengths on the host. With ``fast`` the blocks use hand-written kernels (`model/fast`).
+    ``module(features, label)`` returns the loss of a micro-batch, its parts (means over the samples), and the flow loss
+    of ``each`` sample; ``module.denoise(features)`` returns the predicted velocity. ``features`` come from
+    `InputPreparer.prepare_inputs`, with lengths exactly if the config's text is real; keep the lengths on the host.
+    With ``fast`` the blocks use hand-written kernels (`model/fast`).
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:

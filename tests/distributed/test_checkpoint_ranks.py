@@ -53,9 +53,9 @@ class Worker:
             outcome = (
                 {"failed": save.reason}
                 if isinstance(save, CheckpointFailed)
-                else {"file": save.path.name, "bytes": save.bytes}
+                else {"file": save.path.name, "bytes": save.bytes, "facts": save.facts}
             )
-            results.append({"step": save.step, **outcome, "facts": save.facts})
+            results.append({"step": save.step, **outcome})
         return results
 
     def save(self, step: int, keeper: CheckpointKeeper | None = None) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         }
         stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._run_all_layers)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
-        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
+        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
         with quiet():
             self.engine: Any = deepspeed.initialize(

@@ -40,7 +40,7 @@ class ShardState:
     ) -> None:
         self.grid, self.shapes, self.optimizer = grid, shapes, optimizer
         for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
-            assert flat.dtype == weights.dtype == torch.float32, "weights learn in fp32"
+            assert flat.dtype == weights.dtype == torch.float32, "weights must be float32"
             flat.data = weights.data  # float32 weights are their own master copies
         parts = {id(weight): part for weight, part in _parts(zero, grid)}
         self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}

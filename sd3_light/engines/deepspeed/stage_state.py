@@ -143,6 +143,6 @@ def alias_master_weights(zero: Any) -> None:
     )
     for master, parts, group in groups:
         weights = parts[dist.get_rank(group)]
-        assert master.dtype == weights.dtype == torch.float32, "weights learn in fp32"
+        assert master.dtype == weights.dtype == torch.float32, "weights must be float32"
         master.data = weights.data
     zero._link_all_hp_params()

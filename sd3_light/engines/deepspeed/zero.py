@@ -35,7 +35,7 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
         denoiser = self.module.transformer
         parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
-        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights learn in fp32"
+        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
         self.optimizer = make_optimizer(parameters, config.optimizer, device)
         with quiet():
             self.engine: Any = deepspeed.initialize(

@@ -204,7 +204,7 @@ def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file
     (failed,) = keeper.wait()
     limit_file_size(1 << 30)
     assert isinstance(failed, CheckpointFailed)
-    assert (failed.step, failed.facts) == (2, {"step": 2})
+    assert failed.step == 2
     file = tmp_path / ".step-00000002.tmp" / "rank-00000.safetensors"
     assert failed.reason == f"File too large: {file}; earlier checkpoints are intact"
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
