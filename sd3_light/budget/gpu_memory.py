@@ -252,14 +252,13 @@ def _exchanged(setup: TrainingSetup) -> int:
 
 
 def _all_gradients(setup: TrainingSetup) -> int:
-    """Return the bytes of this process's gradients once all exist; 0 where they are part of the state."""
+    """Return the bytes of this process's gradients once all exist; 0 if they are part of the state."""
     if setup.uses_ddp or setup.zero_stage == 3:
         return 0
     # FSDP2 shards them when processes communicate, after the last micro-batch
     unsharded = setup.zero_stage is None and setup.accumulation > 1
-    return (
-        4 * setup.trained_parameters // (setup.replicas if setup.zero_stage == 2 else 1 if unsharded else setup.shards)
-    )
+    shards = setup.replicas if setup.zero_stage == 2 else 1 if unsharded else setup.shards
+    return 4 * setup.trained_parameters // shards
 
 
 def _gradients(setup: TrainingSetup) -> int:
@@ -302,7 +301,7 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
 
 
 def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
-    """Return the gradients, and what exists beside them before and during the step. Fused AdamW works in place."""
+    """Return the terms of the optimizer step: gradients and working memory. Fused AdamW works in place."""
     gradients = _all_gradients(setup)
     work = OPTIMIZERS[setup.optimizer].step_bytes * setup.size.width**2
     if setup.uses_ddp:

@@ -1,4 +1,4 @@
-"""Where a pipeline's stages begin and end in the list of layers: embed, the joint blocks, output.
+"""Partition the list of layers (embed, the joint blocks, output) into pipeline stages.
 
 Pure arithmetic for use without DeepSpeed; tests compare it with DeepSpeed's own partitioning.
 """
@@ -22,8 +22,8 @@ def stage_bounds(weights: Sequence[int], stages: int, method: str, split: Sequen
 
 def uniform(count: int, parts: int) -> tuple[int, ...]:
     """Return bounds of equal counts; the first parts take the remainder."""
-    each, more = divmod(count, parts)
-    return tuple(part * each + min(part, more) for part in range(parts + 1))
+    each, remainder = divmod(count, parts)
+    return tuple(part * each + min(part, remainder) for part in range(parts + 1))
 
 
 class _Cut(NamedTuple):
@@ -33,6 +33,9 @@ class _Cut(NamedTuple):
     largest: float
     smallest: float
     start: int
+
+
+_NO_CUT = _Cut(float("inf"), float("inf"), float("inf"), 0)
 
 
 @cache
@@ -45,24 +48,23 @@ def balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
     if count <= parts:
         return uniform(count, parts)
     sums = [0, *accumulate(weights)]
-    none = _Cut(float("inf"), float("inf"), float("inf"), 0)
-    known = [_Cut(0, 0, float("inf"), 0), *[none] * count]
+    cuts = [_Cut(0, 0, float("inf"), 0), *[_NO_CUT] * count]
     starts = []
     for part in range(1, parts + 1):
-        known = [none, *(_extended(known, sums, stop) if stop >= part else none for stop in range(1, count + 1))]
-        starts.append([cut.start for cut in known])
+        cuts = [_NO_CUT, *(_extended(cuts, sums, stop) if stop >= part else _NO_CUT for stop in range(1, count + 1))]
+        starts.append([cut.start for cut in cuts])
     bounds = [count]
     for row in reversed(starts):
         bounds.append(row[bounds[-1]])
     return tuple(reversed(bounds))
 
 
-def _extended(known: Sequence[_Cut], sums: Sequence[int], stop: int) -> _Cut:
+def _extended(cuts: Sequence[_Cut], sums: Sequence[int], stop: int) -> _Cut:
     """Return the best cut of the layers before ``stop``, given the best cuts with one part fewer."""
-    best = _Cut(float("inf"), float("inf"), float("inf"), 0)
+    best = _NO_CUT
     for start in range(stop):
         last = sums[stop] - sums[start]
-        largest, smallest = max(known[start].largest, last), min(known[start].smallest, last)
+        largest, smallest = max(cuts[start].largest, last), min(cuts[start].smallest, last)
         if largest - smallest <= best.spread:
             best = _Cut(largest - smallest, largest, smallest, start)
     return best

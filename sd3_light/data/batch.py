@@ -1,4 +1,4 @@
-"""Read one batch from rows of several shards: every part goes straight to its place in one block of memory."""
+"""Read one batch from rows of several shards, directly into one block of memory."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class BatchRow(NamedTuple):
     """One sample of a batch: its reader, the offsets of its parts in the file, its id and its image variant."""
 
     reader: ShardReader
-    at: RowOffsets
+    offsets: RowOffsets
     sample_id: int
     variant: int
 
@@ -50,7 +50,7 @@ def read_batch(
     Returns sample_id, moments, tokens padded with zeros to the longest caption, pooled vectors, ``mask`` if any shard
     has masks, and with ``lengths`` ``ENCODER.length``.
     """
-    counts = np.array([[count for _, count in row.at.tokens] for row in rows])
+    counts = np.array([[count for _, count in row.offsets.tokens] for row in rows])
     layout = _layout(rows, counts.max(axis=0).tolist(), lengths)
     memory = allocate(layout.nbytes)
     _read_rows(rows, order, layout, memory.numpy().data)
@@ -70,7 +70,7 @@ def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> 
     count, first, layout = len(rows), rows[0].reader, _BatchLayout()
     layout.add("sample_id", torch.int64, count)
     layout.add("moments", torch.float16, count, *first.latent_shape)
-    if any(row.at.mask is not None for row in rows):
+    if any(row.offsets.mask is not None for row in rows):
         layout.add("mask", torch.uint8, count, *first.latent_shape[1:])
     for name, max_tokens in zip(TOKENS, longest, strict=True):
         layout.add(name, torch.bfloat16, count, max_tokens, first.width(f"{name}.tokens"))
@@ -88,16 +88,16 @@ def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _BatchLay
     tokens = [(*layout.row(name), 2 * layout.tensors[name][2][2]) for name in TOKENS]
     pooled = [layout.row(f"{name}.pooled") for name in POOLED]
     for number in order:
-        read, at = rows[number].reader.read, rows[number].at
+        read, offsets = rows[number].reader.read, rows[number].offsets
         start = moments + number * moment_bytes
-        read(memory[start : start + moment_bytes], at.moments)
-        if at.mask is not None:
+        read(memory[start : start + moment_bytes], offsets.moments)
+        if offsets.mask is not None:
             start = mask + number * mask_bytes
-            read(memory[start : start + mask_bytes], at.mask)
-        for (offset, length), (first, row_bytes, token_bytes) in zip(at.tokens, tokens, strict=True):
+            read(memory[start : start + mask_bytes], offsets.mask)
+        for (offset, num_tokens), (first, row_bytes, token_bytes) in zip(offsets.tokens, tokens, strict=True):
             start = first + number * row_bytes
-            read(memory[start : start + length * token_bytes], offset)
-        for offset, (first, row_bytes) in zip(at.pooled, pooled, strict=True):
+            read(memory[start : start + num_tokens * token_bytes], offset)
+        for offset, (first, row_bytes) in zip(offsets.pooled, pooled, strict=True):
             start = first + number * row_bytes
             read(memory[start : start + row_bytes], offset)
 
@@ -105,7 +105,7 @@ def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _BatchLay
 def _finish_masks(rows: Sequence[BatchRow], masks: Tensor) -> None:
     """Fill masks of shards without masks with white, and mirror those of flipped images."""
     for number, row in enumerate(rows):
-        if row.at.mask is None:
+        if row.offsets.mask is None:
             masks[number] = 255
         elif row.variant:
             masks[number] = masks[number].flip(-1)

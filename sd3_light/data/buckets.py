@@ -1,6 +1,6 @@
 """Buckets: the image sizes of a directory, the choice of a bucket per image, and the resize and crop to fit it.
 
-Pure integer arithmetic: no image is opened, so the buckets of a dataset follow from the image sizes alone.
+Pure integer arithmetic: no image is opened, so the buckets of a dataset depend on the image sizes alone.
 """
 
 import math
@@ -60,6 +60,7 @@ def buckets_for(directory: DirectoryConfig) -> tuple[Bucket, ...]:
     return tuple(sorted({bucket for group in buckets_by_resolution(directory) for bucket in group}))
 
 
+@lru_cache(maxsize=64)
 def buckets_by_resolution(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
     """Return the buckets of each resolution in the order of ``resolutions``; a sample gets one from every group.
 
@@ -114,7 +115,7 @@ def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Siz
 
     The resolution selects the batch size: the first one that has the bucket; for ``size_buckets`` the bucket itself.
     """
-    groups = _groups(directory)
+    groups = buckets_by_resolution(directory)
     result = []
     for bucket in assign_all(width, height, groups):
         size = bucket.width, bucket.height
@@ -122,11 +123,6 @@ def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Siz
         resolution = size if directory.size_buckets else directory.resolutions[number]
         result.append((resolution, bucket, plan(width, height, bucket)))
     return tuple(result)
-
-
-@lru_cache(maxsize=64)
-def _groups(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...], ...]:
-    return buckets_by_resolution(directory)
 
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:

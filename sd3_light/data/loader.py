@@ -21,7 +21,7 @@ PreparedBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
 """(features, label): the inputs of the model, and the target of the loss."""
 
 Ticket = tuple[int, int | None]
-"""A request to a worker: an item, and the slot that it may use."""
+"""A request to a worker: an item and its slot, None if no slot is free."""
 
 
 class PreparesInputs(Protocol):
@@ -32,7 +32,7 @@ class PreparesInputs(Protocol):
 
 
 class PreparesInPlace(PreparesInputs, Protocol):
-    """A model that can write large tensors into memory that it is given, which saves a copy."""
+    """A model that can write large tensors into memory allocated by the caller, which saves a copy."""
 
     def prepare_into(
         self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
@@ -118,8 +118,8 @@ class PipelineDataLoader:
     progress, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
     With ``pin`` a device can copy directly from the workers' memory; the copy must end before the tensors are freed.
     Workers that have a slot call ``prepare_into``, if given, instead of the model's `prepare_inputs`: see
-    `PreparesInPlace`. Workers live as long as the iteration: close it if you leave it early, or they live until the
-    program ends.
+    `PreparesInPlace`. Workers run as long as the iteration: if you leave it early, close it, or they run until the
+    program exits.
     """
 
     def __init__(
@@ -138,14 +138,15 @@ class PipelineDataLoader:
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._items = _PreparedItems(dataset, model.prepare_inputs, prepare_into)
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
-        count = len(dataset) if items is None else 0  # type: ignore[arg-type]
+        if items is None:
+            items = range(len(dataset))  # type: ignore[arg-type]
         self.dataloader: DataLoader[Any] = DataLoader(
             self._items,
             batch_size=None,
-            sampler=_Tickets(items if items is not None else range(count), self._items),
+            sampler=_Tickets(items, self._items),
             num_workers=num_dataloader_workers,
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
-            # forked workers share the slots and a cache that is in memory
+            # forked workers share the slots, and a cache that is held in memory
             multiprocessing_context=multiprocessing.get_context("fork") if num_dataloader_workers else None,
             worker_init_fn=_ignore_signals,
         )
@@ -198,9 +199,9 @@ _WORKERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 """Worker process -> pid of the process that started it."""
 
 
-@atexit.register  # after multiprocessing registered its exit handler, so it runs before: that one would wait forever
+@atexit.register  # runs before multiprocessing's handler, which was registered earlier and would wait forever
 def _end_workers() -> None:
-    """Kill the workers of unclosed iterations when the program ends: they ignore SIGTERM."""
+    """Kill the workers of unclosed iterations when the program exits; they ignore SIGTERM."""
     alive = [worker for worker, parent in _WORKERS.items() if parent == os.getpid() and worker.is_alive()]
     if alive:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
@@ -224,5 +225,5 @@ def worker_exit_error(error: RuntimeError) -> UserError | None:
 
 def _shares_memory(value: Any, memory: Tensor) -> bool:
     """Return whether any tensor of a prepared micro-batch is in ``memory``."""
-    first, last = memory.data_ptr(), memory.data_ptr() + len(memory)
-    return any(first <= tensor.data_ptr() < last for tensor in tensors_in(value))
+    start, end = memory.data_ptr(), memory.data_ptr() + len(memory)
+    return any(start <= tensor.data_ptr() < end for tensor in tensors_in(value))

@@ -42,8 +42,7 @@ def damaged_mark(shard: Path) -> Path:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The recipe and the shards of a cache. ``places`` are folders that help people find the sources; no code depends
-    on them."""
+    """The recipe and the shards of a cache. ``places`` are the source folders, for information only."""
 
     recipe: dict[str, Any]
     shards: tuple[ShardEntry, ...]
@@ -68,7 +67,7 @@ class Manifest:
     def from_json(data: bytes, where: str) -> "Manifest":
         """Parse the bytes of a manifest file; ``where`` names it in errors."""
         try:
-            content = json.loads(data, object_hook=_as_entry)  # millions of dicts would need more memory
+            content = json.loads(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
             if content["format"] != CACHE_FORMAT:
                 raise UserError(
                     f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}: rebuild it"

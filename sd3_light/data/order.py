@@ -1,16 +1,16 @@
 """The order of training samples as pure arithmetic, with locality (law 2).
 
 ``(seed, epoch, shard sizes, global batch) -> the sequence of global batches`` is a pure function. A rank computes its
-slice of one step and nothing else, and the only state is the step number. An epoch of a bucket is built as follows:
+slice of one step only, and the only state is the step number. An epoch of a bucket is built as follows:
 
 1. Its blocks, one per shard and repeat, are put in random order. Together they are a sequence of positions.
 2. The sequence is cut into windows, each as long as ``window`` of the bucket's largest shards.
 3. Inside a window a keyed bijection (a Feistel network, cycle-walked into range) shuffles all positions.
-4. Batches are taken from the sequence in turn; batches of several buckets interleave evenly over the epoch.
+4. Consecutive positions form batches; batches of several buckets interleave evenly over the epoch.
 
-So a step reads from about ``window`` shards per bucket, which the next steps read too, however large the dataset is.
-The cost is some randomness: two samples of one shard are in the same window of an epoch (or in neighbouring ones), so
-they are seen within about ``window`` shards of each other. Which shards share a window is drawn again every epoch. A
+A step therefore reads from about ``window`` shards per bucket, which the next steps read too, however large the dataset
+is. The cost is some randomness: two samples of one shard are in the same window of an epoch (or in neighbouring ones),
+so they are seen within about ``window`` shards of each other. Each epoch draws again which shards share a window. A
 window as long as the epoch shuffles the whole bucket.
 
 The only tables have one row per block, for the current and the neighbouring epochs.
@@ -78,10 +78,7 @@ def _key(*words: int | str) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring samples of one bucket with the same repeats: ``size`` samples, each ``repeats`` times per epoch.
-
-    In a cache it is a shard.
-    """
+    """Consecutive samples of one bucket, in a cache one shard: ``size`` samples, each ``repeats`` times per epoch."""
 
     size: int
     repeats: float = 1.0
@@ -140,8 +137,8 @@ class BucketOrder:
 
     def within(self, first: int, last: int) -> tuple[int, int]:
         """Clip the positions ``first`` to ``last`` to the epoch; padding starts again at the beginning."""
-        laps = first // self.length * self.length
-        return first - laps, min(last - laps, self.length)
+        start = first // self.length * self.length
+        return first - start, min(last - start, self.length)
 
     @cached_property
     def most_repeats(self) -> int:
@@ -233,8 +230,8 @@ class Order:
         """Return (epoch, bucket, batch within the bucket) of the global batch of ``step``.
 
         Batch j of the n batches of a bucket gets the time (j + u) / n with its own random u in [0, 1), and steps are
-        sorted by time. So about ``time * n`` batches of each bucket come before any time, give or take one, and the
-        batch of a step is one of a few candidates per bucket: all batches before them precede the step, whatever u.
+        sorted by time. About ``time * n`` batches of each bucket, plus or minus one, precede any time. The batch of a
+        step is therefore one of a few candidates per bucket; all batches before them precede the step, whatever u.
         """
         position = self._last_position.get(step)
         if position is None:

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 from sd3_light.data.buckets import ResizePlan, Size
 
 PREPROCESS_VERSION = 1
-"""Part of a cache's fingerprint: increase it whenever the same bytes would give other pixels."""
+"""Part of a cache's fingerprint: increase it whenever the same bytes would give different pixels."""
 
 MAX_PIXELS = 178_000_000
 """Larger images are rejected before they are decoded (just below the limit of Pillow itself)."""
@@ -59,8 +59,8 @@ REASONS = {
 }
 """Reason codes and their meaning. Codes are stable: reports and user scripts depend on them."""
 
-# Exceptions of Pillow's readers on damaged input, found by truncating and corrupting files of every format or in their
-# source. Only calls into Pillow are guarded by it.
+# Exceptions that Pillow's readers raise on damaged input, found in their source and by corrupting files of every
+# format. Only calls into Pillow are guarded by this list.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -158,8 +158,8 @@ def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = 8) -> Pixels:
     width, height = plan.size
     assert width % factor == 0, (width, factor)
     assert height % factor == 0, (height, factor)
-    small = _resample(mask, plan, (width // factor, height // factor), Image.Resampling.BOX)
-    weights: Pixels = np.array(small, dtype=np.uint8)
+    latent_size = width // factor, height // factor
+    weights: Pixels = np.array(_resample(mask, plan, latent_size, Image.Resampling.BOX), dtype=np.uint8)
     if not weights.any():
         raise Reject("empty_mask", "all black inside the crop")
     return weights
@@ -174,8 +174,8 @@ def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Re
         # Pillow stores the box in float32, too coarse far from the origin: crop first to move the origin
         reach = math.ceil(_REACH * max(x, y, 1)) + 1
         origin = max(0, math.floor(box[0]) - reach), max(0, math.floor(box[1]) - reach)
-        far = min(image.width, math.ceil(box[2]) + reach), min(image.height, math.ceil(box[3]) + reach)
-        image = image.crop((*origin, *far))
+        end = min(image.width, math.ceil(box[2]) + reach), min(image.height, math.ceil(box[3]) + reach)
+        image = image.crop((*origin, *end))
         box = box[0] - origin[0], box[1] - origin[1], box[2] - origin[0], box[3] - origin[1]
     return image.resize(size, kernel, box=box)
 
@@ -199,7 +199,7 @@ def _open(data: bytes) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
-    """Return the `FORMATS` that this Pillow supports: an unknown one would fail on every file."""
+    """Return the `FORMATS` that this Pillow supports; it would fail on every file if given an unknown one."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

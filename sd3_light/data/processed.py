@@ -98,7 +98,7 @@ class ProcessedWriter:
         return sorted((self.folder / SHARDS).glob(f"{self.process:05d}-*.json"))
 
     def _existing(self) -> dict[int, str]:
-        """Return data_id -> fingerprint of samples that an earlier start of this process has written."""
+        """Return data_id -> fingerprint of the samples that this process wrote in earlier runs."""
         existing = {}
         for path in (self.folder / str(self.process)).glob("*.json"):
             try:
@@ -163,7 +163,7 @@ def _rows(samples: Sequence[ProcessedSample]) -> bytes:
 
 
 def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
-    """Write the manifest after all processes are done; the views say which rows hold the samples."""
+    """Write the manifest after all processes are done, using the views to find each sample's row."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / SHARDS).glob("*.json"))]
     rows: dict[int, tuple[str, int]] = {}
     for path in sorted(folder.glob("[0-9]*/*.json")):
@@ -182,7 +182,7 @@ def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int
 
 
 class ProcessedDataset(Dataset[Any]):
-    """The samples of a data-process task in the order of the original dataset: the data of the second stage.
+    """The samples of a data-process task in the order of the original dataset, to train on.
 
     Shards are hashed when they are first opened. Samples with the same ``bucket_of(index)`` may share a batch.
     """
@@ -215,7 +215,7 @@ class ProcessedDataset(Dataset[Any]):
         return len(self._samples)
 
     def bucket_of(self, index: int) -> str:
-        """Return the bucket that the sample had when it was processed."""
+        """Return the bucket in which the sample was processed."""
         bucket: str = self._entries[self._samples[index][0]]["bucket"]
         return bucket
 

@@ -70,11 +70,12 @@ class RowOffsets(NamedTuple):
 
 
 class ShardReader:
-    """One open shard. Opening compares offsets, shapes, dtypes and counts with the manifest's entry and raises a
-    UserError if they differ. It does not hash the file: see `data.verify`.
+    """One open shard.
 
-    With ``in_memory`` the whole file is read at once and rows are copied from memory. Raises FileNotFoundError if the
-    file is missing. Forked processes may share a reader, as it keeps no file position.
+    Opening compares offsets, shapes, dtypes and counts with the manifest's entry and raises a UserError if they differ.
+    It does not hash the file: see `data.verify`. With ``in_memory`` the whole file is read at once and rows are copied
+    from memory. Raises FileNotFoundError if the file is missing. Forked processes may share a reader: it keeps no
+    file position.
     """
 
     def __init__(self, path: Path, entry: ShardEntry, in_memory: bool = False) -> None:
@@ -131,12 +132,9 @@ class ShardReader:
 
     def _load(self, name: str) -> NDArray[np.int64]:
         field = self.fields[name]
-        return np.frombuffer(self._bytes(field.offset, field.nbytes), dtype="<i8").astype(np.int64, copy=False)
-
-    def _bytes(self, offset: int, count: int) -> bytearray:
-        out = bytearray(count)
-        self.read(memoryview(out), offset)
-        return out
+        out = bytearray(field.nbytes)
+        self.read(memoryview(out), field.offset)
+        return np.frombuffer(out, dtype="<i8").astype(np.int64, copy=False)
 
     def _text_fields(self) -> tuple[list[tuple[memoryview, int, int]], list[tuple[int, int]]]:
         """Return (first rows, offset, bytes per row) of tokens and (offset, bytes per row) of pooled vectors."""
@@ -210,20 +208,20 @@ class ShardReader:
 
     def image(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
         """Read a sample's moments [2C, h, w] and its mask [h, w], None if the shard has no masks."""
-        at = self.locate(row, 0, variant)
-        moments = self._tensor(at.moments, torch.float16, self.latent_shape)
-        if at.mask is None:
+        offsets = self.locate(row, 0, variant)
+        moments = self._tensor(offsets.moments, torch.float16, self.latent_shape)
+        if offsets.mask is None:
             return moments, None
-        mask = self._tensor(at.mask, torch.uint8, self.latent_shape[1:])
+        mask = self._tensor(offsets.mask, torch.uint8, self.latent_shape[1:])
         return moments, mask.flip(-1) if variant else mask
 
     def caption(self, row: int, number: int) -> CaptionFeatures:
         """Read the features of a sample's caption."""
-        at = self.locate(row, number, 0)
+        offsets = self.locate(row, number, 0)
         features: CaptionFeatures = {}
-        for name, (offset, count) in zip(TOKENS, at.tokens, strict=True):
+        for name, (offset, count) in zip(TOKENS, offsets.tokens, strict=True):
             features[name] = self._tensor(offset, torch.bfloat16, (count, self.width(f"{name}.tokens")))
-        for name, offset in zip(POOLED, at.pooled, strict=True):
+        for name, offset in zip(POOLED, offsets.pooled, strict=True):
             features[f"{name}.pooled"] = self._tensor(offset, torch.bfloat16, (self.width(f"{name}.pooled"),))
         return features
 
@@ -236,15 +234,15 @@ class ShardReader:
 # --- checks: their ValueErrors become a UserError that names the file --------------------------
 
 
-def _expect(holds: bool, message: str) -> None:
-    if not holds:
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
         raise ValueError(message)
 
 
-def _fields(header: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
-    """Return the tensors of a header: known names and dtypes, without gaps from ``first`` to the end of the file."""
+def _fields(entries: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
+    """Return the tensors of a header. They must have known names and dtypes and fill the file from ``first`` on."""
     fields, spans = {}, []
-    for name, tensor in header.items():
+    for name, tensor in entries.items():
         _expect(name in _FIELDS, f"it contains an unknown tensor {name!r}")
         dtype, dimensions = _FIELDS[name]
         shape, (begin, end) = tuple(map(int, tensor["shape"])), map(int, tensor["data_offsets"])
@@ -280,5 +278,5 @@ def _check_shapes(fields: Mapping[str, TensorSpan], entry: ShardEntry) -> None:
     _expect(len(distinct) == 1, "the numbers of captions of its encoders differ")
 
 
-def _is_rising(starts: NDArray[np.int64], end: int, least: int) -> bool:
-    return bool(len(starts) > 0 and starts[0] == 0 and starts[-1] == end and (np.diff(starts) >= least).all())
+def _is_rising(starts: NDArray[np.int64], end: int, min_step: int) -> bool:
+    return bool(len(starts) > 0 and starts[0] == 0 and starts[-1] == end and (np.diff(starts) >= min_step).all())

@@ -12,7 +12,7 @@ distinct ones:
     ENCODER.pooled   bf16  [d, width]        CLIP encoders only
 
 An Arrow file next to it has each sample's source key, fingerprint, original size, captions and image location; it is
-read only to find stale samples or to show the data. Files are written atomically, so a file that exists is complete.
+read only to find stale samples or to show the data. Files are written atomically: a file that exists is complete.
 """
 
 import json
@@ -79,11 +79,11 @@ def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins:
     count = len(content.sample_id)
     assert count == len(origins) > 0
     # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
-    about = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
+    metadata = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
     path = folder / entry.file
     with atomic_file(path) as temporary:
         try:
-            save_file(content.tensors(), temporary, {"shard": about})
+            save_file(content.tensors(), temporary, {"shard": metadata})
         except SafetensorError as error:
             raise OSError(0, str(error)) from error
         # read back from the file, so that the hash is that of the written bytes

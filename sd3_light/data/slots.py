@@ -2,7 +2,7 @@
 
 Newly mapped memory costs more than reading into it, because the kernel must clear every page. The pages of a slot stay
 mapped. A slot is an anonymous shared file, so it needs no space in /dev/shm and disappears with its processes. The
-trainer assigns slots, a worker fills one, and it becomes free when the last tensor in it is gone: memory that is still
+trainer assigns slots and workers fill them. A slot becomes free when its last tensor is freed, so memory that is still
 being read is never assigned again.
 """
 
@@ -28,14 +28,14 @@ AllocateTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Shape and dtype -> an uninitialized tensor."""
 
 Pin = Callable[[int, int], Callable[[], Any] | None]
-"""(address, bytes) -> the function that undoes it: pins memory so that a device can read it directly."""
+"""Pins memory (address, bytes) so that a device can read it directly; returns a function that unpins it."""
 
 _ALIGN = 64
 _GROWTH = 1 << 20
 
 
 class InPlaceDataset(Dataset[Any]):
-    """A dataset that can write an item into memory that it is given."""
+    """A dataset that can write an item into memory allocated by the caller."""
 
     def fetch(self, item: int, allocate: AllocateBytes) -> Any:
         """Return an item whose tensors are in the memory of a single call to ``allocate``."""
@@ -49,7 +49,6 @@ class _TensorRef:
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,13 @@ class SlotPool:
         return torch.from_numpy(self._mapped(slot, nbytes)[:nbytes])
 
     def lease(self, slot: int, nbytes: int) -> Tensor:
-        """Like `memory`; the slot is released when this tensor and all views of it are gone."""
+        """Like `memory`; the slot is released when this tensor and all views of it are freed."""
         view = self._mapped(slot, nbytes)[:nbytes]
         weakref.finalize(view, self._free.append, slot).atexit = False
         return torch.from_numpy(view)  # the tensor keeps this array alive, and views of it keep its storage
 
     def unpack(self, packed: Packed) -> Any:
-        """Return the packed value without a copy; the slot is released when all its tensors are gone."""
+        """Return the packed value without a copy; the slot is released when all its tensors are freed."""
         memory = self.lease(packed.slot, packed.nbytes)
         return _replace(packed.value, _TensorRef, lambda ref: carve(memory, ref.offset, ref.dtype, ref.shape))
 
@@ -108,7 +107,7 @@ class SlotPool:
         return view
 
     def _pin_view(self, view: NDArray[np.uint8]) -> None:
-        """Pin a new view; it is unpinned when its last user is gone, before its memory is freed."""
+        """Pin a new view; it is unpinned when its last user is freed, before its memory is."""
         undo = self._pin(view.ctypes.data, len(view)) if self._pin and os.getpid() == self._trainer else None
         if undo is not None:
             weakref.finalize(view, undo).atexit = False
@@ -119,7 +118,7 @@ class Packer:
 
     def __init__(self, pool: SlotPool, slot: int) -> None:
         self._pool, self._slot = pool, slot
-        self._blocks: list[tuple[Tensor, int]] = []  # memory and its offset; kept, so that no address is reused
+        self._blocks: list[tuple[Tensor, int]] = []  # (memory, offset); held so that no address is reused
         self._end = 0
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -142,7 +141,7 @@ class Packer:
         for tensor in tensors_in(value):
             existing = self._offset(tensor)
             offset = aligned(end) if existing is None else existing
-            refs[id(tensor)] = _TensorRef(offset, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+            refs[id(tensor)] = _TensorRef(offset, tensor.dtype, tuple(tensor.shape))
             if existing is None:
                 end = offset + tensor.nbytes
                 copies.append((refs[id(tensor)], tensor))

@@ -1,4 +1,4 @@
-"""The streaming dataset: batches read from a cache's shards in the order's sequence, in bounded memory."""
+"""The streaming dataset: batches read from a cache's shards in the sequence of an `Order`, in bounded memory."""
 
 import threading
 from collections import OrderedDict, deque
@@ -25,7 +25,7 @@ from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
 CachedBatch = dict[str, Any]
-_MAX_PREFETCHED = 256  # dropping one only costs another check of its shards' markers
+_MAX_PREFETCHED = 256  # dropping one costs only another check of its shards' markers
 
 
 @dataclass(frozen=True)

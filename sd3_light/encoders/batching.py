@@ -1,7 +1,7 @@
-"""How images and captions are grouped into encoder batches.
+"""Group images and captions into encoder batches.
 
-A result's last bits may depend on the batch that it was computed in. These are pure functions of sizes and lengths,
-independent of the device and the number of processes, so that equal inputs give equal bytes.
+The last bits of a result may depend on its batch. The batches are pure functions of sizes and lengths, independent of
+the device and the number of processes, so that equal inputs give equal bytes.
 """
 
 from collections.abc import Sequence

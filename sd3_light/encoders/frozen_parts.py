@@ -185,16 +185,16 @@ class FrozenParts:
         filled = np.full(len(batch.members) * batch.length, self._tokenizers[name].pad_id)
         filled[real_rows] = ids.ids[rows]
         padded = self._to_device(torch.from_numpy(filled.reshape(-1, batch.length)))
-        real = None if self.padded else self._to_device(torch.from_numpy(real_rows))
-        mask = None if self.padded else self._to_device(torch.from_numpy(lengths))
+        real_index = None if self.padded else self._to_device(torch.from_numpy(real_rows))
+        lengths_B = None if self.padded else self._to_device(torch.from_numpy(lengths))
         model = self.part(name)
         with torch.inference_mode():
             if name == "t5":
-                tokens, pooled = encode_t5(model, padded, mask), None
+                tokens, pooled = encode_t5(model, padded, lengths_B), None
             else:
                 tokens, pooled = encode_clip(model, padded)
             tokens = tokens.flatten(0, 1)
-            tokens = tokens if real is None else tokens[real]
+            tokens = tokens if real_index is None else tokens[real_index]
             return tokens.to(STORED_DTYPE), None if pooled is None else pooled.to(STORED_DTYPE)
 
     def _collect(

@@ -21,8 +21,11 @@ LARGEST_IMAGE_PIXELS = 1024 * 1024
 
 
 def all_fit(weights: Iterable[int], batch_size: int, free: int | None) -> bool:
-    """Return whether encoders of these sizes in bytes fit on the device together, with the VAE's peak activations (the
-    text encoders' are smaller) and `RESERVE`. An unknown ``free`` (None) counts as enough."""
+    """Return whether encoders of these sizes in bytes fit on the device together.
+
+    Includes the VAE's peak activations (those of the text encoders are smaller) and `RESERVE`. An unknown ``free``
+    (None) counts as enough.
+    """
     activations = max(batch_size * REFERENCE_PIXELS, LARGEST_IMAGE_PIXELS) * BYTES_PER_PIXEL
     return free is None or sum(weights) + activations + RESERVE <= free
 

@@ -17,7 +17,7 @@ TextFeatures = dict[str, Tensor]
 Texts = Mapping[str, Sequence[Tensor]]
 """One tensor per sample: ENCODER -> its tokens [L, W] without padding, ENCODER.pooled -> a vector [W]."""
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Shape and dtype -> an uninitialised tensor."""
+"""Shape and dtype -> an uninitialized tensor."""
 
 # name -> (model folder, tokenizer folder) of a diffusers SD3 folder
 TEXT_ENCODERS = {

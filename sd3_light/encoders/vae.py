@@ -60,13 +60,13 @@ def tf32_convolutions() -> Iterator[None]:
     """
     cudnn: Any = torch.backends.cudnn
     flags = {"allow_tf32": True, "benchmark": False, "deterministic": True}
-    before = {name: getattr(cudnn, name) for name in flags}
+    previous = {name: getattr(cudnn, name) for name in flags}
     try:
         for name, value in flags.items():
             setattr(cudnn, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             setattr(cudnn, name, value)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 NUM_BANDS = 10
-BAND_NAMES = tuple(f"{at / NUM_BANDS:.1f}-{(at + 1) / NUM_BANDS:.1f}" for at in range(NUM_BANDS))
+BAND_NAMES = tuple(f"{band / NUM_BANDS:.1f}-{(band + 1) / NUM_BANDS:.1f}" for band in range(NUM_BANDS))
 
 
 def sum_by_band(each_B: Tensor, time_B: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class FlowMatchDPOLoss(FlowMatchSFTLoss):
         )
         chosen, rejected = inputs[self.latents], inputs[self.rejected]
         with torch.no_grad():
-            before = self.error(reference, inputs, chosen) - self.error(reference, inputs, rejected)
-        now = self.error(denoise, inputs, chosen) - self.error(denoise, inputs, rejected)
-        each: Tensor = -functional.logsigmoid(-self.beta / 2 * (now - before))
+            reference_gap = self.error(reference, inputs, chosen) - self.error(reference, inputs, rejected)
+        gap = self.error(denoise, inputs, chosen) - self.error(denoise, inputs, rejected)
+        each: Tensor = -functional.logsigmoid(-self.beta / 2 * (gap - reference_gap))
         return each

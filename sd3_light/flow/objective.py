@@ -36,8 +36,10 @@ def flow_loss(
 
 
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the loss per sample [B]: squared distance of the last text tokens from the (detached) target tokens,
-    averaged over the sample's first ``lengths`` tokens, or over all."""
+    """Return the loss per sample [B]: squared distance of the last text tokens from the (detached) target tokens.
+
+    It is averaged over the sample's first ``lengths`` tokens, or over all.
+    """
     error = (text.float() - target.float().detach()) ** 2
     if lengths is None:
         return error.flatten(1).mean(1)

@@ -95,7 +95,7 @@ def _rates(verdicts: Iterable[Verdict]) -> Rates:
     outcomes: dict[str, list[bool]] = {demand: [] for demand in DEMANDS}
     for verdict in verdicts:
         for demand in DEMANDS:
-            right: bool | None = getattr(verdict, demand)
-            if right is not None:
-                outcomes[demand].append(right)
+            is_correct: bool | None = getattr(verdict, demand)
+            if is_correct is not None:
+                outcomes[demand].append(is_correct)
     return {demand: sum(results) / len(results) if results else None for demand, results in outcomes.items()}

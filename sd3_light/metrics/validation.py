@@ -70,11 +70,11 @@ def validate(
     totals: list[Tensor] = []
     count = 0
     for count, item in enumerate(prepared, start=1):
-        at, sums = (count - 1) % len(QUANTILES), evaluate(item)
+        index, sums = (count - 1) % len(QUANTILES), evaluate(item)
         if count <= len(QUANTILES):
             totals.append(sums)
         else:
-            totals[at] = totals[at] + sums
+            totals[index] = totals[index] + sums
     assert count, "an evaluation set has at least one batch"
     assert count % len(QUANTILES) == 0
     all_sums = sum_over_ranks(torch.stack(totals)).tolist()

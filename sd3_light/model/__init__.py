@@ -1,1 +1,1 @@
-"""The denoiser: diffusers' MMDiT as an ordered list of layers, and what it costs."""
+"""The denoiser: diffusers' MMDiT as an ordered list of layers, its adapters and its fast blocks."""

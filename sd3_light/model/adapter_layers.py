@@ -153,12 +153,12 @@ def lycoris_modules(state: Mapping[str, Tensor], rank: int, alpha: float) -> dic
 @torch.no_grad()
 def load_lycoris(transformer: nn.Module, modules: Mapping[str, LycorisModule]) -> None:
     """Copy the weights of ``modules`` into the model's LoKr or LoHa, which has the same layers and shapes."""
-    own = {name: layer for name, layer in _adapter_layers(transformer) if isinstance(layer, LycorisLayer)}
+    layers = {name: layer for name, layer in _adapter_layers(transformer) if isinstance(layer, LycorisLayer)}
     live = {name: parameter for name, parameter in transformer.named_parameters() if is_adapter_name(name)}
     loaded = {
         f"{layer}.{factor}.{ADAPTER}": tensor
         for layer, module in modules.items()
-        for factor, tensor in _scaled(module, own.get(layer)).factors.items()
+        for factor, tensor in _scaled(module, layers.get(layer)).factors.items()
     }
     mismatches = sorted(live.keys() ^ loaded.keys())
     mismatches += [name for name in live if not mismatches and live[name].shape != loaded[name].shape]
@@ -172,5 +172,5 @@ def load_lycoris(transformer: nn.Module, modules: Mapping[str, LycorisModule]) -
 
 def _scaled(module: LycorisModule, layer: Any) -> LycorisModule:
     """Return the module's weights for a layer that applies its own scale."""
-    own = 1.0 if layer is None else float(layer.scaling[ADAPTER])
-    return LycorisModule(module.factors, module.scale / own).with_unit_scale()
+    layer_scale = 1.0 if layer is None else float(layer.scaling[ADAPTER])
+    return LycorisModule(module.factors, module.scale / layer_scale).with_unit_scale()

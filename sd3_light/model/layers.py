@@ -108,8 +108,11 @@ def build_layers(
 def run_layers(
     layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False
 ) -> LayerState:
-    """Run the list. With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with
-    ``"selective"`` all but the outputs of matrix products and attention."""
+    """Run the layers in order and return the last state.
+
+    With ``checkpointing`` the backward pass recomputes the blocks' activations: all of them, or with ``"selective"`` all
+    but the outputs of matrix products and attention.
+    """
     context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for layer in layers:

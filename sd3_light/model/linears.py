@@ -60,9 +60,7 @@ def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ..
         known = {name.split(".", 2)[-1] if name.startswith("transformer_blocks.") else name for name in names}
         near = get_close_matches(unmatched[0], sorted(known), 1, 0.0)
         hint = f" (nearest: {near[0]})" if near else ""
-        raise UserError(
-            f"adapter.target_modules: {', '.join(unmatched)}: no linear layer has a name that ends so{hint}"
-        )
+        raise UserError(f"adapter.target_modules: {', '.join(unmatched)}: no linear layer matches{hint}")
     return tuple(name for name in names if any(matches_target(name, target) for target in targets))
 
 
@@ -88,7 +86,7 @@ def _weights(shape: Shape, adapter: AdapterConfig) -> int:
     if adapter.type == "loha":
         return 2 * adapter.rank * (inputs + outputs)
     (a, b), (c, d) = _factors(outputs), _factors(inputs)
-    whole = adapter.rank >= max(b, d) / 2  # peft does not factorise the large factor where that would not be smaller
+    whole = adapter.rank >= max(b, d) / 2  # peft does not factorise the large factor if that would not make it smaller
     return a * c + (b * d if whole else adapter.rank * (b + d))
 
 

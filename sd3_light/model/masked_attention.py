@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 
 def real_text_mask(lengths_B: Tensor, num_text: int, num_image: int) -> Tensor:
-    """Return the mask of visible keys, [B, 1, 1, N + T]: all image tokens, then each sample's first ``lengths_B`` text
-    tokens."""
+    """Return the mask [B, 1, 1, N + T] of visible keys: image tokens and each sample's ``lengths_B`` text tokens."""
     position_K = torch.arange(num_image + num_text, device=lengths_B.device)
     return (position_K < num_image + lengths_B[:, None])[:, None, None]
 
 
 class MaskedJointAttention:
-    """The stock processor without a mask or text; otherwise the same attention under the mask.
+    """Runs the stock processor if there is no mask or no text, otherwise the same attention with the mask.
 
     A masked key has weight zero, whatever its value; the outputs of masked text rows are meaningless.
     """
@@ -56,9 +55,9 @@ class MaskedJointAttention:
 def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
     """Return query, key and value of one stream, [B, H, tokens, E] each, with qk-norm if the model has it."""
     parts = [project(stream).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for project in projections]
-    for at, norm in enumerate(norms):
+    for index, norm in enumerate(norms):
         if norm is not None:
-            parts[at] = norm(parts[at])
+            parts[index] = norm(parts[index])
     return parts
 
 
@@ -69,11 +68,13 @@ def mask_attention(transformer: SD3Transformer2DModel) -> None:
 
 @contextmanager
 def use_masked_attention(transformer: SD3Transformer2DModel) -> Iterator[None]:
-    """Inside the context, the transformer applies ``joint_attention_kwargs={"attention_mask": mask}`` with a mask from
-    `real_text_mask`; afterwards its previous processors are restored."""
-    before = dict(transformer.attn_processors)
+    """Make the transformer apply masks inside the context; restore its previous processors afterwards.
+
+    Pass a mask from `real_text_mask` as ``joint_attention_kwargs={"attention_mask": mask}``.
+    """
+    previous = dict(transformer.attn_processors)
     mask_attention(transformer)
     try:
         yield
     finally:
-        transformer.set_attn_processor(before)
+        transformer.set_attn_processor(previous)

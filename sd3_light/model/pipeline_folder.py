@@ -17,7 +17,7 @@ _UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
 
 @dataclass(frozen=True)
 class FolderPart:
-    """One part of the folder: at least one of the files ``any_of``, and for models the stem of their weights."""
+    """One part of the folder: at least one of the files ``any_of``, and for a model the stem of its weight files."""
 
     name: str
     any_of: tuple[str, ...]
@@ -80,7 +80,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
     """Return the shape of the text features of a folder's encoders; missing keys have transformers' defaults."""
-    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in ("text_encoder", *_LATER_ENCODERS))
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in names)
     return TextShape(
         clip_tokens=tokenizer_length(folder / "tokenizer") or CLIP_TOKENS,
         t5_tokens=t5_max_length,
@@ -90,9 +91,6 @@ def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShap
         pooled_width=int(clip_l.get("projection_dim", 512)) + int(clip_g.get("projection_dim", 512)),
         real=real,
     )
-
-
-_LATER_ENCODERS = ("text_encoder_2", "text_encoder_3")
 
 
 def tokenizer_length(folder: Path) -> int | None:

@@ -61,12 +61,12 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 
 
 def single_file_config(path: Path) -> dict[str, Any]:
-    """Return the denoiser's config: from the metadata of files by sd3-light, otherwise from the tensor shapes."""
+    """Return the denoiser's config: from the metadata if sd3-light wrote the file, otherwise from the tensor shapes."""
     header = _header(path)
-    about = header.metadata.get(METADATA_KEY)
-    if about is not None:
+    metadata = header.metadata.get(METADATA_KEY)
+    if metadata is not None:
         try:
-            config: dict[str, Any] = json.loads(about)["config"]
+            config: dict[str, Any] = json.loads(metadata)["config"]
             return config
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error

@@ -1,4 +1,4 @@
-"""Where the denoiser's weights start: at random, or from a folder or single file. Reads configs and headers only."""
+"""Find the denoiser's initial weights: random, in a folder or in a single file. Reads configs and headers only."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -19,8 +19,7 @@ _SHAPELESS = ("name", "sample_size")  # fields of a size that no weight depends 
 
 @dataclass(frozen=True)
 class WeightsStart:
-    """Where training starts: a ``folder`` with the denoiser's ``config.json`` and weights, a single ``file``, or
-    neither for random weights."""
+    """The denoiser's initial weights: in a ``folder`` with its ``config.json``, in a single ``file``, or random."""
 
     kind: Literal["random", "folder", "file"]
     folder: Path | None
@@ -56,14 +55,9 @@ def start_source(model: ModelConfig) -> Path | None:
     """
     if model.init is not None:
         return None if model.init == "random" else model.init
-    if model.train_type is None or has_marker(model.diffusers_path):
+    if model.train_type is None or (model.diffusers_path / MARKER).is_file():
         return model.diffusers_path
     return None
-
-
-def has_marker(folder: Path) -> bool:
-    """Return whether `sd3-light init` wrote this folder."""
-    return (folder / MARKER).is_file()
 
 
 def denoiser_folder(source: Path) -> Path:
@@ -92,7 +86,7 @@ def named_size(config: dict[str, Any], path: Path) -> ModelSize:
         size = size_from_transformer_config(config, name="custom")
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}; give the folder of an SD3 denoiser") from missing
-    names = (name for name, other in SIZES.items() if not differences(other, size))
+    names = (name for name, known in SIZES.items() if not differences(known, size))
     return replace(size, name=next(names, size.name))
 
 

@@ -31,7 +31,7 @@ _CONSTANTS = ("qmap1", "qmap2")
 class OptimizerPart:
     """A torch optimizer for some of the weights, and a function that creates a weight's state of step 0.
 
-    ``skips_on_device``: its fused kernel reads `found_inf`, so a step is skipped without asking the host.
+    ``skips_on_device``: its fused kernel reads `found_inf`, so a step is skipped without synchronizing with the host.
     """
 
     optimizer: torch.optim.Optimizer
@@ -48,7 +48,7 @@ class Optimizer:
         self._owners = {name: (parameter, members[id(parameter)]) for name, parameter in named.items()}
         self._prepared = False
         self.updates_started = 0
-        """How often an optimizer began to change weights, also one that a library drives itself."""
+        """Number of updates started, including those of an optimizer that a library drives."""
         for part in parts:
             part.optimizer.register_step_pre_hook(self._count_update)
         self._skips_on_device = all(part.skips_on_device for part in parts)
@@ -63,7 +63,7 @@ class Optimizer:
                 group["lr"] = lr
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Take one step; where ``skip`` (a float32 scalar on the weights' device) is 1.0, nothing changes at all.
+        """Take one step, or change nothing if ``skip`` (a float32 scalar on the weights' device) is 1.0.
 
         AdamW decides this on the device. The others wait for the host to read ``skip``.
         """
@@ -75,7 +75,7 @@ class Optimizer:
             skip = None
         for part in self._parts:
             if part.skips_on_device:
-                # the attributes through which torch's GradScaler talks to fused kernels; a skipped step is not counted
+                # attributes that torch's GradScaler sets for fused kernels; a skipped step is not counted
                 part.optimizer.grad_scale, part.optimizer.found_inf = None, skip  # type: ignore[attr-defined]
             part.optimizer.step()
 
@@ -118,7 +118,7 @@ def make_optimizer(named: Mapping[str, nn.Parameter], config: OptimizerConfig, d
 
 
 def _make_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
-    """Use the fused kernel on every device: it skips steps without the host, and accepts DTensors."""
+    """Use the fused kernel on every device: it skips steps without the host and accepts DTensors."""
     groups = parameter_groups(named.items(), config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     return [OptimizerPart(optimizer, create_adamw_state, skips_on_device=True)]

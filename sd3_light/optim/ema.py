@@ -38,8 +38,8 @@ class Averages:
     """All averages of a run by name; none if ``[ema] enable`` is false.
 
     They start as copies of ``weights``, which are plain tensors: whole weights, or the local rows of sharded ones, some
-    of which may be empty. The step's number alone decides when to update, so the device is never asked whether the step
-    was skipped: a skipped step leaves the weights unchanged.
+    of which may be empty. Updates depend on the step number alone, without reading from the device whether the step was
+    skipped: a skipped step leaves the weights unchanged.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: EmaConfig) -> None:

@@ -1,4 +1,4 @@
-"""The cache plan: which samples make which shard, as a pure function of the catalogue.
+"""The cache plan: which samples go into which shard, as a pure function of the catalogue.
 
 A unit of work is one shard: samples of one source, one resolution and one bucket. Its file name contains the
 fingerprint of everything that determines it, so a unit whose file exists is done, no matter which process built it, and
@@ -206,7 +206,8 @@ _PLAN_SCHEMA = pa.schema(
     ]
 )
 
-_Slot = tuple[tuple[int, int], Bucket]
+_UnitKey = tuple[tuple[int, int], Bucket]
+"""(resolution, bucket) of an open unit."""
 
 
 class _Planner:
@@ -237,17 +238,17 @@ class _Planner:
     def _units(self, listings: Sequence[Listing]) -> Iterator[dict[str, Any]]:
         part_number = 0
         for listing in listings:
-            open_units: dict[_Slot, _OpenUnit] = {}
+            open_units: dict[_UnitKey, _OpenUnit] = {}
             for part in listing.parts:
                 rows = self._catalogue.rows(part)
                 yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units)
                 part_number += 1
-            for slot, unit in open_units.items():
+            for key, unit in open_units.items():
                 if unit.positions:
-                    yield _finish_unit(listing.source, slot, unit)
+                    yield _finish_unit(listing.source, key, unit)
 
     def _assign(
-        self, source: Source, first: int, rows: Sequence[InputRow], open_units: dict[_Slot, _OpenUnit]
+        self, source: Source, first: int, rows: Sequence[InputRow], open_units: dict[_UnitKey, _OpenUnit]
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
             if row.reason:
@@ -267,8 +268,8 @@ class _Planner:
                     open_units[resolution, bucket] = _OpenUnit()
 
 
-def _finish_unit(source: Source, slot: _Slot, unit: _OpenUnit) -> dict[str, Any]:
-    (resolution, bucket), flip = slot, source.directory.flip
+def _finish_unit(source: Source, key: _UnitKey, unit: _OpenUnit) -> dict[str, Any]:
+    (resolution, bucket), flip = key, source.directory.flip
     fingerprint = _digest(*unit.fingerprints, str(bucket), str(flip))
     return {
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",

@@ -1,8 +1,8 @@
 """Claims on work items among processes that share only a folder.
 
 A claim is a file that is created exclusively and names its owner. Owners keep a heartbeat file fresh; on the same
-machine the end of a process is noticed immediately. Claims save work, they are not locks: results are deterministic and
-appear by rename, so an item that two processes happen to build is merely written twice.
+machine the end of a process is noticed immediately. Claims save work but are not locks: results are deterministic and
+appear by rename, so an item that two processes happen to build is only written twice.
 """
 
 import os
@@ -17,7 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.system import machine, process_start
 
 POLL_SECONDS = 0.2
-"""How often processes look for the results of others."""
+"""Interval at which processes check for the results of others."""
 HEARTBEAT_SECONDS = 5.0
 STALE_AFTER_SECONDS = 60.0
 """An owner on another machine counts as dead when its heartbeat is older than this."""
@@ -78,14 +78,14 @@ class Claims:
         return False
 
     def release(self, name: str) -> None:
-        """Give up an item, finished or not."""
+        """Release an item, finished or not."""
         self._owned.discard(name)
         # another process may have taken it over while this one seemed dead: remove only our own claim
         if _read(self._path(name)) == self.owner:
             self._path(name).unlink(missing_ok=True)
 
     def is_newer(self, path: Path) -> bool:
-        """Return whether a file was written since this process entered its claims."""
+        """Return whether a file was written after this context was entered."""
         try:
             return path.stat().st_mtime >= self.started
         except FileNotFoundError:

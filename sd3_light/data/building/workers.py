@@ -80,7 +80,7 @@ class WorkerPool(Generic[Task, Result]):
         except BrokenProcessPool:
             # all pending batches were lost with the process: isolate the crash in this one, resubmit the others
             results = self._one_by_one(batch)
-            resubmitted = [(other, self._submit(other) if _was_lost(done) else done) for other, done in pending]
+            resubmitted = [(batch, self._submit(batch) if _was_lost(future) else future) for batch, future in pending]
             pending.clear()
             pending.extend(resubmitted)
             return results

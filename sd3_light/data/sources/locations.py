@@ -26,7 +26,8 @@ def location_text(location: Location | None, root: Path) -> str:
         case _:
             raise AssertionError(f"{type(location).__name__} has no text form")
     # names that are not UTF-8 contain surrogates, which need escapes
-    return json.dumps(fields, separators=(",", ":"), ensure_ascii=not _is_plain(fields))
+    is_plain = all(is_utf8(field) for field in fields if isinstance(field, str))
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=not is_plain)
 
 
 def location_from_text(text: str, root: Path) -> Location | None:
@@ -43,19 +44,11 @@ def location_from_text(text: str, root: Path) -> Location | None:
     raise ValueError(f"{text:.200} is not a location")
 
 
-def _is_plain(fields: list[str | int]) -> bool:
-    return all(is_utf8(field) for field in fields if isinstance(field, str))
-
-
-def _below(root: Path) -> str:
-    return os.path.join(root, "")
-
-
 def _shorten(path: str, root: Path) -> str:
     """Return the path relative to the root, "" for the root itself, an absolute path outside of it."""
     if path == str(root):
         return ""
-    rest = path.removeprefix(_below(root))
+    rest = path.removeprefix(os.path.join(root, ""))
     # the rest of a path that contains "//" would look like an absolute path
     if rest != path and rest and not rest.startswith("/"):
         return rest

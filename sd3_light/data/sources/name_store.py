@@ -1,7 +1,7 @@
 """Sets of names on disk, so that scanning a folder of a million files needs no more memory than a small one.
 
-They are in a private temporary SQLite database in the system's temp folder (or `SQLITE_TMPDIR`, `TMPDIR`). It is
-written only when its cache is full and disappears with the process.
+They are stored in a private temporary SQLite database in the system's temp folder (or `SQLITE_TMPDIR`, `TMPDIR`). It is
+written to disk only when its cache is full, and disappears with the process.
 """
 
 import itertools

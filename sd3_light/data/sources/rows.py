@@ -89,7 +89,7 @@ def _configured(columns: Columns) -> list[tuple[str, str]]:
 
 
 def _document(path: Path, columns: Columns) -> Iterator[_Raw]:
-    """``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
+    """Yield the rows of a JSON document: ``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
     with path.open(encoding="utf-8-sig") as file:
         for number, (key, value) in enumerate(members(file)):
             yield str(number), value if key is None else TableRow(key, value)
@@ -113,7 +113,7 @@ def _json_line(line: str) -> Any:
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
-    before = csv.field_size_limit(MAX_CAPTION_BYTES)
+    previous_limit = csv.field_size_limit(MAX_CAPTION_BYTES)
     try:
         with path.open("rb") as file:
             lines = _LineReader(file)
@@ -125,7 +125,7 @@ def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
                     yield position, cells if isinstance(cells, Reject) else dict(zip(header, cells, strict=False))
                 position = lines.position
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(previous_limit)
 
 
 def _csv_row(lines: "_LineReader") -> list[str] | Reject | None:

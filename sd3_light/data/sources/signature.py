@@ -23,7 +23,7 @@ from sd3_light.data.sources.listing import (
 )
 
 SCAN_VERSION = 1
-"""Increase it whenever a scan of the same files would yield other records or rejects."""
+"""Increase it whenever a scan of the same files would yield different records or rejects."""
 
 _SETTINGS = (
     "caption_prefix",
@@ -55,7 +55,7 @@ class _HashedFolder(NamedTuple):
 
 
 def signature(directory: DirectoryConfig, index: int) -> str:
-    """Hash every file that ``scan(directory, index)`` looks at (name, size, time) and the settings that affect it.
+    """Hash every file that ``scan(directory, index)`` reads (name, size, time) and the settings that affect it.
 
     The hash includes the name of the directory but not its parent folder, so a dataset can be moved. Files that a scan
     ignores are not included.
@@ -83,11 +83,12 @@ def _hash_path(name: str, path: Path, rules: _Rules) -> int:
 def _hash_folder(rules: _Rules, folder: _HashedFolder) -> Iterator[int | _HashedFolder]:
     """Yield the hashes of a folder's files, and its folders. Link loops and unreadable folders are hashed too."""
     try:
-        here = os.stat(folder.path)
-        if (here.st_dev, here.st_ino) in folder.above:
+        status = os.stat(folder.path)
+        identity = status.st_dev, status.st_ino
+        if identity in folder.above:
             yield _hash(f"{folder.name}\0loop")
             return
-        above = folder.above | {(here.st_dev, here.st_ino)}
+        above = folder.above | {identity}
         for entry in rules.entries(folder.path):
             name = f"{folder.name}/{entry.name}"
             if is_folder(entry):
@@ -107,7 +108,7 @@ def _hash_file(name: str, stat: Callable[[], os.stat_result]) -> int:
 
 
 def _hash_sibling(name: str, path: str) -> int:
-    """Hash whether a folder with the name of a Parquet file exists: without one the file must contain images."""
+    """Hash whether a Parquet file has a folder of the same name beside it: without one it must contain images."""
     stem, suffix = os.path.splitext(path)
     return _hash(f"{name}\0beside") if suffix.lower() == ".parquet" and os.path.isdir(stem) else 0
 

@@ -1,7 +1,7 @@
 """Caption tables next to the images: ``captions.json`` and ``metadata.csv``, ``.json`` or ``.jsonl``.
 
-A table returns the captions of a file and, after the walk, the rows that belong to no image. Its rows are in a
-temporary database, so a table of any length needs little memory.
+A table returns the captions of a file and, after the walk, the rows without an image. Rows are stored in a temporary
+database, so a table of any length needs little memory.
 """
 
 import json

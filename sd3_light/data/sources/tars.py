@@ -53,7 +53,7 @@ def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: Na
 
 
 def _captions(members: _Group, columns: Columns) -> Sequence[str]:
-    # a configured column is a key of the .json; the .txt may repeat another key
+    # a configured column is a key of the .json; the .txt may contain another key's value
     prefers_json = bool(columns.caption) and ".json" in members
     if ".txt" in members and not prefers_json:
         return (decode_text(_small(members[".txt"])),)
@@ -109,7 +109,7 @@ def _members(path: str) -> Iterator[tuple[str, FileRange]]:
             tar.members = []  # type: ignore[attr-defined]
             if info.isreg() and not info.issparse():
                 yield posixpath.normpath(info.name), FileRange(path, info.offset_data, info.size)
-        # tarfile takes garbage between members for the end of the tar, which is only zeros or nothing
+        # tarfile mistakes garbage between members for the end of the tar, which has only zeros or nothing
         file.seek(tar.offset)
         if any(file.read(tarfile.BLOCKSIZE)):
             size = os.fstat(file.fileno()).st_size

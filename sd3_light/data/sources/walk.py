@@ -1,6 +1,6 @@
 """Folders of images, captioned by tables or by ``NAME.txt`` next to ``NAME.jpg``; also tars and Parquet files.
 
-The names of the folders that are being walked are in a `NameStore`, not in memory.
+The names in the folders that are being walked are stored in a `NameStore`, not in memory.
 """
 
 import os
@@ -50,8 +50,9 @@ def scan_folder(context: ScanContext, root: Path) -> Iterator[ScanItem]:
 def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
     files, folders = context.name_store.names(), context.name_store.names()
     try:
-        here = os.stat(folder.path)
-        if (here.st_dev, here.st_ino) in folder.above:
+        status = os.stat(folder.path)
+        identity = status.st_dev, status.st_ino
+        if identity in folder.above:
             yield context.reject_container(folder.name.rstrip("/"), "folder_loop", folder.path)
             return
         _list(context, folder.path, files, folders)
@@ -60,21 +61,21 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
         return
     with ExitStack() as stack:
         tables: list[tuple[str, CaptionTable]] = []
-        for table in (name for name in TABLE_FILES if name in files):
+        for file in (name for name in TABLE_FILES if name in files):
             try:
-                opened = CaptionTable(Path(folder.path, table), context.columns)
-                tables.append((folder.name, stack.enter_context(closing(opened))))
+                table = CaptionTable(Path(folder.path, file), context.columns)
+                tables.append((folder.name, stack.enter_context(closing(table))))
             except Reject as reject:
-                yield context.reject_container(folder.name + table, reject.reason, reject.detail)
+                yield context.reject_container(folder.name + file, reject.reason, reject.detail)
         # the nearest table comes first
-        known, above = (*tables, *folder.tables), folder.above | {(here.st_dev, here.st_ino)}
-        yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, known), files)
+        all_tables, above = (*tables, *folder.tables), folder.above | {identity}
+        yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, all_tables), files)
         files.clear()
         for name in folders:
-            yield _WalkedFolder(f"{folder.path}/{name}", f"{folder.name}{name}/", known, above)
+            yield _WalkedFolder(f"{folder.path}/{name}", f"{folder.name}{name}/", all_tables, above)
         folders.clear()
-        for base, table_here in tables:
-            yield from _leftovers(context, folder.path, base, table_here)
+        for base, caption_table in tables:
+            yield from _leftovers(context, folder.path, base, caption_table)
 
 
 def _list(context: ScanContext, path: str, files: NameSet, folders: NameSet) -> None:
@@ -83,7 +84,7 @@ def _list(context: ScanContext, path: str, files: NameSet, folders: NameSet) -> 
 
 
 def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> Iterator[ScanItem]:
-    last = ""  # the stem of the last file that is not a caption
+    last_stem = ""  # of the last file that is not a caption
     for file in files:
         stem, suffix = os.path.splitext(file)
         path, name = f"{folder.path}/{file}", folder.name + file
@@ -100,14 +101,14 @@ def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> 
                 yield from scan_parquet(context, path, name, may_lack_images=is_log)
             case unread if unread in UNREAD_SUFFIXES:
                 yield from context.reject(name, "unsupported_format", suffix)
-            case ".txt" if stem != last and not _has_image(files, stem):
+            case ".txt" if stem != last_stem and not _has_image(files, stem):
                 yield from context.reject(name, "missing_file", "a caption without an image of the same name")
         if suffix.lower() != ".txt":
-            last = stem
+            last_stem = stem
 
 
 def _has_image(files: NameSet, stem: str) -> bool:
-    """Return whether any other file has the name of a caption file."""
+    """Return whether a file other than a caption has this stem."""
     return any(os.path.splitext(name)[1].lower() != ".txt" for name in files.with_stem(stem))
 
 

@@ -60,11 +60,11 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A cache at a URL. Shards are fetched on demand, verified, and kept in ``folder``, which has at most
-    ``limit_bytes`` and can be shared by several processes, runs and URLs.
+    """A cache at a URL. Shards are fetched on demand, verified, and stored in ``folder``.
 
-    ``window`` is the number of shards per bucket in use at a time. A limit below their size would fetch each shard
-    again and again and is rejected.
+    The folder holds at most ``limit_bytes`` and can be shared by several processes, runs and URLs. ``window`` is the
+    number of shards per bucket in use at a time. A limit below their total size is rejected, because it would fetch
+    each shard again and again.
     """
 
     verified = False  # shards from earlier launches are hashed again before they are read
@@ -82,12 +82,14 @@ class RemoteStore:
         return self.disk.path(entry.sha256, entry.bytes, lambda file: download(url, entry, file))
 
 
-def open_store(place: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
-    """The store of a cache: a Path is a cache folder, a str a URL whose shards are kept in ``folder`` (None: one in
-    the system's temp folder)."""
-    if isinstance(place, Path):
-        return LocalStore(place)
-    return RemoteStore(place, folder or private_temp_folder(place), limit_bytes, window)
+def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
+    """Return the store of a cache at a local path or a URL.
+
+    Shards of a URL are stored in ``folder``; None uses a folder in the system's temp folder.
+    """
+    if isinstance(location, Path):
+        return LocalStore(location)
+    return RemoteStore(location, folder or private_temp_folder(location), limit_bytes, window)
 
 
 def private_temp_folder(url: str) -> Path:

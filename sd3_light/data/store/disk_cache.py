@@ -38,11 +38,10 @@ class DiskCache:
             self._free_space(0)
 
     def path(self, digest: str, size: int, fetch: Callable[[BinaryIO], None]) -> Path:
-        """Return the file of ``size`` bytes with this sha256; ``fetch`` downloads it if it is not here yet.
+        """Return the file of ``size`` bytes with this sha256; ``fetch`` downloads it if it is missing.
 
         ``fetch`` writes to the given file and raises unless it is complete. If several processes need the same file,
-        one fetches it. The file may be evicted before the caller opens it: see
-        `store.open_shard`.
+        one fetches it. The file may be evicted before the caller opens it: see `store.open_shard`.
         """
         assert size <= self.limit
         whole = self.folder / f"{digest}.safetensors"
@@ -50,7 +49,7 @@ class DiskCache:
         with self._disk_errors():
             while not _touch(whole, size):
                 with _claimed(whole.with_name(whole.name + PART)) as part:
-                    # another process may have fetched the file while this one waited for the claim
+                    # another process may have fetched the file while this one waited for the lock
                     if part is not None and not _touch(whole, size):
                         self._reserve(part, size)
                         fetch(part)
@@ -74,7 +73,7 @@ class DiskCache:
             os.replace(part.name, whole)
 
     def _free_space(self, size: int) -> bool:
-        """Remove leftovers and the least recently used files until ``size`` bytes fit; False if they cannot yet."""
+        """Remove leftovers and the least recently used files until ``size`` bytes fit; False if fetches use it."""
         whole, free = [], self.limit
         for name in os.listdir(self.folder):
             path = self.folder / name

@@ -68,8 +68,10 @@ class FastDenoiser:
     def with_text(
         self, features: Sequence[Tensor], lengths: Sequence[int] | None, target_layer: int | None
     ) -> tuple[Tensor, ...]:
-        """Return (patches,), or with a ``target_layer`` k (patches, the last text [B, T, D], the text after block k
-        without gradient). Text rows after a sample's real tokens are zeros."""
+        """Return (patches,), or with a ``target_layer`` k (patches, last text [B, T, D], detached text after block k).
+
+        Text rows after a sample's real tokens are zeros.
+        """
         noisy, timestep, prompt, pooled = features
         self.weights.refresh()
         with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -129,7 +131,7 @@ class FastDenoiser:
             tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias]
         parameters = [parameter for stream in pair for parameter in stream.parameters()]
         outputs = FastBlock.apply(plan, pair, self.heads, self.options, *tensors, *parameters)  # type: ignore[no-untyped-call]
-        return [(outputs[at], outputs[at + 1]) for at in range(0, len(outputs), 2)]
+        return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
 
 
 def _with_pending(stream: StreamState, plan: RowPlan) -> Tensor:

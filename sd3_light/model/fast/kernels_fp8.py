@@ -50,11 +50,6 @@ def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.c
         tl.store(scales + rows, scale, mask=is_row)
 
 
-def _rows_in_tile(block: int) -> int:
-    """Return how many rows fit in the registers of a program."""
-    return max(1, TILE // block)
-
-
 # --- existing rows -----------------------------------------------------------------------------
 
 
@@ -81,7 +76,7 @@ def _round_into(rows: Tensor, target: Fp8Rows) -> None:
     """Round rows into ``target``."""
     assert rows.is_contiguous()
     (count, width), block = rows.shape, triton.next_power_of_2(rows.shape[1])
-    tile = _rows_in_tile(block)
+    tile = max(1, TILE // block)  # rows that fit in the registers of a program
     _round_rows[(triton.cdiv(count, tile),)](
         rows, target.values, target.scale, count, D=width, BLOCK=block, R=tile, **TUNING["round_rows"]
     )

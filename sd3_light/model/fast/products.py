@@ -1,4 +1,4 @@
-"""The products of a block with its weights: in the compute dtype, or in fp8 where the weights were rounded."""
+"""The products of a block with its weights: in the compute dtype, or in fp8 if the weights were rounded."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ def input_grad(linear: LinearCopy, grad: Operand, fast_sums: bool) -> Tensor:
 
 
 def weight_grad(grad: Operand, rows: Operand, float32: bool) -> Tensor:
-    """Return grad^T rows, the gradient of the weight; never in fp8. ``float32``: the result is not rounded to the
-    compute dtype."""
+    """Return grad^T rows, the gradient of the weight; never in fp8. ``float32``: do not round to the compute dtype."""
     grad, rows = plain_rows(grad), plain_rows(rows)
     if float32 and grad.is_cuda and grad.dtype != torch.float32:
         return torch.mm(grad.t(), rows, out_dtype=torch.float32)

@@ -64,11 +64,11 @@ def residual_norm_backward(
     shift: Tensor | None = None,
     form: RowForm = "plain",
 ) -> tuple[Tensor, Operand | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients (stream, product, scale, shift, gate, bias), then the recomputed normed rows if ``shift``
-    is given.
+    """Return the gradients of (stream, product, scale, shift, gate, bias), and the recomputed normed rows.
 
-    ``dh`` is the gradient of the normed rows, ``gx`` the gradient along the stream, ``x`` the stream after the pending
-    update. ``form`` applies to the product's gradient. Without a pending update its gradients are None.
+    The normed rows are None without ``shift``. ``dh`` is the gradient of the normed rows, ``gx`` the gradient along the
+    stream, ``x`` the stream after the pending update. ``form`` applies to the product's gradient. Without a pending
+    update its gradients are None.
     """
     dh, value = dh.float(), x.float()
     centred = value - value.mean(1, keepdim=True)

@@ -18,9 +18,11 @@ ROUND = 2048
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one stream. ``starts`` [B + 1] (int32): first row of each sample; ``sample_index`` [M]: each row's
-    sample; ``joined_index`` [M]: its position among the joined rows. ``length``: rows per sample, None if they
-    differ."""
+    """The rows of one stream.
+
+    ``starts`` [B + 1] (int32): first row of each sample. ``sample_index`` [M]: each row's sample. ``joined_index`` [M]:
+    its position among the joined rows. ``length``: rows per sample, None if they differ.
+    """
 
     starts: Tensor
     sample_index: Tensor
@@ -63,8 +65,10 @@ class RowPlan:
 def make_plan(
     samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device
 ) -> RowPlan:
-    """Return the plan for B samples of ``num_image`` image tokens and ``num_text`` text tokens each, or with
-    ``lengths`` only the first ``lengths[i]`` text tokens of sample i."""
+    """Return the plan for samples of ``num_image`` image tokens and ``num_text`` text tokens each.
+
+    With ``lengths``, sample i has only its first ``lengths[i]`` text tokens.
+    """
     if lengths is None:
         return _padded_plan(samples, num_image, num_text, device)
     return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)

@@ -20,12 +20,12 @@ _PRIORITY = [
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, backend: str | None = None) -> Tensor:
-    """Attend from every row to all rows of its sample: [rows, H, E] -> [rows, H, E]. Rows after the last sample are
-    undefined.
+    """Attend from every row to all rows of its sample: [rows, H, E] -> [rows, H, E].
 
-    Padded text runs as one batch. Real text runs through `varlen_attn` on CUDA in half precision, even when all lengths
-    are equal: a backend that plans per shape would plan once per length. Elsewhere real text of different lengths is
-    masked. ``backend`` is a key of `BACKENDS`, for padded text on CUDA; None takes the fastest one available.
+    Rows after the last sample are undefined. Padded text runs as one batch. Real text runs through `varlen_attn` on
+    CUDA in half precision, even if all lengths are equal, because a backend that plans per shape would plan once per
+    length. Elsewhere real text of different lengths is masked. ``backend`` is a key of `BACKENDS`, for padded text on
+    CUDA; None selects the fastest one available.
     """
     is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if plan.text_index is None or (plan.length is not None and not query.is_cuda):

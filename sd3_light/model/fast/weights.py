@@ -1,9 +1,9 @@
 """Copies of the blocks' weights in the compute dtype, refreshed once per step and laid out for shared products.
 
 Weights that multiply the same rows (query, key, value; the modulation of all blocks) are stacked, so that one product
-serves all of them. The float32 parameters remain those of the stock module; a parameter object that is replaced after
-construction is not noticed. For fp8 products each weight is rounded from float32 twice, by row and by column, because
-both products need scales along the dimension that they sum over.
+serves all of them. The float32 parameters remain those of the stock module; replacing a parameter object after
+construction has no effect on the copies. For fp8 products each weight is rounded from float32 twice, by row and by
+column, because both products need scales along the dimension that they sum over.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ from sd3_light.model.fast.operations import operations
 
 @dataclass(frozen=True)
 class LinearCopy:
-    """One product of a block: copies of its bias and weight (``fp8`` instead of ``weight`` for fp8 products), and the
-    modules that they are copied from."""
+    """One product of a block: copies of its bias and weight, and the modules that they are copied from.
+
+    For fp8 products ``fp8`` replaces ``weight``.
+    """
 
     weight: Tensor | None
     bias: Tensor
@@ -56,8 +58,10 @@ class StreamWeights:
 
 
 class WeightCopies:
-    """The copies for a whole denoiser, with ``fp8`` those of the blocks' products in fp8. Call ``refresh`` after each
-    change of the parameters."""
+    """The copies for a whole denoiser; with ``fp8`` the blocks' products are in fp8.
+
+    Call ``refresh`` after each change of the parameters.
+    """
 
     def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, fp8: bool = False) -> None:
         self._copies: list[Tensor] = []

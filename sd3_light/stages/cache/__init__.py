@@ -1,8 +1,8 @@
 """The cache stage: encode images and captions once with the VAE and the three text encoders, into immutable shards.
 
-Every process of a launch, and every other command on the same folder, encodes units that no other process does; none
-waits in a collective (law 9). A unit of work is one shard. Its name identifies everything that made it: existing shards
-are reused, and missing ones are encoded by this run or the next.
+All processes of a launch, and all other commands on the same folder, divide the units among themselves; none waits in a
+collective (law 9). A unit of work is one shard. Its name identifies everything that determines it: existing shards are
+reused, and missing ones are encoded by this run or the next.
 """
 
 import gc
@@ -62,8 +62,11 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Results for one dataset. ``encoded`` counts the samples that this process encoded; ``small_buckets`` has the
-    sample counts of buckets with fewer samples than one global batch."""
+    """Results for one dataset.
+
+    ``encoded`` counts the samples that this process encoded; ``small_buckets`` has the sample counts of buckets with
+    fewer samples than one global batch.
+    """
 
     folder: Path
     counts: dict[str, int] = field(default_factory=dict)
@@ -155,7 +158,7 @@ class _Stage:
                 FrozenParts(
                     model.diffusers_path,
                     device,
-                    text_dtype=getattr(torch, model.dtype) if device.type == "cuda" else torch.float32,
+                    text_dtype=getattr(torch, model.dtype),
                     t5_max_length=model.t5_max_length,
                     text_tokens=model.text_tokens,
                     batch_size=self._train.caching_batch_size,
@@ -299,7 +302,7 @@ class _Stage:
 
 def _log_report(title: str, report: CacheReport, policy: str) -> None:
     """Log how many inputs were used, rejected and dropped."""
-    counts = dict(report.counts)
+    counts = report.counts
     rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
     info(
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
@@ -324,9 +327,9 @@ def _verify(shards: Path, units: Sequence[Unit]) -> None:
     with progress("hashing shards", len(units), "shards") as bar:
         for unit in units:
             entry = read_entry(shards, unit.file)
-            whole = entry is not None and is_intact(shards / unit.file, entry)
-            if entry is not None and not (whole and is_readable((shards / unit.file).with_suffix(".arrow"))):
-                damaged_mark(shards / unit.file).touch()
+            path = shards / unit.file
+            if entry is not None and not (is_intact(path, entry) and is_readable(path.with_suffix(".arrow"))):
+                damaged_mark(path).touch()
             bar.advance()
 
 

@@ -121,8 +121,8 @@ def _last_manifest(folder: Path) -> Manifest | None:
     """Return the existing manifest; None if it is missing or invalid, because this run replaces it."""
     try:
         return Manifest.load(folder) if (folder / MANIFEST).is_file() else None
-    except UserError as fault:
-        info(str(fault))
+    except UserError as error:
+        info(str(error))
         return None
 
 
@@ -143,10 +143,10 @@ def is_readable(table: Path) -> bool:
 
 def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry], plan: CachePlan) -> None:
     """Count why samples are stale, by comparing them with the origins of the replaced shards."""
-    with NumberSet() as before:
+    with NumberSet() as previous:
         for entry in replaced:
             for path in _tables(shards, [entry]):
-                before.add([_hashes(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
+                previous.add([_hashes(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
         damaged = set(state.damaged)
         for unit in state.todo:
             if unit.file in damaged:
@@ -154,7 +154,7 @@ def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry
                 continue
             members = plan.members(unit)
             hashes = [_hashes(str(unit.bucket), m.row.key, m.fingerprint, m.captions) for m in members]
-            known = before.contains(np.ravel(hashes)).reshape(-1, 3)
+            known = previous.contains(np.ravel(hashes)).reshape(-1, 3)
             state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 
 
@@ -179,7 +179,7 @@ def render_state(state: CacheState) -> Table:
         table.add_row("", f"{count:,}", cause)
     table.add_row("missing", f"{state.missing:,}", "not cached yet: encoded now")
     if state.damaged:
-        table.add_row("damaged", f"{len(state.damaged):,} shards", f"encoded again, such as {state.damaged[0]}")
+        table.add_row("damaged", f"{len(state.damaged):,} shards", f"encoded again; the first is {state.damaged[0]}")
     orphans = f"{len(state.orphans):,} unused files, {state.orphan_bytes / 1e9:,.3f} GB"
     table.add_row("orphaned", f"{len(state.orphans):,}", f"{orphans}; `--prune` deletes them" if state.orphans else "")
     return table

@@ -46,7 +46,7 @@ class _UnitInProgress:
     members: list[Member]
     tokens: Future[CaptionTokens]
     num_decoded: int = 0
-    good: list[Member] = field(default_factory=list)
+    accepted: list[Member] = field(default_factory=list)
     moments: list[Tensor] = field(default_factory=list)
     masks: list[NDArray[np.uint8] | None] = field(default_factory=list)
     text: dict[str, Tensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _UnitInProgress:
             if image.pixels is None:
                 self.rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
                 continue
-            self.good.append(member)
+            self.accepted.append(member)
             self.masks.append(image.mask)
             pixels.append(image.pixels)
         if pixels:
@@ -74,16 +74,16 @@ class _UnitInProgress:
 
     def encode_text(self, parts: FrozenParts) -> None:
         """Encode the captions of the samples that were not rejected."""
-        distinct = _captions(self.good)[1]
+        distinct = _captions(self.accepted)[1]
         self.text = parts.encode_captions(parts.tokenize(list(distinct)) if self.rejected else self.tokens.result())
 
     def content(self) -> ShardContent:
         """Return the shard's tensors. The encoders' results must be complete."""
-        captions, distinct = _captions(self.good)
+        captions, distinct = _captions(self.accepted)
         return ShardContent(
-            torch.tensor([member.identity for member in self.good], dtype=torch.int64),
+            torch.tensor([member.identity for member in self.accepted], dtype=torch.int64),
             torch.cat(self.moments),
-            torch.tensor([0, *(len(member.captions) for member in self.good)]).cumsum(0),
+            torch.tensor([0, *(len(member.captions) for member in self.accepted)]).cumsum(0),
             torch.tensor([distinct[caption] for caption in captions], dtype=torch.int64),
             self.text,
             _stack_masks(self.masks),
@@ -93,7 +93,7 @@ class _UnitInProgress:
         """Return the origins of the shard's samples."""
         return [
             Origin(m.row.key, m.fingerprint, m.row.width, m.row.height, m.captions, image=m.row.image, mask=m.row.mask)
-            for m in self.good
+            for m in self.accepted
         ]
 
 
@@ -164,7 +164,7 @@ class ShardBuilder:
                 queue[0].add(images, self._parts)
                 if queue[0].is_complete:
                     current = queue.popleft()
-                    if current.good:
+                    if current.accepted:
                         current.encode_text(self._parts)
                     if len(writes) == WRITERS:
                         writes.popleft().result()
@@ -216,7 +216,7 @@ class ShardBuilder:
             write_atomically(rejects, "".join(lines).encode())
         else:
             rejects.unlink(missing_ok=True)
-        if finished.good:
+        if finished.accepted:
             write_shard(self._shards, finished.unit.entry, finished.content(), finished.origins())
             path.with_suffix(".none").unlink(missing_ok=True)
         else:

@@ -1,4 +1,4 @@
-"""The check stage: report what is wrong with a config, including the disk, or else what a run of it will do.
+"""The check stage: report all faults of a config, including those on disk, or else estimate its run.
 
 Every stage calls `require` first; `sd3-light check` calls `run` and prints its result with `render`.
 """
@@ -20,7 +20,7 @@ __all__ = ["RunEstimate", "disk_faults", "estimate_run", "load", "render", "requ
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:
     """Load a config and check it against the disk; all faults are raised in one report (law 7).
 
-    With ``caching``, what only training needs is not checked.
+    ``caching`` skips the checks that only training needs.
     """
     try:
         loaded = load_config(path, overrides)
@@ -54,7 +54,7 @@ def require(loaded: LoadedConfig, caching: bool = False) -> WeightsStart:
 
 
 def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = False) -> RunEstimate:
-    """Estimate a run on ``world`` GPUs (None: as few as possible), with DeepSpeed where requested or needed.
+    """Estimate a run on ``world`` GPUs (None: as few as possible), with DeepSpeed if requested or needed.
 
     Raises `ConfigFaults` if the run cannot start or has no data.
     """

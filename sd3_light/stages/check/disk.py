@@ -1,4 +1,4 @@
-"""The second pass of law 7: faults of a config that only the disk shows."""
+"""Check a config against the disk, the second pass of law 7."""
 
 import os
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ from sd3_light.model.pipeline_folder import (
     missing_parts,
     text_shape,
     tokenizer_length,
+    vae_shape,
 )
-from sd3_light.model.pipeline_folder import vae_shape as read_vae_shape
 from sd3_light.model.quantized import INSTALL_COMMAND
 from sd3_light.model.start import (
     WeightsStart,
@@ -65,7 +65,7 @@ def check_disk(loaded: LoadedConfig, caching: bool = False) -> tuple[WeightsStar
 
 
 def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """Optional libraries that the config needs are installed."""
+    """Yield a fault for each optional library that the config needs and that is not installed."""
     adapter = loaded.train.adapter
     if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
         hint, value = f"run `{INSTALL_COMMAND}`, or write base_bits = 16", str(adapter.base_bits)
@@ -81,7 +81,7 @@ def _library_faults(loaded: LoadedConfig) -> Iterator[Fault]:
 
 
 def _folder_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """`diffusers_path` is a complete SD3 folder; its denoiser is needed only if weights start there."""
+    """Yield faults if `diffusers_path` is incomplete; a denoiser is needed only if weights start there."""
     model, file, key = loaded.train.model, str(loaded.path), "model.diffusers_path"
     folder = model.diffusers_path
     if not folder.is_dir():
@@ -98,7 +98,7 @@ def _folder_faults(loaded: LoadedConfig) -> Iterator[Fault]:
 
 
 def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """`init` names a folder that contains a denoiser."""
+    """Yield faults if the folder in `init` does not contain a denoiser."""
     init, file, key = loaded.train.model.init, str(loaded.path), "model.init"
     if init is None or init == "random" or init == loaded.train.model.diffusers_path:
         return
@@ -120,7 +120,7 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
 
 
 def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
-    """Return where weights start, or None with the faults; other checks report missing files."""
+    """Return the initial weights, or None and the faults; other checks report missing files."""
     model = loaded.train.model
     source = start_source(model)
     if source is not None and not source.is_file() and not (denoiser_folder(source) / "config.json").is_file():
@@ -133,7 +133,7 @@ def _start(loaded: LoadedConfig) -> tuple[WeightsStart | None, list[Fault]]:
 
 
 def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
-    """Keys that describe the denoiser agree with the weights it starts from."""
+    """Yield faults for keys that contradict the weights that the denoiser starts from."""
     model, file = loaded.train.model, str(loaded.path)
     if start.source is None:
         return
@@ -157,7 +157,7 @@ def _size_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
 
 
 def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
-    """Text reconstruction uses a layer that the denoiser has."""
+    """Yield a fault if text reconstruction uses a layer that the denoiser does not have."""
     model, key = loaded.train.model, "model.text_recon_target_layer"
     if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
         value = str(model.text_recon_target_layer)
@@ -165,7 +165,7 @@ def _depth_faults(loaded: LoadedConfig, size: ModelSize) -> Iterator[Fault]:
 
 
 def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault]:
-    """An adapter has trained weights below it, layers that match, and an existing file to start from."""
+    """Yield faults if an adapter has no trained weights below it, no matching layers or no file to start from."""
     adapter, file = loaded.train.adapter, str(loaded.path)
     if adapter is None:
         return
@@ -183,7 +183,7 @@ def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault
 
 
 def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fault]:
-    """Encoders and VAE fit the denoiser, and texts fit the encoders; other checks report missing files."""
+    """Yield faults if encoders, VAE and denoiser do not fit each other; other checks report missing files."""
     folder, file, key = loaded.train.model.diffusers_path, str(loaded.path), "model.diffusers_path"
     configs = [folder / part / "config.json" for part in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")]
     if not all(path.is_file() for path in configs):
@@ -206,7 +206,7 @@ def _encoder_faults(loaded: LoadedConfig, size: ModelSize | None) -> Iterator[Fa
 
 
 def _latent_problems(folder: Path) -> Iterator[str]:
-    channels, shrink = read_vae_shape(folder)
+    channels, shrink = vae_shape(folder)
     if channels != ModelSize.latent_channels:
         yield f"its VAE has {channels} latent channels and the denoiser needs {ModelSize.latent_channels}"
     if shrink * ModelSize.patch_size != SIDE_STEP:
@@ -232,7 +232,7 @@ def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> 
 
 
 def _source_faults(dataset: DatasetConfig) -> Iterator[Fault]:
-    """Every path of a dataset TOML exists and is readable."""
+    """Yield a fault for each path of a dataset TOML that is missing, unreadable or of the wrong kind."""
     for index, directory in enumerate(dataset.directories):
         for key, problem, path in _path_problems(directory):
             hint = "relative paths start at the folder of the TOML"
@@ -255,15 +255,11 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]
 
 
 def _bucket_faults(dataset: DatasetConfig, size: ModelSize) -> Iterator[Fault]:
-    """Every bucket consists of whole patches and fits the denoiser's position table."""
+    """Yield a fault for buckets that are larger than the denoiser's position table."""
     limit = size.pos_embed_max_size * SIDE_STEP
     for index, directory in enumerate(dataset.directories):
         key = f"directory[{index}].{'size_buckets' if directory.size_buckets else 'resolutions'}"
-        buckets = buckets_for(directory)
-        odd = [str(bucket) for bucket in buckets if bucket.width % SIDE_STEP or bucket.height % SIDE_STEP]
-        too_wide = [str(bucket) for bucket in buckets if max(bucket.width, bucket.height) > limit]
-        if odd:
-            yield Fault(str(dataset.path), key, f"sides must be multiples of {SIDE_STEP}", value=", ".join(odd))
+        too_wide = [str(bucket) for bucket in buckets_for(directory) if max(bucket.width, bucket.height) > limit]
         if too_wide:
             problem = f"the denoiser's position table ends at {limit} px"
             hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
@@ -274,7 +270,7 @@ def _bucket_faults(dataset: DatasetConfig, size: ModelSize) -> Iterator[Fault]:
 
 
 def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """Folders of runs and caches can be created; a cache at a URL has a known protocol."""
+    """Yield faults for output folders that cannot be created and URLs whose protocol is not available."""
     train = loaded.train
     key = "dataset" if train.cache_dir is None else "cache_dir"
     outputs: list[tuple[str, CacheLocation | None]] = [
@@ -295,17 +291,17 @@ def _write_faults(loaded: LoadedConfig) -> Iterator[Fault]:
 
 
 def _tracker_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """The package of every enabled tracker is installed."""
+    """Yield a fault for each enabled tracker whose package is not installed."""
     for key, remedy in missing_trackers(loaded.train.monitoring).items():
         yield Fault(str(loaded.path), f"monitoring.{key}", "the package is not installed", value="true", hint=remedy)
 
 
 def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:
-    """A cache that is loaded into memory fits there, if it exists already."""
+    """Yield a fault if an existing cache has to be loaded into memory and does not fit."""
     folder = loaded.dataset.cache_dir
     if loaded.train.sd3_streaming_dataset or isinstance(folder, str):
         return
-    size = manifest_bytes(folder / "manifest.json")
+    size = manifest_bytes(folder / MANIFEST)
     if size is not None and (problem := too_large(size)):
         yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, value="false")
 

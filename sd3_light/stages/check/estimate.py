@@ -138,7 +138,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
 
 
 def _total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the run: the lower limit of `epochs` and `max_steps`."""
+    """Return the optimizer steps of the run: the lower of the limits `epochs` and `max_steps`."""
     limits = [train.max_steps, None if train.epochs is None else train.epochs * steps_per_epoch]
     return min(limit for limit in limits if limit is not None)
 
@@ -208,7 +208,7 @@ class _Estimator:
         repeats: Sequence[float],
     ) -> BucketEstimate:
         counts = directories.values()
-        segments = tuple(Segment(count.samples, repeats[at]) for at, count in sorted(directories.items()))
+        segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         pixels = latent_pixels(bucket.width, bucket.height)
@@ -272,8 +272,8 @@ def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text:
     caption, total = caption_bytes(text), 0
     for (_, bucket), by_directory in counts.buckets.items():
         pixels = latent_pixels(bucket.width, bucket.height)
-        for at, count in by_directory.items():
-            variants = 2 if directories[at].flip else 1
+        for index, count in by_directory.items():
+            variants = 2 if directories[index].flip else 1
             total += count.samples * image_bytes(pixels, variants, count.masked > 0).value
             total += count.captions * caption.value
     return Amount(total, f"images·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")

@@ -109,8 +109,8 @@ def test_targets_are_ends_of_names() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("attn.toq", r"attn\.toq: no linear layer has a name that ends so \(nearest: attn\.to_q\)"),
-        ("o_q", r"o_q: no linear layer has a name that ends so"),
+        ("attn.toq", r"attn\.toq: no linear layer matches \(nearest: attn\.to_q\)"),
+        ("o_q", r"o_q: no linear layer matches"),
         ("attn", r"attn: .*transformer_blocks\.0\.attn is not a linear layer \(Attention\)"),
         ("pos_embed.proj", r"pos_embed\.proj is not a linear layer \(Conv2d\)"),
     ],

@@ -22,7 +22,7 @@ def tables(keys: str) -> str:
         (
             'target_modules = ["attn.toq"]',
             "adapter.target_modules",
-            "attn.toq: no linear layer has a name that ends so",
+            "attn.toq: no linear layer matches",
         ),
         ('init_from_existing = "nowhere.safetensors"', "adapter.init_from_existing", "no such file or folder"),
     ],

@@ -143,7 +143,7 @@ def test_bad_modules(tmp_path: Path, make: Any, message: str) -> None:
     [
         ({"rank": "8"}, "train_adapter: rank: wrong type"),
         ({"rnak": 8}, "train_adapter: rnak: unknown key; got 8; did you mean `rank`?"),
-        ({"target_modules": ["9"]}, "9: no linear layer has a name that ends so"),
+        ({"target_modules": ["9"]}, "9: no linear layer matches"),
         ({"type": "lokr", "use_dora": True}, 'use_dora: has no effect with type = "lokr"'),
         ({"init_from_existing": "nowhere.safetensors"}, "nowhere.safetensors is not a file"),
     ],
