@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class DevicePeak(NamedTuple):
-    """Words that a GPU's name contains, and its TFLOP/s per dtype; None where it has no such unit."""
+    """Words that a GPU's name contains, and its TFLOP/s per dtype; None if it has no such unit."""
 
     words: str
     bfloat16: float | None

@@ -141,17 +141,17 @@ class TrainingSetup:
 
     @property
     def block_activations(self) -> ActivationBytes:
-        """What a block holds while it is computed."""
-        if self.compute_dtype == "float32":
-            # compiled or fast float32 saves the same tensors as in bf16, twice as wide
-            return FLOAT32 if not (self.compiled or self.fast) else (FAST if self.fast else COMPILED).doubled()
-        if self.fast:
-            return FAST
-        return COMPILED if self.compiled else BFLOAT16
+        """Bytes that a block holds while it is computed."""
+        is_float32 = self.compute_dtype == "float32"
+        if not (self.fast or self.compiled):
+            return FLOAT32 if is_float32 else BFLOAT16
+        # float32 saves the same tensors as bf16, twice as wide
+        held = FAST if self.fast else COMPILED
+        return held.doubled() if is_float32 else held
 
     @property
     def saved_activations(self) -> ActivationBytes:
-        """What a block saves until its backward pass, unless whole blocks are checkpointed."""
+        """Bytes that a block saves until its backward pass, unless whole blocks are checkpointed."""
         if self.checkpointing != "selective":
             return self.block_activations
         saved = FAST_SELECTIVE if self.fast else SELECTIVE

@@ -196,10 +196,8 @@ class ProcessedDataset(Dataset[Any]):
             manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
-        if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (
-            _KIND,
-            PROCESSED_FORMAT,
-        ):
+        kind = (manifest.get("kind"), manifest.get("format")) if isinstance(manifest, dict) else None
+        if kind != (_KIND, PROCESSED_FORMAT):
             raise UserError(
                 f"{path} is not processed data of format {PROCESSED_FORMAT}; run launch_data_process_task again"
             )

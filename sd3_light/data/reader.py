@@ -178,11 +178,6 @@ class ShardReader:
         )
 
     @property
-    def sample_id(self) -> Tensor:
-        """The ids of all samples."""
-        return torch.from_numpy(self._index["sample_id"])
-
-    @property
     def num_variants(self) -> int:
         """Encodings per image: original, then flipped."""
         return self.fields["moments"].shape[1]

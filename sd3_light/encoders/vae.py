@@ -1,4 +1,4 @@
-"""Conversion between pixels, raw latents and normalised latents.
+"""Conversion from pixels to raw and normalised latents.
 
 The cache stores raw moments; they are normalised on read, so that changing the scale does not need a new cache.
 """
@@ -31,10 +31,6 @@ class LatentScale:
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the latents as the denoiser expects them."""
         return (raw - self.shift) * self.scale
-
-    def denormalise(self, normalised: Tensor) -> Tensor:
-        """Return the latents as the VAE decodes them."""
-        return normalised / self.scale + self.shift
 
 
 def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:

@@ -110,8 +110,8 @@ def run_layers(
 ) -> LayerState:
     """Run the layers in order and return the last state.
 
-    With ``checkpointing`` the backward pass recomputes the blocks' activations: all of them, or with ``"selective"`` all
-    but the outputs of matrix products and attention.
+    With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
+    the outputs of matrix products and attention.
     """
     context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)

@@ -64,13 +64,8 @@ def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ..
     return tuple(name for name in names if any(matches_target(name, target) for target in targets))
 
 
-def adapter_parameters(size: ModelSize, adapter: AdapterConfig) -> int:
-    """Return the number of parameters that the adapter adds and trains."""
-    return sum(adapter_layer_parameters(size, adapter))
-
-
 def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
-    """Return the adapter's parameters per layer of the pipeline's list: embed, the joint blocks, output."""
+    """Return the number of parameters that the adapter adds to each layer: embed, the joint blocks, output."""
     layers, parameters = linear_layers(size), [0] * (size.num_layers + 2)
     for name in match_targets(layers, adapter.target_modules):
         first, _, rest = name.partition(".")

@@ -34,7 +34,7 @@ class WeightsStart:
 
 
 def where_weights_start(model: ModelConfig) -> WeightsStart:
-    """Resolve where the weights of a [model] table start. Raises UserError if its folder or file has no denoiser."""
+    """Return the initial weights of a [model] table. Raises UserError if its folder or file has no denoiser."""
     source = start_source(model)
     if source is None:
         size = resolve_size(model)

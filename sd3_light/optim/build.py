@@ -5,7 +5,7 @@ A checkpoint stores whatever `Optimizer.state` lists, by kind and dtype:
     adamw       exp_avg, exp_avg_sq (float32), step (float32 scalar on the weight's device; 0 before the first step)
     muon        momentum_buffer (float32) for matrices of the blocks, adamw's three for the rest; Muon counts no steps
     adamw8bit   state1, state2 (uint8; float32 for weights under 4096 elements), absmax1, absmax2 (float32, one per
-                block of 256 values, where state1 is uint8), step (int64 scalar on the CPU)
+                block of 256 values, if state1 is uint8), step (int64 scalar on the CPU)
 
 To add an optimizer, write its record in `config/optimizers.py` and its maker here.
 """

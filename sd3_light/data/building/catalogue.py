@@ -1,4 +1,4 @@
-"""The catalogue: what the sources contain, on disk beside the cache, so that no image is probed twice.
+"""The catalogue: the contents of the sources, stored beside the cache so that no image is probed twice.
 
 A listing holds one directory's rows (key, captions, location of the bytes, or the reason why an input is rejected) in
 parts of a few thousand rows. A part is named by a digest of its rows and written under that name once its images are
@@ -102,7 +102,7 @@ def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
 class Catalogue:
     """The catalogue in a cache folder, filled by any number of processes at once.
 
-    ``share`` (rank, world) decides where in the work a process starts, so that processes rarely collide.
+    ``share`` (rank, world) determines which items a process starts with, so that processes rarely collide.
     """
 
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
@@ -283,7 +283,7 @@ def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
 
 
 def sample_location(row: InputRow, root: Path) -> SampleLocation:
-    """Return where a row's bytes are stored."""
+    """Return the locations of a row's image and mask."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
     return SampleLocation(image, location_from_text(row.mask, root))

@@ -76,7 +76,7 @@ class _Window:
                 continue
             except ValueError as error:  # an integer of thousands of digits
                 raise self.error(str(error)) from error
-            # a number at the window's end may continue behind it, also where the window cuts "1.5e+7" after "." or "e+"
+            # a number at the window's end may continue behind it, even if the window cuts "1.5e+7" after "." or "e+"
             if end + 2 < len(self._text) or not self._extend():
                 self._at = end
                 return value

@@ -1,6 +1,6 @@
 """Torch reference of the operations between a block's products: what the kernels in `kernels.py` must compute.
 
-It runs where Triton is not available, and autograd can differentiate the forward operations. All operations take and
+It runs on devices other than CUDA, and autograd can differentiate the forward operations. All operations take and
 return rows [M, D]; per-sample values (scale, shift, gate: [B, D]) apply to all rows of the sample. Sums are float32.
 Rows that enter a product come in a ``form``: a tensor in the compute dtype, or `Fp8Rows` rounded from float32.
 """

@@ -45,7 +45,7 @@ def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
 
 
 def require(loaded: LoadedConfig, caching: bool = False) -> WeightsStart:
-    """Raise `ConfigFaults` with all faults on disk, or return where the weights start. Quick: no sample is read."""
+    """Raise `ConfigFaults` with all faults on disk, or return the initial weights. Quick: no sample is read."""
     start, faults = check_disk(loaded, caching)
     if faults:
         raise ConfigFaults(faults)

@@ -49,7 +49,7 @@ def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
 
 
 def check_disk(loaded: LoadedConfig, caching: bool = False) -> tuple[WeightsStart | None, list[Fault]]:
-    """Return where the weights start (None if that is a fault) and all faults that the disk shows."""
+    """Return the initial weights (None if they are at fault) and all faults that the disk shows."""
     faults = [] if caching else [*_tracker_faults(loaded), *_library_faults(loaded)]
     faults += [*_folder_faults(loaded), *_init_faults(loaded)]
     start, start_faults = _start(loaded)
@@ -103,7 +103,7 @@ def _init_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     if init is None or init == "random" or init == loaded.train.model.diffusers_path:
         return
     if init.is_file():
-        return  # its content is checked where its size is read
+        return  # its content is checked when its size is read
     if not init.is_dir():
         hint = 'give a folder with a denoiser, a single file, or "random"'
         yield Fault(file, key, "no such folder", value=str(init), hint=hint)

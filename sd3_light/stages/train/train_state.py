@@ -13,7 +13,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.layers import compile_blocks
-from sd3_light.model.linears import adapter_parameters
+from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
@@ -92,5 +92,5 @@ def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:
     if adapter is None:
         return start.sentence
     kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
-    count = adapter_parameters(start.size, adapter)
+    count = sum(adapter_layer_parameters(start.size, adapter))
     return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"

@@ -17,7 +17,7 @@ from sd3_light.model.adapter_layers import (
     load_lycoris,
     lycoris_modules,
 )
-from sd3_light.model.linears import adapter_parameters, linear_layers, match_targets
+from sd3_light.model.linears import adapter_layer_parameters, linear_layers, match_targets
 from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
@@ -79,7 +79,7 @@ def test_only_a_new_adapter_trains_and_outputs_do_not_change(kind: dict[str, Any
     assert set(names) == set(match_targets(linear_layers(SIZES["tiny2"]), config.target_modules))
     trained = state(transformer)
     assert all(is_adapter_name(name) and weight.dtype == torch.float32 for name, weight in trained.items())
-    assert sum(weight.numel() for weight in trained.values()) == adapter_parameters(SIZES["tiny2"], config)
+    assert sum(weight.numel() for weight in trained.values()) == sum(adapter_layer_parameters(SIZES["tiny2"], config))
     assert torch.allclose(output(transformer), before, atol=1e-6)
     again = stock()
     add_adapter(again, config, seed=5)

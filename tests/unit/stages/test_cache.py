@@ -659,7 +659,7 @@ def test_flipped_moments_are_those_of_the_mirrored_image(fresh_project: Project)
         for epoch in range(8)
         for batch in epoch_of(fresh_project, epoch=epoch)
         for number, moments in zip(batch["sample_id"].tolist(), batch["moments"], strict=True)
-        if number == int(reader.sample_id[0])
+        if number == reader.identity(0)
     }
     assert drawn == {True, False}
 
