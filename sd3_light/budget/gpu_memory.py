@@ -205,7 +205,8 @@ def _moments(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     recomputed = one_block if setup.checkpointing else work
     if setup.checkpointing == "selective":
         recomputed -= batch * setup.saved_activations.largest(size, setup.tokens)
-    gradients, accumulated, exchanged = _gradients(setup), _accumulated_gradients(setup), _exchanged(setup)
+    gradients, exchanged = _gradients(setup), _exchanged(setup)
+    accumulated = _all_gradients(setup) if setup.accumulation > 1 else 0  # before the last micro-batch
     all_copies, block_copies = _weight_copies(setup)
     name = {False: "activations", True: "block inputs", "selective": "products"}[setup.checkpointing]
     name += f" of {setup.in_flight} micro-batches" if setup.in_flight > 1 else ""
@@ -271,11 +272,6 @@ def _gradients(setup: TrainingSetup) -> int:
         return gradients
     # gradients of the first block appear while its activations are freed
     return max(0, gradients - 4 * setup.block_parameters // setup.shards)
-
-
-def _accumulated_gradients(setup: TrainingSetup) -> int:
-    """Return the bytes of gradients that exist before the last micro-batch begins."""
-    return _all_gradients(setup) if setup.accumulation > 1 else 0
 
 
 def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:

@@ -92,10 +92,8 @@ class ProcessedWriter:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         (folder / str(process)).mkdir(exist_ok=True)
         self.known = self._existing()
-        self._next = 1 + max((int(path.stem.split("-")[1]) for path in self._shard_entries()), default=-1)
-
-    def _shard_entries(self) -> list[Path]:
-        return sorted((self.folder / SHARDS).glob(f"{self.process:05d}-*.json"))
+        entries = (folder / SHARDS).glob(f"{process:05d}-*.json")
+        self._next = 1 + max((int(path.stem.split("-")[1]) for path in entries), default=-1)
 
     def _existing(self) -> dict[int, str]:
         """Return data_id -> fingerprint of the samples that this process wrote in earlier runs."""

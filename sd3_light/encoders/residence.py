@@ -66,8 +66,8 @@ class ResidentModules:
     def get(self, name: str) -> nn.Module:
         """Return the module, on the device; with ``one_at_a_time`` it is valid until another one is requested."""
         if self.one_at_a_time:
-            for other in [other for other in self._modules if other != name]:
-                self._offload(other)
+            for unused in [key for key in self._modules if key != name]:
+                self._offload(unused)
         if name not in self._modules:
             self._modules[name] = self._loaders[name](torch.device("cpu") if self.one_at_a_time else self.device)
         if self.one_at_a_time:

@@ -5,7 +5,7 @@ weights are named ``<module>.lora_A.default.weight``, the weights below it ``<mo
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,9 @@ def is_lora_name(name: str) -> bool:
 def lora_modules(transformer: nn.Module) -> dict[str, LoraModule]:
     """Return layer name -> LoRA update; the tensors are the live ones."""
     modules = {}
-    for name, layer in _lora_layers(transformer):
+    for name, layer in transformer.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
         magnitude = layer.lora_magnitude_vector[ADAPTER].weight.detach() if layer.use_dora.get(ADAPTER) else None
         modules[name] = LoraModule(
             layer.lora_A[ADAPTER].weight.detach(),
@@ -101,7 +103,7 @@ def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None
     for name in own.keys() & modules.keys():
         target, source = own[name], modules[name]
         if (target.down.shape, target.up.shape) != (source.down.shape, source.up.shape):
-            actual, expected = (f"{module.rank} and {_shape_text(module)}" for module in (source, target))
+            actual, expected = (f"{m.rank} and {m.down.shape[1]} -> {m.up.shape[0]}" for m in (source, target))
             problems.append(f"{name} has rank {actual}, not {expected}")
         elif (target.magnitude is None) != (source.magnitude is None):
             dora = ("", "not ") if target.magnitude is None else ("not ", "")
@@ -115,11 +117,3 @@ def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None
         magnitude = modules[name].magnitude
         if target.magnitude is not None and magnitude is not None:
             target.magnitude.copy_(magnitude)
-
-
-def _lora_layers(transformer: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    return ((name, module) for name, module in transformer.named_modules() if isinstance(module, LoraLayer))
-
-
-def _shape_text(module: LoraModule) -> str:
-    return f"{module.down.shape[1]} -> {module.up.shape[0]}"

@@ -19,12 +19,6 @@ from sd3_light.config.faults import UserError
 INSTALL_COMMAND = "pip install 'sd3-light[bnb]'"
 
 
-def require_bitsandbytes(bits: int) -> None:
-    """Raise UserError if weights are quantized and bitsandbytes is not installed."""
-    if bits < 16 and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"adapter.base_bits = {bits} needs bitsandbytes; run `{INSTALL_COMMAND}`, or write 16")
-
-
 def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None = None) -> int:
     """Quantize the linear layers of the model's blocks to ``bits`` bits on ``device``; return their number.
 
@@ -33,7 +27,8 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
     """
     if bits == 16:
         return 0
-    require_bitsandbytes(bits)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"adapter.base_bits = {bits} needs bitsandbytes; run `{INSTALL_COMMAND}`, or write 16")
     if any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
         raise UserError(
             f"adapter.base_bits = {bits}: the denoiser already has an adapter; load it without one, or write 16"
@@ -70,8 +65,8 @@ def _quantized(layer: Any, bits: int, device: torch.device | None) -> nn.Module:
 def _layer_classes() -> dict[int, Any]:
     """Return bits -> subclass of bitsandbytes' layer, with three differences.
 
-    In evaluation mode its layers compute differently from training, and on some CPUs rearrange their weights so that no
-    backward pass can read them: these stay in training mode. Autocast does not cover its products: these cast their
+    In evaluation mode its layers compute differently from training, and on some CPUs rearrange their weights so that a
+    backward pass cannot read them: these stay in training mode. Autocast does not cover its products: these cast their
     inputs as stock layers do. Its 8-bit layers lose their scales when moved after a forward pass: here the scales are a
     buffer.
     """

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,7 +216,7 @@ class Catalogue:
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
-        _write_table(self._part(part), [row if row.reason else _with_probe(row, next(results)) for row in rows])
+        _write_table(self._part(part), [row if row.reason else replace(row, **asdict(next(results))) for row in rows])
         if any(probe.reason == _UNREADABLE for probe in probes):
             self._rows_file(part).touch()
         else:
@@ -298,12 +298,6 @@ def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
     return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions)
-
-
-def _with_probe(row: InputRow, probe: Probe) -> InputRow:
-    return replace(
-        row, width=probe.width, height=probe.height, digest=probe.digest, reason=probe.reason, detail=probe.detail
-    )
 
 
 def _digest_of(rows: Sequence[InputRow]) -> str:

@@ -4,7 +4,6 @@ The names in the folders that are being walked are stored in a `NameStore`, not 
 """
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -138,15 +137,8 @@ def _leftovers(context: ScanContext, path: str, base: str, table: CaptionTable) 
     try:
         for name, reason, detail in table.leftovers():
             # a table may list existing files that are not images
-            if reason == "missing_file" and _is_file(f"{path}/{name}"):
+            if reason == "missing_file" and os.path.isfile(f"{path}/{name}"):
                 reason, detail = "unsupported_format", "listed in a caption table"
             yield from context.reject(base + name, reason, detail)
     except Reject as reject:
         yield context.reject_container(base, reject.reason, reject.detail)
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False
