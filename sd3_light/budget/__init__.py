@@ -1,1 +1,1 @@
-"""What training costs, in numbers: GPU and host memory, disk, FLOPs and device peaks. Pure arithmetic."""
+"""Estimates of GPU and host memory, disk space and FLOPs, and the peaks of known devices. Pure arithmetic."""

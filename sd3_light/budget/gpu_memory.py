@@ -1,12 +1,12 @@
 """GPU memory of a training run, with its formula (law 10). Pure arithmetic on a `TrainingSetup`.
 
 Letters in formulas: P parameters, A parameters of an adapter, B micro-batch, D width, L blocks. With pipelines they
-describe one stage, and the stage that needs most counts.
+describe the stage that needs most.
 
 Some memory is held for the whole run: weights, optimizer state, averages. The rest changes within a step and peaks at
-one of a few moments: the end of the forward pass (all activations are saved), the start of the backward pass (with
+one of these moments: the end of the forward pass (all activations are saved), the start of the backward pass (with
 checkpointing, one block is recomputed) or its end (all gradients exist), the optimizer step, or an evaluation of an
-average. The largest moment counts.
+average. The estimate uses the costliest moment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ ZERO_BUCKET_BYTES = 4 * 50_000_000
 """ZeRO's reduce bucket. Tests compare it with `engines/deepspeed/runtime.py`."""
 
 ZERO3_LIVE_BYTES = 4 * ZERO_BUCKET_BYTES
-"""Upper bound of the weights that ZeRO-3 gathers at once, in float32. Tests compare it too."""
+"""Upper bound of the weights that ZeRO-3 gathers at once, in float32. Tests compare it with the same file."""
 
 _ALLREDUCE_BYTES = 4 * 500_000_000  # DeepSpeed's default, without ZeRO
 

@@ -64,13 +64,13 @@ class _PreparedItems(Dataset[Any]):
     def __getitem__(self, ticket: Ticket) -> Any:
         item, slot = ticket
         if get_worker_info() is None:
-            return self.prepare(self._read_here(item, slot))
+            return self.prepare(self._read_in_trainer(item, slot))
         try:
-            return self._in_worker(item, slot)
+            return self._prepare_in_worker(item, slot)
         except UserError as error:
             return _Failed(str(error))
 
-    def _read_here(self, item: int, slot: int | None) -> Any:
+    def _read_in_trainer(self, item: int, slot: int | None) -> Any:
         if slot is None:
             return self._read(item, new_buffer)
         if isinstance(self.dataset, InPlaceDataset):
@@ -78,7 +78,7 @@ class _PreparedItems(Dataset[Any]):
         self.pool.release(slot)
         return self._read(item, new_buffer)
 
-    def _in_worker(self, item: int, slot: int | None) -> Any:
+    def _prepare_in_worker(self, item: int, slot: int | None) -> Any:
         if slot is None:  # batches are sent in the background, so each needs its own memory
             return self.prepare(self._read(item, new_buffer))
         packer = Packer(self.pool, slot)

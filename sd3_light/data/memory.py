@@ -1,4 +1,4 @@
-"""Whether a cache fits into host memory (law 10)."""
+"""Check whether a cache fits into host memory (law 10)."""
 
 import json
 from pathlib import Path

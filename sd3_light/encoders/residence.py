@@ -1,4 +1,4 @@
-"""Which encoders are on the device: all of them if they fit, otherwise only the one in use."""
+"""Keep all encoders on the device if they fit, otherwise only the one in use."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping

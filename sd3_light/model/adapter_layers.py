@@ -1,6 +1,6 @@
-"""Adapters of every type on a denoiser, injected in place as `[adapter]` describes them.
+"""Add adapters of every type to a denoiser in place, as `[adapter]` describes them.
 
-For LoRA see `model/lora_layers.py`. LoKr (a Kronecker product) and LoHa (a Hadamard product) are peft's too. Their
+For LoRA see `model/lora_layers.py`. LoKr (a Kronecker product) and LoHa (a Hadamard product) also come from peft. Their
 tensors are read and written directly: names in the model end with peft's adapter name, names in files do not.
 """
 

@@ -1,4 +1,4 @@
-"""The layers of a LoRA on a denoiser: their targets, reading and loading them.
+"""The LoRA layers of a denoiser: find their targets, read and load their weights.
 
 peft injects the adapters into the stock model, so that its own forward and the list of layers run them. An adapter's
 weights are named ``<module>.lora_A.default.weight``, the weights below it ``<module>.base_layer.weight``.

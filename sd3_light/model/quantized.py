@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits below an adapter, through bitsandbytes: the linear layers of the blocks, in place.
+"""Quantize the frozen linear layers of the blocks to 8 or 4 bits below an adapter, with bitsandbytes.
 
 8 bits is LLM.int8 (one scale per row), 4 bits is NF4 with 8-bit scales (QLoRA). Quantized weights are never saved: an
 adapter's file applies to the original weights.

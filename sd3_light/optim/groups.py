@@ -1,4 +1,4 @@
-"""Weight decay applies to weights of matrix products, not to norms, biases and embeddings."""
+"""Parameter groups: weight decay applies to weights of matrix products, not to norms, biases and embeddings."""
 
 from collections.abc import Iterable
 from typing import Any

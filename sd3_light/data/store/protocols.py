@@ -26,7 +26,7 @@ _LIBRARY_ERRORS = (
 
 
 class RemoteNotFound(UserError):
-    """There is nothing at a URL."""
+    """Nothing exists at a URL."""
 
 
 class RemoteUnreachable(UserError):

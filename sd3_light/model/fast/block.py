@@ -42,12 +42,12 @@ gradients, attention and modulation always use the compute dtype."""
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options that change speed and memory but, apart from rounding, no result."""
+    """Options that change speed and memory; results differ only by rounding."""
 
     attention: str | None = None
     keep: Keep = "all"
     float32_gradients: bool = True
-    """Weight gradients leave their product in float32, not rounded to the compute dtype."""
+    """Keep weight gradients in float32 instead of rounding them to the compute dtype."""
     products: Products = "plain"
     fast_sums: bool = True
     """fp8 products accumulate at the tensor cores' full speed, with less than float32 precision."""

@@ -1,4 +1,4 @@
-"""Caching of the [sampling] prompts, while the encoders are loaded; `prompt_features` defines their files."""
+"""Cache the [sampling] prompts while the encoders are loaded; `prompt_features` defines their files."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

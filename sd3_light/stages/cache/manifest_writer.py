@@ -1,4 +1,4 @@
-"""The end of a cache build: write the rejects, the counts and the manifest."""
+"""Finish a cache build: write the rejects, the counts and the manifest."""
 
 import json
 from collections import Counter

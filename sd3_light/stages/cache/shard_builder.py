@@ -1,4 +1,4 @@
-"""Builds units into shards: worker processes decode ahead, the device encodes, threads write in the background."""
+"""Build shards: worker processes decode ahead, the device encodes, threads write in the background."""
 
 import json
 import time
@@ -134,9 +134,9 @@ class ShardBuilder:
         self.encoded = 0
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
-        """Return when all units are built, by this or another process.
+        """Build units until all are built, by this or another process.
 
-        Units of dead processes are taken over. Units of living processes are waited for as long as there is progress.
+        It takes over units of dead processes, and waits for units of living processes as long as there is progress.
         """
         remaining = rotate_to_share(units, share)
         if not remaining:
