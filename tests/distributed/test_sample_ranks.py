@@ -31,4 +31,4 @@ def test_two_processes_write_the_files_of_one(tmp_path: Path) -> None:
     expected = files(tmp_path / "one")
     assert sorted(expected) == [*(f"0000{number}.png" for number in range(5)), "grid.png"]
     assert files(tmp_path / "two") == expected
-    assert alone.count("look at") == together.count("look at") == 1
+    assert alone.count("wrote") == together.count("wrote") == 1
