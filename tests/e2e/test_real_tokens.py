@@ -67,5 +67,6 @@ def test_the_export_is_proven_and_records_how_it_was_trained(real: Project) -> N
     folder = real.run / "exports" / "step-00000004"
     assert json.loads((folder / "proof.json").read_text())["max_difference"] <= 1e-5
     assert json.loads((folder / "sd3_light.json").read_text())["text"]["text_tokens"] == "real"
-    assert "pads the prompt and lets every token attend to the padding" in " ".join((folder / "README.md").read_text().split())
+    card = " ".join((folder / "README.md").read_text().split())
+    assert "pads the prompt and lets every token attend to the padding" in card
     assert (folder / "pipeline.py").is_file()
