@@ -161,7 +161,7 @@ def test_an_export_does_not_overwrite(finished: Project, tmp_path: Path) -> None
 def test_a_run_without_a_checkpoint_cannot_be_exported(finished: Project, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     shutil.copy(finished.run / "config.toml", tmp_path / "run")
-    with pytest.raises(UserError, match="has no checkpoint yet"):
+    with pytest.raises(UserError, match="has no checkpoint to export yet"):
         export.run(tmp_path / "run", tmp_path / "out")
 
 
