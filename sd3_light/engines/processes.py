@@ -134,9 +134,9 @@ def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
                 c10d._set_pg_timeout(timedelta(seconds=timeout_sec), group)
 
 
-def num_sockets(world: int, groups: int = _MAX_GROUPS) -> int:
+def num_sockets(world: int) -> int:
     """Return the number of open files of the process groups: one socket per process and group, and a few more."""
-    return groups * (world + _FILES_PER_GROUP)
+    return _MAX_GROUPS * (world + _FILES_PER_GROUP)
 
 
 def _allow_sockets(world: int) -> None:

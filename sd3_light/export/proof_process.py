@@ -35,7 +35,7 @@ _OTHER_PARTS = ("vae", *_TEXT_ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3
 
 @contextmanager
 def compute_in_float32(model: nn.Module) -> Iterator[None]:
-    """Let a model compute in float32 while its weights are stored in half precision: one layer is cast at a time."""
+    """Compute in float32 inside the block with weights stored in half precision: one layer is cast at a time."""
     hooks = [hook for module in model.modules() for hook in _cast_around(module)]
     try:
         yield

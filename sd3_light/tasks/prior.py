@@ -83,12 +83,12 @@ class WithPrior(Dataset[Any]):
         if not isinstance(number, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"the weight of prior images is {weight!r}; give a number >= 0")
         self.dataset, self.prior, self.weight = dataset, prior, weight
-        self._own = length_of(dataset)
+        self._count = length_of(dataset)
 
     def __len__(self) -> int:
-        return self._own + len(self.prior)  # type: ignore[arg-type]
+        return self._count + len(self.prior)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < self._own:
+        if index < self._count:
             return {**item_of(self.dataset, index), "loss_weight": 1.0}
-        return {**item_of(self.prior, index - self._own), "loss_weight": float(self.weight)}
+        return {**item_of(self.prior, index - self._count), "loss_weight": float(self.weight)}

@@ -56,11 +56,13 @@ def autocast(accelerator: Accelerator | None, settings: TaskSettings) -> Abstrac
 
 def accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings) -> int:
     """Return the micro-batches per step, from the settings or the accelerator; two different numbers are an error."""
-    theirs = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
-    ours = settings.gradient_accumulation_steps
-    if ours is not None and theirs not in (1, ours):
-        raise UserError(f"gradient_accumulation_steps is {ours} here and {theirs} in the Accelerator; give one of them")
-    return ours or theirs
+    default = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
+    steps = settings.gradient_accumulation_steps
+    if steps is not None and default not in (1, steps):
+        raise UserError(
+            f"gradient_accumulation_steps is {steps} here and {default} in the Accelerator; give one of them"
+        )
+    return steps or default
 
 
 def learning_rate_at(settings: TaskSettings, step: int, total: int) -> float:

@@ -290,6 +290,6 @@ class _TaskHooks:
             self.logger.on_step_end(self.accelerator, self.model, self.settings.save_steps)
 
     def finish(self, progress: Progress) -> None:
-        """Let the logger save what its intervals left out."""
+        """Save, through the logger, what its intervals left out."""
         self.logger.num_steps = progress.step
         self.logger.on_training_end(self.accelerator, self.model, self.settings.save_steps)

@@ -88,7 +88,7 @@ class Driver:
         writers = self.run.engine.writers
         self.saves = BackgroundSaves(self.folder, self.launch.rank, writers, self.groups, self.keep_last, self._log)
         self.saves.checkpoints.prepare(self.pieces())
-        self.run.hooks = self._scheduled()
+        self.run.hooks = self._make_hooks()
 
     def _log(self, event: str, **fields: Any) -> None:
         self.run.log(event, **fields)  # looked up at each event: a task opens its log after the driver is made
@@ -105,7 +105,7 @@ class Driver:
             self.saves.close()
         self.run.requests.__exit__(kind, error, trace)
 
-    def _scheduled(self) -> list[Hook]:
+    def _make_hooks(self) -> list[Hook]:
         hooks, schedule, requests = self.hooks, self.schedule, self.run.requests
         last = every(steps=self.run.total_steps)
         snapshot = every(snapshot_interval(self.ema, self.run.total_steps))
@@ -158,7 +158,7 @@ class Driver:
                 "the data"
             )
         if end.step == self.run.total_steps:
-            with self.showing(self.best):
+            with self.using_weights(self.main_weights):
                 self.hooks.finish(end)
         self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")
 
@@ -180,12 +180,12 @@ class Driver:
     # --- weights ---------------------------------------------------------------------------------
 
     @property
-    def best(self) -> str:
+    def main_weights(self) -> str:
         """The weights to sample from and to save: the main average if there is one."""
         return EMA if EMA in self.averages.tracks else RAW
 
     @contextmanager
-    def showing(self, weights: str) -> Iterator[None]:
+    def using_weights(self, weights: str) -> Iterator[None]:
         """Put these weights into the model inside the block."""
         engine = self.run.engine
         swapped = nullcontext() if weights == RAW else self.averages.in_place_of(weights, engine.weights)
@@ -204,8 +204,8 @@ class Driver:
     def evaluate(self, progress: Progress) -> None:
         """Compute and log the validation loss of every evaluation set."""
         assert self.hooks.evaluate is not None
-        for weights in (RAW, *self.averages.tracks) if self.hooks.evaluate_all else (self.best,):
-            with self.showing(weights):
+        for weights in (RAW, *self.averages.tracks) if self.hooks.evaluate_all else (self.main_weights,):
+            with self.using_weights(weights):
                 for name, losses in self.hooks.evaluate():
                     info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
                     self.run.log("eval", **progress.counts(), set=name, weights=weights, **losses)
@@ -213,16 +213,16 @@ class Driver:
     def sample(self, progress: Progress) -> None:
         """Draw and log a sample image."""
         assert self.hooks.sample is not None
-        with self.showing(self.best):
-            path = self.hooks.sample(progress, self.best)
+        with self.using_weights(self.main_weights):
+            path = self.hooks.sample(progress, self.main_weights)
         if path is not None:
             file = path.relative_to(self.folder).as_posix()
-            self.run.log("sample", **progress.counts(), weights=self.best, file=file)
+            self.run.log("sample", **progress.counts(), weights=self.main_weights, file=file)
 
     def save(self, progress: Progress) -> None:
         """Run the ``save`` hook with the weights to save in the model."""
         assert self.hooks.save is not None
-        with self.showing(self.best):
+        with self.using_weights(self.main_weights):
             self.hooks.save(progress)
 
     def checkpoint(self, progress: Progress) -> None:
@@ -249,7 +249,7 @@ class Driver:
 
     def export(self, progress: Progress) -> None:
         """Gather the weights and export them in the background."""
-        export, weights, engine = self.hooks.export, self.best, self.run.engine
+        export, weights, engine = self.hooks.export, self.main_weights, self.run.engine
         assert export is not None
         if progress.skipped == progress.step:
             return  # nothing was learned; the run ends with an error that says so
@@ -269,9 +269,9 @@ class Driver:
             kinds = (SNAPSHOT, EXPORT)
             return " ".join(kind for kind in kinds if not (self.folder / FOLDERS[kind] / name).exists())
 
-        wanted = (self.groups.decide_on_rank_0(self.launch.is_main, missing) or "").split()
+        missing_kinds = (self.groups.decide_on_rank_0(self.launch.is_main, missing) or "").split()
         samples = progress.samples - self.run.samples_in(progress.position - 1)
         before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
         for hook in self.run.hooks:
-            if hook.name in wanted and hook.due(before, progress):
+            if hook.name in missing_kinds and hook.due(before, progress):
                 hook.act(progress)

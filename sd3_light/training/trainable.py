@@ -24,12 +24,8 @@ def choose_what_trains(transformer: SD3Transformer2DModel, config: TrainConfig, 
         return
     quantize_base(transformer, config.adapter.base_bits, device)
     put_adapter(transformer, config.adapter, config.seed)
-    cast_frozen(transformer, _frozen_dtype(config.model.transformer_dtype, device))
-
-
-def _frozen_dtype(compute_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the weights under an adapter: bf16 on GPUs that compute in it, float32 elsewhere."""
-    return torch.bfloat16 if device.type == "cuda" and compute_dtype == "bfloat16" else torch.float32
+    computes_in_bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
+    cast_frozen(transformer, torch.bfloat16 if computes_in_bf16 else torch.float32)
 
 
 def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tuple[str, ...]:

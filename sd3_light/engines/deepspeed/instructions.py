@@ -11,7 +11,7 @@ Instructions = dict[type, Callable[..., None]]
 
 
 def instructions(engine: Any, before_reduction: Callable[[], None], step: Callable[[Any], None]) -> Instructions:
-    """Return DeepSpeed's instruction map with our replacements.
+    """Return DeepSpeed's instruction map with the replacements.
 
     ``before_reduction()`` checks the gradients; ``step(take)`` wraps the optimizer step, which ``take()`` runs.
     """
@@ -35,13 +35,13 @@ def instructions(engine: Any, before_reduction: Callable[[], None], step: Callab
         _fill_gradients(self, buffer_id)
         stock[schedule.SendGrad](self, buffer_id)
 
-    ours: Instructions = {
+    replacements: Instructions = {
         schedule.ReduceGrads: reduce,
         schedule.OptimizerStep: take_step,
         schedule.BackwardPass: backward,
         schedule.SendGrad: send_grads,
     }
-    return {**stock, **ours}
+    return {**stock, **replacements}
 
 
 def _stage_backward(engine: Any, buffer_id: int) -> None:

@@ -131,7 +131,7 @@ class StageState:
 
 
 def alias_master_weights(zero: Any) -> None:
-    """Let float32 weights be their own master copies: ZeRO's partition shares the memory of the weights.
+    """Make float32 weights their own master copies: ZeRO's partition shares the memory of the weights.
 
     This saves the copy, and writing a weight (from a checkpoint, or an average for evaluation) also writes its master.
     """

@@ -108,6 +108,6 @@ class ZeroEngine(DeepSpeedBase[StageState | ShardState]):
         return velocity
 
     def _free_gathered_weights(self) -> None:
-        """Free the weights that ZeRO-3 keeps gathered without a backward pass: they may be swapped before the next."""
+        """Free the weights that ZeRO-3 keeps gathered without a backward pass: they may change before the next."""
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()
