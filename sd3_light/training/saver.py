@@ -133,8 +133,9 @@ def gather_trainable(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str
 # --- savers ------------------------------------------------------------------------------------
 
 
+@dataclass
 class ExportSeries:
-    """Names a run's exports and deletes old ones. A subclass has ``config``, ``folder``, ``live`` and ``save_named``.
+    """Writes a run's exports ``<folder>/NAME`` and deletes old ones; only the main process writes.
 
     ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
     """
@@ -143,11 +144,23 @@ class ExportSeries:
     folder: Path
     live: Callable[[], Mapping[str, Tensor] | None]
 
-    def save_named(
-        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
-    ) -> Path:
-        """Write ``<folder>/NAME`` from trained weights, or from the live ones."""
+    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
         raise NotImplementedError
+
+    def save_named(
+        self,
+        name: str,
+        trained: Mapping[str, Tensor] | None = None,
+        weights: str = RAW,
+        progress: Progress | None = None,
+    ) -> Path:
+        """Write the verified folder ``name`` with these trained weights; return its path.
+
+        ``save_named(name)`` takes the live weights; all ranks call it, the main one writes.
+        """
+        trained = self.live() if trained is None else trained
+        path = self.folder / name
+        return path if trained is None else self._write(path, trained, weights, progress or Progress())
 
     def save_model(
         self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
@@ -174,22 +187,19 @@ def make_saver(
     """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
     if config.adapter is None:
         return Saver.of(config, transformer, folder)
-    return AdapterSaver(config, start, folder, lambda: gather_trainable(transformer.named_parameters()))
+    return AdapterSaver(config, folder, lambda: gather_trainable(transformer.named_parameters()), start)
 
 
 @dataclass
 class Saver(ExportSeries):
-    """Writes ``<run>/exports/NAME``; only the main process writes.
+    """Writes complete diffusers folders.
 
     ``untrained`` are the frozen weights and the buffers. They are copied before an engine shards the denoiser, so that
     a thread can export without touching a module that is training.
     """
 
-    config: TrainConfig
     transformer_config: Mapping[str, object]
     untrained: Mapping[str, Tensor]
-    folder: Path
-    live: Callable[[], Mapping[str, Tensor] | None]
 
     @staticmethod
     def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
@@ -198,46 +208,23 @@ class Saver(ExportSeries):
         rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
         return Saver(
-            config, model_config(transformer), copies, folder, lambda: gather_trainable(transformer.named_parameters())
+            config, folder, lambda: gather_trainable(transformer.named_parameters()), model_config(transformer), copies
         )
 
-    def save_full_model(
-        self,
-        name: str,
-        trained: Mapping[str, Tensor] | None = None,
-        weights: str = RAW,
-        progress: Progress | None = None,
-    ) -> Path:
-        """Write a complete, verified diffusers folder ``name`` with these trained weights.
+    save_full_model = ExportSeries.save_named
 
-        ``save_full_model(name)`` takes the live weights; all ranks call it, the main one writes.
-        """
-        trained = self.live() if trained is None else trained
-        if trained is None:
-            return self.folder / name
-        spec = export_spec(
-            self.config, self.transformer_config, weights, progress or Progress(), run=self.folder.parent
-        )
-        return write_folder(self.folder / name, {**self.untrained, **trained}, spec)
-
-    save_named = save_full_model
+    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        spec = export_spec(self.config, self.transformer_config, weights, progress, self.folder.parent)
+        return write_folder(path, {**self.untrained, **trained}, spec)
 
 
 @dataclass
 class AdapterSaver(ExportSeries):
-    """Writes ``<run>/exports/NAME`` of a run that trains an adapter: the adapter's file without the model under it."""
+    """Writes folders with the file of the adapter that trains, without the model under it."""
 
-    config: TrainConfig
     start: WeightsStart
-    folder: Path
-    live: Callable[[], Mapping[str, Tensor] | None]
 
-    def save_named(
-        self, name: str, trained: Mapping[str, Tensor] | None, weights: str = RAW, progress: Progress | None = None
-    ) -> Path:
-        """Write a verified folder ``name`` with the adapter's file, from the live weights by default."""
-        trained = self.live() if trained is None else trained
-        if trained is None:
-            return self.folder / name
-        spec = adapter_spec(self.config, self.start, weights, progress or Progress(), self.folder.parent)
-        return write_adapter(self.folder / name, trained, spec)
+    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        return write_adapter(
+            path, trained, adapter_spec(self.config, self.start, weights, progress, self.folder.parent)
+        )
