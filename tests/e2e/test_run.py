@@ -111,7 +111,7 @@ def test_a_secret_is_in_no_file_of_the_run(finished: Project) -> None:
 
 def test_report_and_inspect_read_the_run(finished: Project) -> None:
     summary = report.run(finished.run)
-    assert summary.span == [0, 4], "starting with the evaluation before the first step"
+    assert summary.step_range == [0, 4], "starting with the evaluation before the first step"
     assert set(summary.last) >= {"start", "step", "eval", "sample", "checkpoint", "export"}
     assert report.render(summary).row_count > 5
     cache = inspect.run(finished.cache)
