@@ -69,7 +69,13 @@ def test_a_repeated_run_is_equal(whole: Project, project: Project) -> None:
     assert_same_checkpoint(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+IMPORTANT = (1, EPOCH - 1, EPOCH, EPOCH + 1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=() if step in IMPORTANT else pytest.mark.slow) for step in range(1, STEPS)],
+)
 def test_a_resumed_run_equals_the_uninterrupted_run(whole: Project, project: Project, step: int) -> None:
     """From every step, including the last of an epoch and the first of the next."""
     done = project.train(*settings(), resume=Resume(checkpoint(whole, step)))
