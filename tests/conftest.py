@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 # Set before torch or a hub client is imported; child processes that tests start inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +37,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip(f"needs CUDA: {item.name}")
+
+
+def pytest_runtest_teardown() -> None:
+    """Turn oneDNN on again: torch turns it off for the whole process after the first bf16 product (Muon has some) on a
+    CPU without bf16, and the next test would compute with other rounding than its fixtures."""
+    if torch := sys.modules.get("torch"):
+        torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.hookimpl(optionalhook=True)
