@@ -12,7 +12,7 @@ from diffusers import SD3Transformer2DModel
 
 from sd3_light.config import AdapterConfig
 from sd3_light.export import proof_process
-from sd3_light.export.lora_layouts import baked
+from sd3_light.export.lora_fusing import baked
 from sd3_light.export.proof import ProofError, fixed_inputs, run_clean_process
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256

@@ -20,7 +20,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.export_spec import first_few
-from sd3_light.export.lora_layouts import (
+from sd3_light.export.lora_fusing import (
     Padding,
     Ranks,
     baked,

@@ -1,6 +1,7 @@
 """The single file that a task saves: the adapter if only an adapter is trained, else all trained weights."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_facts, read_adapter
 from sd3_light.export.adapter_proof import AdapterModules
 from sd3_light.export.lora_file import cast_tensors, from_peft, write_lora
-from sd3_light.export.lora_layouts import baked
+from sd3_light.export.lora_fusing import baked
 from sd3_light.export.lycoris_file import write_lycoris
-from sd3_light.files import atomic_file
+from sd3_light.files import atomic_file, scratch_folder
 from sd3_light.model.adapter_layers import lycoris_modules
 from sd3_light.model.lora_layers import ADAPTER, LoraModule, lora_scale
 from sd3_light.tensor_file import METADATA_KEY
@@ -46,9 +47,11 @@ def write_trained(
         return write_lycoris(path, modules, adapter.rank, save_dtype, facts)
     if isinstance(transformer, SD3Transformer2DModel):
         layout: Any = "peft" if adapter.use_dora else "diffusers"
-        path.unlink(missing_ok=True)
         lora = from_peft(state, adapter.alpha, adapter.use_rslora)
-        return write_lora(path, lora, layout=layout, save_dtype=save_dtype, facts=facts)
+        with scratch_folder(path) as folder:
+            new = write_lora(folder / path.name, lora, layout=layout, save_dtype=save_dtype, facts=facts)
+            os.replace(new, path)
+        return path
     return _write(path, _lora_tensors(state, adapter), save_dtype, facts)
 
 

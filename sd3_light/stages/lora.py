@@ -11,7 +11,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, read_lora, write_lora
-from sd3_light.export.lora_layouts import Padding
+from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras
 from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.proof import ProofError
