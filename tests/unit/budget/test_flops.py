@@ -43,6 +43,7 @@ def test_checkpointing_costs_one_more_forward_which_utilisation_does_not_count()
     size, tokens = SIZES["sd3.5_medium"], Tokens(256, 333)
     plain, checkpointed = (training_flops(size, tokens, checkpointing) for checkpointing in (False, True))
     assert checkpointed.value - plain.value == forward_flops(size, tokens)
+    assert training_flops(size, tokens, "selective") == plain, "it recomputes no product"
     assert step_flops(size, 256, [333]) == plain.value
     assert "4·N²·D·13" in plain.formula
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import memory as memory_module
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.order import Order
+from sd3_light.data.order import Order, Picks
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards
@@ -278,6 +279,15 @@ def test_open_shards_are_reused(make_cache: MakeCache, monkeypatch: pytest.Monke
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)
     assert sorted(opened) == sorted(entry.file for entry in data.manifest.shards)
+
+
+def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) -> None:
+    data = make_cache(sizes=(2, 2, 2))
+    data.max_open = 2
+    files = [entry.file for entry in data.buckets[0].shards]
+    for segment in (0, 1, 0, 2):
+        data.read(Picks(0, 0, np.array([segment]), np.array([0]), np.array([0])), SEED)
+    assert list(data._open) == [files[0], files[2]]
 
 
 def test_a_shard_that_is_opened_again_is_not_hashed_again(

@@ -133,10 +133,10 @@ def test_our_timeout_applies_to_all_groups_but_saving() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         control, library = dist.new_group(), dist.new_group()
-        saving = dist.new_group(timeout=timedelta(hours=2))
+        saving, snapshots = (dist.new_group(timeout=timedelta(hours=2)) for _ in range(2))
         assert timeout_of(library) == 1800
-        apply_timeout(ProcessGroups(control, saving), 7.0)
-        assert [timeout_of(group) for group in (control, library, saving)] == [7, 7, 7200]
+        apply_timeout(ProcessGroups(control, saving, snapshots), 7.0)
+        assert [timeout_of(group) for group in (control, library, saving, snapshots)] == [7, 7, 7200, 7200]
     finally:
         dist.destroy_process_group()
 

@@ -168,6 +168,18 @@ def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
     assert torch.equal(magnitude, lora_modules(live)[Q].magnitude)
 
 
+def test_dora_magnitudes_are_swapped_with_their_rows(tmp_path: Path) -> None:
+    """Single files have shift before scale in the last norm."""
+    up, magnitude = noise(256, RANK), noise(256)
+    layer = "diffusion_model.final_layer.adaLN_modulation.1"
+    tensors = {"lora_A.weight": noise(RANK, 128), "lora_B.weight": up, "lora_magnitude_vector": magnitude}
+    save_file({f"{layer}.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "lora.safetensors")
+    module = read_lora(tmp_path / "lora.safetensors").modules["norm_out.linear"]
+    assert torch.equal(module.up, torch.cat([up[128:], up[:128]]))
+    assert module.magnitude is not None
+    assert torch.equal(module.magnitude, torch.cat([magnitude[128:], magnitude[:128]]))
+
+
 # --- ComfyUI: an independent copy of its rules --------------------------------------------------
 
 

@@ -177,6 +177,14 @@ def test_targets_select_layers_and_the_rest_is_listed(base: State) -> None:
     assert extraction.share < 1 - extraction.left_out[f"{MLP}.weight"] + 1e-6
 
 
+def test_a_target_is_a_whole_part_of_a_name(base: State) -> None:
+    added = "transformer_blocks.0.attn.add_q_proj"
+    tuned = merge_loras(base, [({MLP: lora()[MLP], added: lora()[Q]}, 1.0)])
+    extraction = extract_lora(base, tuned, rank=4, targets=("proj",))
+    assert extraction.modules.keys() == {MLP}
+    assert extraction.left_out.keys() == {f"{added}.weight"}
+
+
 def without(name: str) -> Callable[[State], State]:
     return lambda state: {key: tensor for key, tensor in state.items() if key != name}
 
