@@ -321,7 +321,7 @@ def test_weight_norm(make: Callable[..., TorchEngine]) -> None:
 
 def test_weights_must_be_float32(tmp_path: Path) -> None:
     """AdamW in bfloat16 loses most updates."""
-    with pytest.raises(AssertionError, match="fp32"):
+    with pytest.raises(AssertionError, match="float32"):
         TorchEngine(Line().bfloat16(), config(tmp_path), Launch(), CPU)
 
 
