@@ -643,7 +643,7 @@ def test_flipped_moments_are_those_of_the_mirrored_image(fresh_project: Project)
     fresh_project.build_cache()
     data = open_dataset(fresh_project)
     entry = data.manifest.shards[0]
-    reader = data._reader(entry)
+    reader = data._new_reader(entry)
     assert reader.num_variants == 2
     vae = load_vae(fresh_project.model, torch.device("cpu"), torch.float32)
     origin = read_origins(fresh_project.cache / "shards" / entry.file)[0]
