@@ -2,8 +2,7 @@
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
-from sd3_light.config.load import LoadedConfig, load_config
-from sd3_light.config.resolved import resolved_toml
+from sd3_light.config.load import LoadedConfig, load_config, resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import (
     AdapterConfig,

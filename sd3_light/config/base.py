@@ -11,14 +11,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, ValidationInfo
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 
 class Table(BaseModel):
     """Base class for the tables of a TOML file: frozen, and unknown keys are faults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,7 @@ def known_values(annotation: Any) -> tuple[str, ...]:
 
 
 def _bounds(notes: tuple[Any, ...]) -> str:
-    flat = [part for note in notes for part in (note.metadata if isinstance(note, FieldInfo) else (note,))]
-    limits = [(sign, getattr(part, name)) for kind, name, sign in _BOUNDS for part in flat if isinstance(part, kind)]
+    limits = [(sign, getattr(note, name)) for kind, name, sign in _BOUNDS for note in notes if isinstance(note, kind)]
     return " and ".join(f"{sign} {limit}" for sign, limit in limits)
 
 

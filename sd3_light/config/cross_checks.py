@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from sd3_light.config.faults import Fault
@@ -228,44 +227,35 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
         yield _fault(key, problem, value, hint=f"{hint}compile = false")
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check and the keys it reads."""
-
-    run: Callable[[TrainConfig], Iterator[Fault]]
-    keys: tuple[str, ...]
-
-
 _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
 _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.train_type")
-CHECKS = (
-    Check(length, ("epochs", "max_steps")),
-    Check(saving, (*_SAVE_KEYS, *_CHECKPOINT_KEYS)),
-    Check(text_recon, (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer")),
-    Check(shifts, ("model", "model.shift", "model.flux_shift")),
-    Check(schedule, ("lr_scheduler", "lr_step_size", "lr_step_gamma")),
-    Check(pipeline, (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel")),
-    Check(partition, (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split")),
-    Check(blocks, ("fast", "compile", "activation_checkpointing")),
-    Check(
-        fp8, ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype")
-    ),
-    Check(optimizer, ("optimizer", "optimizer.type", "parallel", "pipeline_stages")),
-    Check(ema, ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps")),
-    Check(sampling, ("sampling", "sampling.prompts", "sampling.every_n_steps")),
-    Check(eval_names, ("eval_datasets",)),
-    Check(base_bits, ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile")),
-    Check(adapter, ("adapter", *_ADAPTER_KEYS, "freeze", "model.init")),
-)
+CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
+    length: ("epochs", "max_steps"),
+    saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
+    text_recon: (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer"),
+    shifts: ("model", "model.shift", "model.flux_shift"),
+    schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
+    pipeline: (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel"),
+    partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
+    blocks: ("fast", "compile", "activation_checkpointing"),
+    fp8: ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+    optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
+    ema: ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps"),
+    sampling: ("sampling", "sampling.prompts", "sampling.every_n_steps"),
+    eval_names: ("eval_datasets",),
+    base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile"),
+    adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
+}
+"""Each check and the keys that it reads."""
 
 
 def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterator[Fault]:
     """Run every check whose keys are all valid. The faults carry no file yet."""
-    for check in CHECKS:
-        if not faulty_keys.intersection(check.keys):
-            yield from check.run(train)
+    for check, keys in CHECKS.items():
+        if not faulty_keys.intersection(keys):
+            yield from check(train)
 
 
 def deepspeed_problem(config: TrainConfig, world: int) -> str | None:

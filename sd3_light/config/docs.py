@@ -74,7 +74,8 @@ def _is_leaf(annotation: Any) -> bool:
 
 def _row(key: str, table: type[Table]) -> str:
     field = table.model_fields[key]
-    cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), field.description or "")
+    description = " ".join((field.description or "").split())
+    cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -1,21 +1,24 @@
 """Loads TOML files into one frozen, checked config, or raises one report of everything wrong with them."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from sd3_light.config.base import CacheLocation, absolute_path, walk_tables
-from sd3_light.config.cross_checks import run_cross_checks
-from sd3_light.config.faults import ConfigFaults, Fault
+from sd3_light.config.cross_checks import adapter_faults, run_cross_checks
+from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
+from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import ALIASES, BatchSize, Resolution, TrainConfig, named_entry
 from sd3_light.config.sizes import SIZES
 from sd3_light.config.toml_file import SET, apply_overrides, read_toml
 from sd3_light.config.unsupported import pop_unsupported
-from sd3_light.config.validation import check_table, format_value
+from sd3_light.config.validation import check_table, format_value, is_secret_key
 
 # Values that let the cross checks run when required keys are missing or faulty.
 _PLACEHOLDERS = {"output_dir": "missing", "dataset": "missing.toml"}
@@ -163,3 +166,39 @@ def _batch_size_faults(
         if (width, height) not in dict(batch_size):
             side = str(width) if width == height else f"[{width}, {height}]"
             yield Fault(file, key, f"has no size for the resolution {side} of {toml}", hint=f"add [{side}, SIZE]")
+
+
+def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterConfig:
+    """Validate the arguments of ``caller`` as the `[adapter]` table; the first fault is a UserError.
+
+    Relative paths start at the working directory.
+    """
+    base = Path.cwd()
+    for fault in check_table(AdapterConfig, values, file_kind="train", file=caller, base=base, table="adapter").faults:
+        raise UserError(str(fault))
+    adapter = AdapterConfig.model_validate(dict(values), context={"base": base})
+    for fault in adapter_faults(adapter):
+        raise UserError(str(replace(fault, file=caller, key=fault.key.removeprefix("adapter."))))
+    return adapter
+
+
+def resolved_toml(loaded: LoadedConfig) -> str:
+    """Return TOML text that `load_config` reads back as an equal config, apart from its own path.
+
+    Defaults are filled in, paths are absolute, secrets are removed.
+    """
+    return tomli_w.dumps(_plain_table(loaded.train.model_dump()))
+
+
+def _plain_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Drop absent and secret keys. Scalars come first, as TOML requires: keys after a table belong to that table."""
+    plain = {key: _plain(value) for key, value in table.items() if value is not None and not is_secret_key(key)}
+    return dict(sorted(plain.items(), key=lambda item: isinstance(item[1], dict)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _plain_table(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

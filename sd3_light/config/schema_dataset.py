@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le, MinLen
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Strict
 
 from sd3_light.config.base import (
     Allowed,
@@ -85,64 +85,58 @@ Ratios = Annotated[
 class DatasetDefaults(Table):
     """Keys for the top level of a dataset TOML or for a directory, which takes precedence."""
 
-    resolutions: Resolutions = Field(
-        default=(),
-        description="Training sizes in pixels; a number r means [r, r]. Required unless `size_buckets` is set.",
-    )
-    enable_ar_bucket: Flag = Field(
-        default=False, description="Sort images into buckets by aspect ratio. false: one shape per resolution."
-    )
-    ar_buckets: Ratios | None = Field(
-        default=None, description="Aspect ratios (width / height) of the buckets; replaces the next three keys."
-    )
-    min_ar: Positive = Field(default=0.5, description="Smallest aspect ratio (width / height) of a bucket.")
-    max_ar: Positive = Field(default=2.0, description="Largest aspect ratio (width / height) of a bucket.")
-    num_ar_buckets: Count = Field(default=7, description="Number of aspect ratios, evenly spaced on a log scale.")
-    size_buckets: SizeBuckets | None = Field(
-        default=None, description="Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."
-    )
-    caption_prefix: TomlString = Field(default="", description="Text to prepend to every caption.")
-    num_repeats: Annotated[float, Strict(), Gt(0), Le(10_000)] = Field(
-        default=1.0, description="How often a sample appears per epoch; may be fractional."
-    )
-    flip: Flag = Field(
-        default=False, description="Also cache the mirrored image, and pick one of the two at random each time."
-    )
-    shuffle_tags: Flag = Field(
-        default=False, description="Shuffle the parts of a caption that the delimiter separates."
-    )
-    cache_shuffle_num: CountOrZero = Field(
-        default=0, description="Number of shuffled variants to cache per caption; at least 1 with `shuffle_tags`."
-    )
-    cache_shuffle_delimiter: Annotated[str, Strict(), MinLen(1), Allowed("a non-empty string")] = Field(
-        default=", ", description="Separator of the parts of a caption."
-    )
-    subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = Field(
-        default=1.0, description="Fraction of the samples to use, selected by sample id."
-    )
-    image_column: TomlString = Field(
-        default="", description="Column of a table or Parquet file with the image or its path. Empty: detected by name."
-    )
-    caption_column: TomlString = Field(
-        default="", description="Column (or JSON key) with the captions. Empty: detected by name."
-    )
-    skip_empty_caption: Flag = Field(default=False, description="Skip samples with an empty or missing caption.")
+    resolutions: Resolutions = ()
+    """Training sizes in pixels; a number r means [r, r]. Required unless `size_buckets` is set."""
+    enable_ar_bucket: Flag = False
+    """Sort images into buckets by aspect ratio. false: one shape per resolution."""
+    ar_buckets: Ratios | None = None
+    """Aspect ratios (width / height) of the buckets; replaces the next three keys."""
+    min_ar: Positive = 0.5
+    """Smallest aspect ratio (width / height) of a bucket."""
+    max_ar: Positive = 2.0
+    """Largest aspect ratio (width / height) of a bucket."""
+    num_ar_buckets: Count = 7
+    """Number of aspect ratios, evenly spaced on a log scale."""
+    size_buckets: SizeBuckets | None = None
+    """Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."""
+    caption_prefix: TomlString = ""
+    """Text to prepend to every caption."""
+    num_repeats: Annotated[float, Strict(), Gt(0), Le(10_000)] = 1.0
+    """How often a sample appears per epoch; may be fractional."""
+    flip: Flag = False
+    """Also cache the mirrored image, and pick one of the two at random each time."""
+    shuffle_tags: Flag = False
+    """Shuffle the parts of a caption that the delimiter separates."""
+    cache_shuffle_num: CountOrZero = 0
+    """Number of shuffled variants to cache per caption; at least 1 with `shuffle_tags`."""
+    cache_shuffle_delimiter: Annotated[str, Strict(), MinLen(1), Allowed("a non-empty string")] = ", "
+    """Separator of the parts of a caption."""
+    subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = 1.0
+    """Fraction of the samples to use, selected by sample id."""
+    image_column: TomlString = ""
+    """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
+    caption_column: TomlString = ""
+    """Column (or JSON key) with the captions. Empty: detected by name."""
+    skip_empty_caption: Flag = False
+    """Skip samples with an empty or missing caption."""
 
 
 class DirectoryConfig(DatasetDefaults):
     """[[directory]]: one source of samples, with the dataset's defaults merged in."""
 
-    path: TomlPath = Field(
-        description="Folder with images, tables, tars or Parquet files, or a single tar or Parquet file.",
-    )
-    mask_path: TomlPath | None = Field(default=None, description="Folder of masks; a mask has the name of its image.")
-    default_mask_file: TomlPath | None = Field(default=None, description="Mask for images without one.")
+    path: TomlPath
+    """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file."""
+    mask_path: TomlPath | None = None
+    """Folder of masks; a mask has the name of its image."""
+    default_mask_file: TomlPath | None = None
+    """Mask for images without one."""
 
 
 class DatasetFile(DatasetDefaults):
     """The dataset TOML as written."""
 
-    directory: tuple[DirectoryConfig, ...] = Field(description="One table per source; at least one.")
+    directory: tuple[DirectoryConfig, ...]
+    """One table per source; at least one."""
 
 
 @dataclass(frozen=True)

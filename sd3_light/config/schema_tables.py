@@ -53,104 +53,81 @@ def _rank_as_float(data: dict[str, Any]) -> float:
 class ModelConfig(Table):
     """[model]: the denoiser, its initial weights, its text conditioning and its noise."""
 
-    type: Literal["sd3"] = Field(default="sd3", description="Model family.")
-    train_type: Literal["sd3_light_pretrain"] | None = Field(
-        default=None, description="Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."
-    )
-    diffusers_path: TomlPath = Field(
-        description="Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text "
-        "encoders and the VAE.",
-    )
-    size: SizeName | None = Field(
-        default=None,
-        description="Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the "
-        "weights.",
-    )
-    init: RandomOrPath | None = Field(
-        default=None,
-        description="Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). "
-        "Absent: `random` with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise "
-        "`diffusers_path`.",
-    )
-    num_layers: Count | None = Field(default=None, description="Number of joint blocks; overrides the size.")
-    qk_norm: Flag | None = Field(default=None, description="RMS norm of queries and keys. Absent: as in the size.")
-    dtype: DtypeName = Field(
-        default="bfloat16",
-        description="Compute dtype of the text encoders on GPUs. The VAE, and everything on CPUs, uses float32.",
-    )
+    type: Literal["sd3"] = "sd3"
+    """Model family."""
+    train_type: Literal["sd3_light_pretrain"] | None = None
+    """Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."""
+    diffusers_path: TomlPath
+    """Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text encoders and the
+    VAE."""
+    size: SizeName | None = None
+    """Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the weights."""
+    init: RandomOrPath | None = None
+    """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
+    with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
+    num_layers: Count | None = None
+    """Number of joint blocks; overrides the size."""
+    qk_norm: Flag | None = None
+    """RMS norm of queries and keys. Absent: as in the size."""
+    dtype: DtypeName = "bfloat16"
+    """Compute dtype of the text encoders on GPUs. The VAE, and everything on CPUs, uses float32."""
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
         default_factory=_compute_dtype,
-        description="Compute dtype of the denoiser; master weights are always float32. float16 is not supported "
-        "because it needs loss scaling.",
         json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},
     )
-    t5_max_length: Annotated[int, Strict(), Gt(0), Le(512)] = Field(
-        default=256, description="Maximum length of the T5 input, in tokens."
-    )
-    text_tokens: Literal["padded", "real"] = Field(
-        default="padded",
-        description="`padded`: padded text, as in the stock pipeline. `real`: only real tokens, with masked attention.",
-    )
-    enable_uncond_text_dropout: Flag = Field(
-        default=False, description="Drop the text encoders at random during training."
-    )
-    uncond_text_dropout_prob: Fraction = Field(
-        default=0.464,
-        description="Probability of dropping each encoder. All three are dropped with its cube (10% by default).",
-    )
-    uncond_text: Literal["zero", "empty"] = Field(
-        default="zero",
-        description="Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty "
-        "string.",
-    )
-    timestep_sample_method: Literal["logit_normal", "uniform"] = Field(
-        default="logit_normal", description="Distribution of the timestep t in (0, 1)."
-    )
-    sigmoid_scale: Positive = Field(
-        default=1.0, description="Standard deviation of the logit of t under `logit_normal`."
-    )
-    shift: Positive | None = Field(
-        default=None, description="Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."
-    )
-    flux_shift: Flag = Field(
-        default=False, description="Timestep shift that grows with the resolution; excludes `shift`."
-    )
-    text_recon_gamma: NotNegative = Field(
-        default=0.0, description="Weight of the text reconstruction loss; 0 disables it."
-    )
-    text_recon_target_layer: CountOrZero = Field(
-        default=0,
-        description="Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At "
-        "most the number of blocks minus 2: the last block has no text output, and the last text output is the "
-        "prediction.",
-    )
+    """Compute dtype of the denoiser; master weights are always float32. float16 is not supported because it needs loss
+    scaling."""
+    t5_max_length: Annotated[int, Strict(), Gt(0), Le(512)] = 256
+    """Maximum length of the T5 input, in tokens."""
+    text_tokens: Literal["padded", "real"] = "padded"
+    """`padded`: padded text, as in the stock pipeline. `real`: only real tokens, with masked attention."""
+    enable_uncond_text_dropout: Flag = False
+    """Drop the text encoders at random during training."""
+    uncond_text_dropout_prob: Fraction = 0.464
+    """Probability of dropping each encoder. All three are dropped with its cube (10% by default)."""
+    uncond_text: Literal["zero", "empty"] = "zero"
+    """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string."""
+    timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Distribution of the timestep t in (0, 1)."""
+    sigmoid_scale: Positive = 1.0
+    """Standard deviation of the logit of t under `logit_normal`."""
+    shift: Positive | None = None
+    """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."""
+    flux_shift: Flag = False
+    """Timestep shift that grows with the resolution; excludes `shift`."""
+    text_recon_gamma: NotNegative = 0.0
+    """Weight of the text reconstruction loss; 0 disables it."""
+    text_recon_target_layer: CountOrZero = 0
+    """Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At most the number of
+    blocks minus 2: the last block has no text output, and the last text output is the prediction."""
 
 
 class OptimizerConfig(Table):
     """[optimizer]: the optimizer and its settings."""
 
     type: OptimizerName = Field(default="adamw", description=describe_optimizers())
-    lr: Positive = Field(default=1e-4, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments.")
-    weight_decay: NotNegative = Field(
-        default=0.01, description="Decoupled weight decay; not applied to norms, biases and embeddings."
-    )
-    eps: Positive = Field(default=1e-8, description="Term added to the denominator.")
+    lr: Positive = 1e-4
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay; not applied to norms, biases and embeddings."""
+    eps: Positive = 1e-8
+    """Term added to the denominator."""
 
 
 class EmaTrack(Table):
     """[[ema.track]]: an additional moving average of the weights."""
 
-    name: Name = Field(description="Name of the track in checkpoints and exports; `ema` is the name of the main track.")
-    decay: Decay | None = Field(default=None, description="Constant decay per update; set this or `power_width`.")
-    power_width: Annotated[float, Strict(), Gt(0), Le(0.28)] | None = Field(
-        default=None,
-        description="Width of a power-function average as a fraction of the training length (EDM2's sigma_rel). With "
-        "two such tracks (0.05 and 0.1 in the paper) `export --ema-length` can rebuild averages of other lengths.",
-    )
-    update_every: Count | None = Field(
-        default=None, description="Optimizer steps between updates. Absent: as in [ema]."
-    )
+    name: Name
+    """Name of the track in checkpoints and exports; `ema` is the name of the main track."""
+    decay: Decay | None = None
+    """Constant decay per update; set this or `power_width`."""
+    power_width: Annotated[float, Strict(), Gt(0), Le(0.28)] | None = None
+    """Width of a power-function average as a fraction of the training length (EDM2's sigma_rel). With two such tracks
+    (0.05 and 0.1 in the paper) `export --ema-length` can rebuild averages of other lengths."""
+    update_every: Count | None = None
+    """Optimizer steps between updates. Absent: as in [ema]."""
 
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
@@ -162,91 +139,75 @@ class EmaTrack(Table):
 class EmaConfig(Table):
     """[ema]: an exponential moving average of the weights, in float32."""
 
-    enable: Flag = Field(default=False, description="Keep a moving average of the weights and export it.")
-    decay: Decay = Field(default=0.99, description="Decay per update.")
-    update_every: Count = Field(default=100, description="Optimizer steps between updates.")
-    snapshot_every_n_steps: Count | None = Field(
-        default=None,
-        description="Optimizer steps between snapshots of the power-function tracks, which `export --ema-length` "
-        "needs. Absent: 1/32 of the run. No snapshots without such tracks.",
-    )
-    snapshot_dtype: Literal["float16", "float32"] = Field(
-        default="float16", description="Dtype of snapshots: 2 or 4 bytes per weight, track and snapshot."
-    )
-    track: tuple[EmaTrack, ...] = Field(default=(), description="Additional averages, one `[[ema.track]]` table each.")
+    enable: Flag = False
+    """Keep a moving average of the weights and export it."""
+    decay: Decay = 0.99
+    """Decay per update."""
+    update_every: Count = 100
+    """Optimizer steps between updates."""
+    snapshot_every_n_steps: Count | None = None
+    """Optimizer steps between snapshots of the power-function tracks, which `export --ema-length` needs. Absent: 1/32
+    of the run. No snapshots without such tracks."""
+    snapshot_dtype: Literal["float16", "float32"] = "float16"
+    """Dtype of snapshots: 2 or 4 bytes per weight, track and snapshot."""
+    track: tuple[EmaTrack, ...] = ()
+    """Additional averages, one `[[ema.track]]` table each."""
 
 
 class AdapterConfig(Table):
     """[adapter]: train an adapter, usually a LoRA, instead of all weights."""
 
-    type: Literal["lora", "lokr", "loha"] = Field(
-        default="lora",
-        description="Kind of adapter. `lokr` and `loha` are saved in LyCORIS layout, which ComfyUI reads and "
-        "diffusers does not.",
-    )
-    rank: Count = Field(default=32, description="Rank of the update.")
-    alpha: Positive = Field(
-        default_factory=_rank_as_float,
-        description="Scale: the update is multiplied by alpha / rank.",
-        json_schema_extra={"default": "equal to `rank`"},
-    )
-    dropout: Decay = Field(
-        default=0.0,
-        description="Dropout before the adapter during training (`lokr` and `loha`: of rows of the update).",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16",
-        description="Compute dtype of a LoRA if the denoiser computes in bfloat16; its weights are float32.",
-    )
-    init_from_existing: TomlPath | None = Field(
-        default=None,
-        description="Adapter file, or folder with one, to start from; its rank and layers must match.",
-    )
-    target_modules: Annotated[tuple[TomlString, ...], MinLen(1)] = Field(
-        default=LORA_TARGETS,
-        description="Linear layers that get an adapter: suffixes of their names, or shell-style patterns "
-        "(`transformer_blocks.[0-7].attn.to_*`). An entry that matches no layer is an error.",
-    )
-    use_rslora: Flag = Field(default=False, description="Scale by alpha / sqrt(rank).")
-    use_dora: Flag = Field(default=False, description="Learn magnitude and direction separately (DoRA).")
-    base_bits: Annotated[Literal[16, 8, 4], Allowed("16, 8 or 4")] = Field(
-        default=16,
-        description="Bits per frozen weight under a LoRA. 8 and 4 quantize the linear layers of the blocks with "
-        "bitsandbytes (`pip install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The saved file "
-        "works with the unquantized model.",
-    )
+    type: Literal["lora", "lokr", "loha"] = "lora"
+    """Kind of adapter. `lokr` and `loha` are saved in LyCORIS layout, which ComfyUI reads and diffusers does not."""
+    rank: Count = 32
+    """Rank of the update."""
+    alpha: Positive = Field(default_factory=_rank_as_float, json_schema_extra={"default": "equal to `rank`"})
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: Decay = 0.0
+    """Dropout before the adapter during training (`lokr` and `loha`: of rows of the update)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype of a LoRA if the denoiser computes in bfloat16; its weights are float32."""
+    init_from_existing: TomlPath | None = None
+    """Adapter file, or folder with one, to start from; its rank and layers must match."""
+    target_modules: Annotated[tuple[TomlString, ...], MinLen(1)] = LORA_TARGETS
+    """Linear layers that get an adapter: suffixes of their names, or shell-style patterns
+    (`transformer_blocks.[0-7].attn.to_*`). An entry that matches no layer is an error."""
+    use_rslora: Flag = False
+    """Scale by alpha / sqrt(rank)."""
+    use_dora: Flag = False
+    """Learn magnitude and direction separately (DoRA)."""
+    base_bits: Annotated[Literal[16, 8, 4], Allowed("16, 8 or 4")] = 16
+    """Bits per frozen weight under a LoRA. 8 and 4 quantize the linear layers of the blocks with bitsandbytes (`pip
+    install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The saved file works with the unquantized
+    model."""
 
 
 class SamplingConfig(Table):
     """[sampling]: sample images drawn during training."""
 
-    prompts: tuple[TomlString, ...] = Field(default=(), description="One image per prompt and seed. Empty: no samples.")
-    seeds: Annotated[tuple[CountOrZero, ...], MinLen(1)] = Field(
-        default=(0,), description="Seeds of the initial noise."
-    )
-    every_n_steps: Count | None = Field(
-        default=None, description="Optimizer steps between sample images; required with `prompts`."
-    )
-    steps: Count = Field(default=28, description="Sampler steps per image.")
-    guidance: NotNegative = Field(default=5.0, description="Classifier-free guidance scale; 1 or less disables it.")
+    prompts: tuple[TomlString, ...] = ()
+    """One image per prompt and seed. Empty: no samples."""
+    seeds: Annotated[tuple[CountOrZero, ...], MinLen(1)] = (0,)
+    """Seeds of the initial noise."""
+    every_n_steps: Count | None = None
+    """Optimizer steps between sample images; required with `prompts`."""
+    steps: Count = 28
+    """Sampler steps per image."""
+    guidance: NotNegative = 5.0
+    """Classifier-free guidance scale; 1 or less disables it."""
 
 
 class MonitoringConfig(Table):
     """[monitoring]: trackers in addition to log.jsonl and TensorBoard, which are always written."""
 
-    enable_wandb: Flag = Field(
-        default=False, description="Log to Weights & Biases (`pip install 'sd3-light[wandb]'`). Respects WANDB_MODE."
-    )
-    wandb_api_key: SecretStr | None = Field(
-        default=None,
-        description="Prefer the environment variable WANDB_API_KEY. The key is used, but never written or shown.",
-    )
-    wandb_tracker_name: TomlString = Field(default="sd3-light", description="Project name, also for trackio.")
-    wandb_run_name: TomlString | None = Field(
-        default=None, description="Run name, also for trackio. Absent: the name of the run folder."
-    )
-    enable_trackio: Flag = Field(
-        default=False,
-        description="Log to trackio (`pip install 'sd3-light[trackio]'`), on this machine or as set by TRACKIO_DIR, "
-        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.",
-    )
+    enable_wandb: Flag = False
+    """Log to Weights & Biases (`pip install 'sd3-light[wandb]'`). Respects WANDB_MODE."""
+    wandb_api_key: SecretStr | None = None
+    """Prefer the environment variable WANDB_API_KEY. The key is used, but never written or shown."""
+    wandb_tracker_name: TomlString = "sd3-light"
+    """Project name, also for trackio."""
+    wandb_run_name: TomlString | None = None
+    """Run name, also for trackio. Absent: the name of the run folder."""
+    enable_trackio: Flag = False
+    """Log to trackio (`pip install 'sd3-light[trackio]'`), on this machine or as set by TRACKIO_DIR, TRACKIO_SPACE_ID
+    or TRACKIO_SERVER_URL."""

@@ -91,8 +91,10 @@ TomlBatchSize = Annotated[BatchSize, BeforeValidator(parse_batch_size), Allowed(
 class EvalDataset(Table):
     """One entry of `eval_datasets`."""
 
-    name: Name = Field(description="Name of its curves.")
-    config: TomlPath = Field(description="Its dataset TOML.")
+    name: Name
+    """Name of its curves."""
+    config: TomlPath
+    """Its dataset TOML."""
 
 
 EvalDatasetRef = Annotated[EvalDataset, BeforeValidator(named_entry), Allowed("a path or {name = ..., config = path}")]
@@ -101,172 +103,154 @@ EvalDatasetRef = Annotated[EvalDataset, BeforeValidator(named_entry), Allowed("a
 class TrainConfig(Table):
     """The train TOML. Relative paths start at the folder of the file."""
 
-    output_dir: TomlPath = Field(description="Run folder, for the config, log, samples, checkpoints and exports.")
-    dataset: TomlPath = Field(description="Path of the dataset TOML.")
-    eval_datasets: tuple[EvalDatasetRef, ...] = Field(
-        default=(),
-        description="Dataset TOMLs for the validation loss: paths (named after the file), or {name, config} tables.",
-    )
-    cache_dir: TomlLocation | None = Field(
-        default=None,
-        description="Folder of the cache, or the read-only URL of a finished cache (`s3://...`, `https://...`, any "
-        "fsspec protocol). Eval sets use `<cache_dir>-eval-<name>`. Absent: `<name of the dataset TOML>.cache` next "
-        "to each dataset TOML.",
-    )
-    seed: Annotated[int, Strict(), Ge(0), Le(2**63 - 1)] = Field(default=0, description="Seed of all randomness.")
+    output_dir: TomlPath
+    """Run folder, for the config, log, samples, checkpoints and exports."""
+    dataset: TomlPath
+    """Path of the dataset TOML."""
+    eval_datasets: tuple[EvalDatasetRef, ...] = ()
+    """Dataset TOMLs for the validation loss: paths (named after the file), or {name, config} tables."""
+    cache_dir: TomlLocation | None = None
+    """Folder of the cache, or the read-only URL of a finished cache (`s3://...`, `https://...`, any fsspec protocol).
+    Eval sets use `<cache_dir>-eval-<name>`. Absent: `<name of the dataset TOML>.cache` next to each dataset TOML."""
+    seed: Annotated[int, Strict(), Ge(0), Le(2**63 - 1)] = 0
+    """Seed of all randomness."""
 
-    epochs: Count | None = Field(
-        default=None, description="Train for this many epochs. Either this or `max_steps` is required."
-    )
-    max_steps: Count | None = Field(default=None, description="Stop after this many optimizer steps.")
-    micro_batch_size_per_gpu: TomlBatchSize = Field(
-        default=1, description="Samples per forward pass on one GPU; one number, or one per resolution."
-    )
-    gradient_accumulation_steps: Count = Field(default=1, description="Micro-batches per optimizer step.")
+    epochs: Count | None = None
+    """Train for this many epochs. Either this or `max_steps` is required."""
+    max_steps: Count | None = None
+    """Stop after this many optimizer steps."""
+    micro_batch_size_per_gpu: TomlBatchSize = 1
+    """Samples per forward pass on one GPU; one number, or one per resolution."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches per optimizer step."""
     eval_micro_batch_size_per_gpu: TomlBatchSize = Field(
-        default_factory=_train_batch_size,
-        description="Samples per forward pass on one GPU in evaluation.",
-        json_schema_extra={"default": "`micro_batch_size_per_gpu`"},
+        default_factory=_train_batch_size, json_schema_extra={"default": "`micro_batch_size_per_gpu`"}
     )
-    eval_gradient_accumulation_steps: Count = Field(
-        default=1, description="Micro-batches per evaluation step (pipelines only)."
-    )
-    gradient_clipping: NotNegative = Field(default=1.0, description="Maximum gradient norm; 0 disables clipping.")
-    max_nonfinite_steps: CountOrZero = Field(
-        default=10,
-        description="Number of consecutive steps with a non-finite loss or gradient to skip; one more stops the run. "
-        "0: the first such step stops it.",
-    )
-    freeze: tuple[TomlString, ...] = Field(
-        default=(), description="Shell-style patterns of the denoiser's parameter names that are not trained."
-    )
+    """Samples per forward pass on one GPU in evaluation."""
+    eval_gradient_accumulation_steps: Count = 1
+    """Micro-batches per evaluation step (pipelines only)."""
+    gradient_clipping: NotNegative = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
+    max_nonfinite_steps: CountOrZero = 10
+    """Number of consecutive steps with a non-finite loss or gradient to skip; one more stops the run. 0: the first such
+    step stops it."""
+    freeze: tuple[TomlString, ...] = ()
+    """Shell-style patterns of the denoiser's parameter names that are not trained."""
 
-    warmup_steps: CountOrZero = Field(
-        default=0, description="Optimizer steps over which the learning rate rises from 0."
-    )
-    lr_scheduler: Literal["constant", "linear", "cosine", "step"] = Field(
-        default="constant",
-        description="Learning rate schedule after warm-up; `linear` and `cosine` end at 0.",
-    )
-    lr_step_size: Count | None = Field(default=None, description="`step` only: optimizer steps between decays.")
-    lr_step_gamma: Annotated[float, Strict(), Gt(0), Le(1)] | None = Field(
-        default=None, description="`step` only: factor of each decay."
-    )
-    force_constant_lr: Positive | None = Field(
-        default=None,
-        description="Constant learning rate that overrides the schedule (for resumed runs).",
-    )
-    pseudo_huber_c: Positive | None = Field(
-        default=None, description="Pseudo-Huber loss with this c. Absent: mean squared error."
-    )
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """Learning rate schedule after warm-up; `linear` and `cosine` end at 0."""
+    lr_step_size: Count | None = None
+    """`step` only: optimizer steps between decays."""
+    lr_step_gamma: Annotated[float, Strict(), Gt(0), Le(1)] | None = None
+    """`step` only: factor of each decay."""
+    force_constant_lr: Positive | None = None
+    """Constant learning rate that overrides the schedule (for resumed runs)."""
+    pseudo_huber_c: Positive | None = None
+    """Pseudo-Huber loss with this c. Absent: mean squared error."""
 
-    parallel: Literal["ddp", "fsdp2"] = Field(default="ddp", description="How the torch engine uses several processes.")
-    zero_stage: Annotated[int, Strict(), Ge(0), Le(3)] = Field(
-        default=1, description="ZeRO stage of the DeepSpeed engine; must be 1 if `pipeline_stages` is above 1."
-    )
-    pipeline_stages: Count = Field(default=1, description="Pipeline stages of the DeepSpeed engine.")
-    partition_method: Literal["parameters", "uniform", "manual"] = Field(
-        default="parameters", description="How layers are assigned to pipeline stages."
-    )
-    partition_split: tuple[Count, ...] = Field(
-        default=(),
-        description="`manual` only: index of the first layer of each stage after the first (0 is the embedding).",
-    )
-    activation_checkpointing: FlagOrSelective = Field(
-        default=False,
-        description="Recompute activations in the backward pass to save memory. true: whole blocks, a third more "
-        "arithmetic. selective: everything except matrix products and attention, a few percent more time.",
-    )
-    fast: FlagOrAuto = Field(
-        default="auto",
-        description="Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: "
-        "on a GPU in bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second "
-        "attention rule them out; true: report an error where they are not available.",
-    )
-    fp8: Flag = Field(
-        default=False,
-        description="Experimental: the fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), "
-        "in the forward pass and for activation gradients: faster, with coarser rounding. Weight gradients, master "
-        "weights and saved files are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer).",
-    )
-    compile: Flag = Field(default=False, description="Compile the stock blocks with torch.compile.")
-    dist_timeout_sec: Positive = Field(default=600.0, description="Timeout of collectives, in seconds.")
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """How the torch engine uses several processes."""
+    zero_stage: Annotated[int, Strict(), Ge(0), Le(3)] = 1
+    """ZeRO stage of the DeepSpeed engine; must be 1 if `pipeline_stages` is above 1."""
+    pipeline_stages: Count = 1
+    """Pipeline stages of the DeepSpeed engine."""
+    partition_method: Literal["parameters", "uniform", "manual"] = "parameters"
+    """How layers are assigned to pipeline stages."""
+    partition_split: tuple[Count, ...] = ()
+    """`manual` only: index of the first layer of each stage after the first (0 is the embedding)."""
+    activation_checkpointing: FlagOrSelective = False
+    """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic.
+    selective: everything except matrix products and attention, a few percent more time."""
+    fast: FlagOrAuto = "auto"
+    """Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: on a GPU in
+    bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out;
+    true: report an error where they are not available."""
+    fp8: Flag = False
+    """Experimental: the fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), in the forward
+    pass and for activation gradients: faster, with coarser rounding. Weight gradients, master weights and saved files
+    are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer)."""
+    compile: Flag = False
+    """Compile the stock blocks with torch.compile."""
+    dist_timeout_sec: Positive = 600.0
+    """Timeout of collectives, in seconds."""
 
-    save_every_n_steps: Count | None = Field(default=None, description="Optimizer steps between exports.")
-    save_every_n_epochs: Count | None = Field(default=None, description="Epochs between exports.")
-    save_every_n_examples: Count | None = Field(default=None, description="Samples between exports.")
-    save_dtype: DtypeName = Field(default="bfloat16", description="Dtype of exported weights.")
-    keep_last_n_exports: CountOrZero = Field(
-        default=0, description="Number of exports to keep; older ones are deleted. 0 keeps all."
-    )
-    checkpoint_every_n_steps: Count | None = Field(default=None, description="Optimizer steps between checkpoints.")
-    checkpoint_every_n_epochs: Count | None = Field(default=None, description="Epochs between checkpoints.")
-    checkpoint_every_n_minutes: Positive | None = Field(default=None, description="Minutes between checkpoints.")
-    keep_last_n_checkpoints: CountOrZero = Field(
-        default=3, description="Number of checkpoints to keep; older ones are deleted. 0 keeps all."
-    )
+    save_every_n_steps: Count | None = None
+    """Optimizer steps between exports."""
+    save_every_n_epochs: Count | None = None
+    """Epochs between exports."""
+    save_every_n_examples: Count | None = None
+    """Samples between exports."""
+    save_dtype: DtypeName = "bfloat16"
+    """Dtype of exported weights."""
+    keep_last_n_exports: CountOrZero = 0
+    """Number of exports to keep; older ones are deleted. 0 keeps all."""
+    checkpoint_every_n_steps: Count | None = None
+    """Optimizer steps between checkpoints."""
+    checkpoint_every_n_epochs: Count | None = None
+    """Epochs between checkpoints."""
+    checkpoint_every_n_minutes: Positive | None = None
+    """Minutes between checkpoints."""
+    keep_last_n_checkpoints: CountOrZero = 3
+    """Number of checkpoints to keep; older ones are deleted. 0 keeps all."""
 
-    eval_every_n_steps: Count | None = Field(default=None, description="Optimizer steps between evaluations.")
-    eval_every_n_epochs: Count | None = Field(default=None, description="Epochs between evaluations.")
-    eval_every_n_examples: Count | None = Field(default=None, description="Samples between evaluations.")
-    eval_before_first_step: Flag = Field(default=False, description="Also evaluate before the first step.")
+    eval_every_n_steps: Count | None = None
+    """Optimizer steps between evaluations."""
+    eval_every_n_epochs: Count | None = None
+    """Epochs between evaluations."""
+    eval_every_n_examples: Count | None = None
+    """Samples between evaluations."""
+    eval_before_first_step: Flag = False
+    """Also evaluate before the first step."""
 
-    logging_steps: Count = Field(
-        default=1, description="Optimizer steps between records in log.jsonl and the trackers."
-    )
-    steps_per_print: Count = Field(default=10, description="Optimizer steps between lines on the console.")
-    x_axis_examples: Flag = Field(
-        default=False, description="Use samples instead of steps as the x axis of the trackers."
-    )
+    logging_steps: Count = 1
+    """Optimizer steps between records in log.jsonl and the trackers."""
+    steps_per_print: Count = 10
+    """Optimizer steps between lines on the console."""
+    x_axis_examples: Flag = False
+    """Use samples instead of steps as the x axis of the trackers."""
 
-    caching_batch_size: Count = Field(default=32, description="Batch size of the encoders while caching.")
-    caching_num_workers: CountOrZero = Field(
-        default=4, description="Image decoding processes per caching rank; 0 decodes in the rank itself."
-    )
-    caching_device: Literal["auto", "cuda", "cpu"] = Field(
-        default="auto", description="Device of the encoders while caching."
-    )
-    map_num_proc: Count | None = Field(
-        default=None, description="Processes per rank that read new source files. Absent: `caching_num_workers`."
-    )
-    num_dataloader_workers: CountOrZero = Field(
-        default=2, description="Loader processes per rank; 0 loads in the training process."
-    )
-    dataloader_prefetch_per_worker: Count = Field(
-        default=1,
-        description="Batches that each loader process prefetches. Also spelled `prefetch_batches_per_worker`.",
-    )
-    sd3_streaming_dataset: Flag = Field(
-        default=True, description="Read samples from shards as needed. false: load all samples into host memory."
-    )
-    sd3_shard_size: Count = Field(
-        default=512, description="Maximum samples per shard; all but the last shards hold at least a quarter of it."
-    )
-    shuffle_window: Count = Field(
-        default=16,
-        description="Number of shards whose samples are shuffled together; more is more random and less local.",
-    )
-    small_buckets: Literal["pad", "drop"] = Field(
-        default="pad",
-        description="What happens to a bucket with fewer samples than a global batch. `pad`: its samples repeat to "
-        "fill one. `drop`: they are skipped.",
-    )
-    stream_cache_dir: TomlPath | None = Field(
-        default=None,
-        description="Local folder for the shards of a remote `cache_dir`. Absent: a folder in the system's temp "
-        "folder.",
-    )
-    stream_cache_gb: Positive = Field(default=100.0, description="Maximum size of `stream_cache_dir`, in GB.")
-    sd3_manifest_timeout_sec: Positive = Field(
-        default=3600.0, description="How long a rank polls for the manifest of the cache, in seconds."
-    )
+    caching_batch_size: Count = 32
+    """Batch size of the encoders while caching."""
+    caching_num_workers: CountOrZero = 4
+    """Image decoding processes per caching rank; 0 decodes in the rank itself."""
+    caching_device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device of the encoders while caching."""
+    map_num_proc: Count | None = None
+    """Processes per rank that read new source files. Absent: `caching_num_workers`."""
+    num_dataloader_workers: CountOrZero = 2
+    """Loader processes per rank; 0 loads in the training process."""
+    dataloader_prefetch_per_worker: Count = 1
+    """Batches that each loader process prefetches. Also spelled `prefetch_batches_per_worker`."""
+    sd3_streaming_dataset: Flag = True
+    """Read samples from shards as needed. false: load all samples into host memory."""
+    sd3_shard_size: Count = 512
+    """Maximum samples per shard; all but the last shards hold at least a quarter of it."""
+    shuffle_window: Count = 16
+    """Number of shards whose samples are shuffled together; more is more random and less local."""
+    small_buckets: Literal["pad", "drop"] = "pad"
+    """What happens to a bucket with fewer samples than a global batch. `pad`: its samples repeat to fill one. `drop`:
+    they are skipped."""
+    stream_cache_dir: TomlPath | None = None
+    """Local folder for the shards of a remote `cache_dir`. Absent: a folder in the system's temp folder."""
+    stream_cache_gb: Positive = 100.0
+    """Maximum size of `stream_cache_dir`, in GB."""
+    sd3_manifest_timeout_sec: Positive = 3600.0
+    """How long a rank polls for the manifest of the cache, in seconds."""
 
-    model: ModelConfig = Field(description="The denoiser.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
-    ema: EmaConfig = Field(default_factory=EmaConfig, description="Moving averages of the weights.")
-    adapter: AdapterConfig | None = Field(default=None, description="Train an adapter. Absent: train the weights.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="Sample images during training.")
-    monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig, description="Trackers.")
+    model: ModelConfig
+    """The denoiser."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    ema: EmaConfig = Field(default_factory=EmaConfig)
+    """Moving averages of the weights."""
+    adapter: AdapterConfig | None = None
+    """Train an adapter. Absent: train the weights."""
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """Sample images during training."""
+    monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
+    """Trackers."""
 
 
 ALIASES = {"prefetch_batches_per_worker": "dataloader_prefetch_per_worker"}

@@ -1,9 +1,15 @@
 """The model sizes, one per line, and their exact parameter counts."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config.faults import UserError
+
+if TYPE_CHECKING:
+    from sd3_light.config.schema_tables import ModelConfig
+
+Shape = tuple[int, int]
+"""(inputs, outputs) of a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +67,51 @@ class ModelSize:
 
     def layer_parameters(self) -> tuple[int, ...]:
         """Return the parameter count of each layer that pipelines split: embed, the joint blocks, output."""
-        width, patch = self.width, self.patch_size**2 * self.latent_channels
-        timestep = _linear(256, width) + _linear(width, width)
-        pooled = _linear(self.pooled_width, width) + _linear(width, width)
-        start = _linear(patch, width) + _linear(self.text_width, width)
-        end = _linear(width, 2 * width) + _linear(width, patch)
-        return (timestep + pooled + start, *map(self._block_parameters, range(self.num_layers)), end)
+        patch, norms = self.patch_size**2 * self.latent_channels, 2 * self.head_dim if self.qk_norm else 0
+        streams = [3 if number in self.dual_attention_layers else 2 for number in range(self.num_layers)]
+        counts = [(patch + 1) * self.width, *(norms * count for count in streams), 0]
+        for name, (inputs, outputs) in self.linear_layers().items():
+            counts[layer_index(name)] += (inputs + 1) * outputs
+        return tuple(counts)
 
-    def _block_parameters(self, layer: int) -> int:
-        width, square = self.width, _linear(self.width, self.width)
-        feed_forward = _linear(width, 4 * width) + _linear(4 * width, width)
-        norms = 2 * self.head_dim if self.qk_norm else 0
-        image = _linear(width, 6 * width) + 4 * square + norms + feed_forward
-        if layer in self.dual_attention_layers:
-            image += _linear(width, 3 * width) + 4 * square + norms
-        if layer == self.num_layers - 1:  # no text output, so no text feed-forward and no gates
-            return image + _linear(width, 2 * width) + 3 * square + norms
-        return image + _linear(width, 6 * width) + 4 * square + norms + feed_forward
+    def linear_layers(self) -> dict[str, Shape]:
+        """Return name -> shape of every linear layer."""
+        width, embed = self.width, "time_text_embed."
+        layers = {
+            f"{embed}timestep_embedder.linear_1": (256, width),
+            f"{embed}timestep_embedder.linear_2": (width, width),
+            f"{embed}text_embedder.linear_1": (self.pooled_width, width),
+            f"{embed}text_embedder.linear_2": (width, width),
+            "context_embedder": (self.text_width, width),
+        }
+        for number in range(self.num_layers):
+            layers |= {f"transformer_blocks.{number}.{name}": shape for name, shape in self._block(number).items()}
+        patch = self.patch_size**2 * self.latent_channels
+        return {**layers, "norm_out.linear": (width, 2 * width), "proj_out": (width, patch)}
+
+    def _block(self, number: int) -> dict[str, Shape]:
+        """Return the linear layers of a block; the last one has no text output, so no text feed-forward and gates."""
+        width, last, dual = self.width, number == self.num_layers - 1, number in self.dual_attention_layers
+        square = (width, width)
+        image, text = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+        layers = {
+            "norm1.linear": (width, (9 if dual else 6) * width),
+            "norm1_context.linear": (width, (2 if last else 6) * width),
+            **{f"attn.{name}": square for name in (*image, *text[: 3 if last else 4])},
+        }
+        if dual:
+            layers |= {f"attn2.{name}": square for name in image}
+        for stream in ("ff",) if last else ("ff", "ff_context"):
+            layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
+        return layers
 
 
-def _linear(inputs: int, outputs: int) -> int:
-    return inputs * outputs + outputs
+def layer_index(name: str) -> int:
+    """Return the index of a linear layer among embed (0), the joint blocks and output (-1)."""
+    first, _, rest = name.partition(".")
+    if first == "transformer_blocks":
+        return int(rest.partition(".")[0]) + 1
+    return -1 if first in ("norm_out", "proj_out") else 0
 
 
 _DUAL = tuple(range(13))
@@ -101,23 +131,12 @@ SIZES: dict[str, ModelSize] = {size.name: size for size in _ALL_SIZES}
 PRETRAIN_SIZE = "sd3_light"
 
 
-class _ChoosesSize(Protocol):
-    @property
-    def train_type(self) -> str | None: ...
-    @property
-    def size(self) -> str | None: ...
-    @property
-    def num_layers(self) -> int | None: ...
-    @property
-    def qk_norm(self) -> bool | None: ...
-
-
-def chosen_size_name(model: _ChoosesSize) -> str | None:
+def chosen_size_name(model: "ModelConfig") -> str | None:
     """Return the name of the size that a [model] table chooses, or None if only the model folder has it."""
     return model.size or (PRETRAIN_SIZE if model.train_type else None)
 
 
-def resolve_size(model: _ChoosesSize) -> ModelSize:
+def resolve_size(model: "ModelConfig") -> ModelSize:
     """Return the size that a [model] table chooses, with its `num_layers` and `qk_norm` applied."""
     name = chosen_size_name(model)
     if name is None:
@@ -127,7 +146,7 @@ def resolve_size(model: _ChoosesSize) -> ModelSize:
     return SIZES[name].with_overrides(model.num_layers, model.qk_norm)
 
 
-def size_from_transformer_config(config: dict[str, Any], name: str = "folder") -> ModelSize:
+def size_from_transformer_config(config: dict[str, Any], name: str) -> ModelSize:
     """Return the size that a transformer's `config.json` describes."""
     return ModelSize(
         name=name,

@@ -1,4 +1,4 @@
-"""The linear layers of an SD3 denoiser, the ones that an adapter targets, and the adapter's number of parameters.
+"""The linear layers that an adapter targets, and the adapter's number of parameters.
 
 Pure arithmetic on a `ModelSize`: no weight is read.
 """
@@ -10,41 +10,7 @@ from math import isqrt
 
 from sd3_light.config import AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
-
-Shape = tuple[int, int]
-"""(inputs, outputs) of a linear layer."""
-
-
-def linear_layers(size: ModelSize) -> dict[str, Shape]:
-    """Return name -> shape of every linear layer."""
-    width, embed = size.width, "time_text_embed."
-    layers = {
-        f"{embed}timestep_embedder.linear_1": (256, width),
-        f"{embed}timestep_embedder.linear_2": (width, width),
-        f"{embed}text_embedder.linear_1": (size.pooled_width, width),
-        f"{embed}text_embedder.linear_2": (width, width),
-        "context_embedder": (size.text_width, width),
-    }
-    for number in range(size.num_layers):
-        layers |= {f"transformer_blocks.{number}.{name}": shape for name, shape in _block(size, number).items()}
-    patch = size.patch_size**2 * size.latent_channels
-    return {**layers, "norm_out.linear": (width, 2 * width), "proj_out": (width, patch)}
-
-
-def _block(size: ModelSize, number: int) -> dict[str, Shape]:
-    width, last, dual = size.width, number == size.num_layers - 1, number in size.dual_attention_layers
-    square = (width, width)
-    image, text = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    layers = {
-        "norm1.linear": (width, (9 if dual else 6) * width),
-        "norm1_context.linear": (width, (2 if last else 6) * width),
-        **{f"attn.{name}": square for name in (*image, *text[: 3 if last else 4])},
-    }
-    if dual:
-        layers |= {f"attn2.{name}": square for name in image}
-    for stream in ("ff",) if last else ("ff", "ff_context"):
-        layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
-    return layers
+from sd3_light.config.sizes import Shape, layer_index
 
 
 def matches_target(name: str, target: str) -> bool:
@@ -66,11 +32,9 @@ def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ..
 
 def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
     """Return the number of parameters that the adapter adds to each layer: embed, the joint blocks, output."""
-    layers, parameters = linear_layers(size), [0] * (size.num_layers + 2)
+    layers, parameters = size.linear_layers(), [0] * (size.num_layers + 2)
     for name in match_targets(layers, adapter.target_modules):
-        first, _, rest = name.partition(".")
-        block = int(rest.partition(".")[0]) + 1 if first == "transformer_blocks" else 0
-        parameters[-1 if first in ("norm_out", "proj_out") else block] += _weights(layers[name], adapter)
+        parameters[layer_index(name)] += _weights(layers[name], adapter)
     return tuple(parameters)
 
 

@@ -10,8 +10,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
-from sd3_light.config.arguments import adapter_from_arguments
 from sd3_light.config.faults import UserError
+from sd3_light.config.load import adapter_from_arguments
 from sd3_light.flow.bands import sum_by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.timesteps import open_interval

@@ -21,7 +21,7 @@ from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.memory import manifest_bytes, too_large
 from sd3_light.data.store.protocols import protocol_problem
-from sd3_light.model.linears import linear_layers, match_targets
+from sd3_light.model.linears import match_targets
 from sd3_light.model.pipeline_folder import (
     clip_positions,
     missing_denoiser,
@@ -176,7 +176,7 @@ def _adapter_faults(loaded: LoadedConfig, start: WeightsStart) -> Iterator[Fault
     if existing is not None and not existing.exists():
         yield Fault(file, "adapter.init_from_existing", "no such file or folder", value=str(existing))
     try:
-        match_targets(linear_layers(start.size), adapter.target_modules)
+        match_targets(start.size.linear_layers(), adapter.target_modules)
     except UserError as error:
         problem = str(error).removeprefix("adapter.target_modules: ")
         yield Fault(file, "adapter.target_modules", problem, hint="see docs/finetune.md for names and patterns")

@@ -4,14 +4,13 @@ import pytest
 
 from sd3_light.config import SIZES
 from sd3_light.engines.writers import assign_writers
-from sd3_light.model.linears import linear_layers
 
 
 @pytest.mark.parametrize("writers", [1, 2, 8])
 def test_writers_get_about_the_same_size(writers: int) -> None:
     """Weights and biases alternate in a model: by index, one of two writers would write nearly everything."""
     sizes = [
-        size for inputs, outputs in linear_layers(SIZES["sd3_light"]).values() for size in (inputs * outputs, outputs)
+        size for inputs, outputs in SIZES["sd3_light"].linear_layers().values() for size in (inputs * outputs, outputs)
     ]
     assigned = assign_writers(sizes, writers)
     totals = [

@@ -17,7 +17,7 @@ from sd3_light.model.adapter_layers import (
     load_lycoris,
     lycoris_modules,
 )
-from sd3_light.model.linears import adapter_layer_parameters, linear_layers, match_targets
+from sd3_light.model.linears import adapter_layer_parameters, match_targets
 from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
@@ -68,7 +68,7 @@ def test_the_table_of_linear_layers_matches_the_model(size: str) -> None:
     with torch.device("meta"):
         model = SD3Transformer2DModel(**SIZES[size].transformer_config())
     actual = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert linear_layers(SIZES[size]) == actual
+    assert SIZES[size].linear_layers() == actual
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -76,7 +76,7 @@ def test_only_a_new_adapter_trains_and_outputs_do_not_change(kind: dict[str, Any
     transformer, config = stock(), adapter(**kind)
     before = output(transformer)
     names = add_adapter(transformer, config, seed=5)
-    assert set(names) == set(match_targets(linear_layers(SIZES["tiny2"]), config.target_modules))
+    assert set(names) == set(match_targets(SIZES["tiny2"].linear_layers(), config.target_modules))
     trained = state(transformer)
     assert all(is_adapter_name(name) and weight.dtype == torch.float32 for name, weight in trained.items())
     assert sum(weight.numel() for weight in trained.values()) == sum(adapter_layer_parameters(SIZES["tiny2"], config))
