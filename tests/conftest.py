@@ -10,11 +10,13 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.project import DATA_TOML, NUM_IMAGES, TRAIN_TOML, Project
 
 TESTS = Path(__file__).parent
@@ -60,6 +62,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             return "distributed" if nodeid.startswith("tests/distributed/") else nodeid.split("::", 1)[0]
 
     return FileScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start child processes, also those of the package, with the large libraries imported."""
+    sys.executable = str(warm.install(tmp_path_factory.mktemp("warm")))
+    yield
+    sys.executable = warm.REAL_PYTHON
 
 
 @pytest.fixture(scope="session")

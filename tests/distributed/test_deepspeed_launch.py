@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ def free_port() -> int:
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
     """Start a launcher that finds this Python and no GPU."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(REAL_PYTHON).parent}:{os.environ['PATH']}"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT

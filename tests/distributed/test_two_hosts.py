@@ -14,6 +14,7 @@ import pytest
 from sd3_light.stages.train import Resume
 from tests.distributed.hosts import ADDRESSES, UNUSED_ADDRESS, Hosts, Job, why_unavailable
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 PORT = 29541
@@ -281,7 +282,7 @@ def deepspeed(hosts: Hosts, node: int) -> list[str]:
     hostfile = hosts.folder / "hostfile"
     hostfile.parent.mkdir(parents=True, exist_ok=True)
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES), encoding="utf-8")
-    command = [str(Path(sys.executable).parent / "deepspeed"), f"--hostfile={hostfile}", "--no_ssh"]
+    command = [str(Path(REAL_PYTHON).parent / "deepspeed"), f"--hostfile={hostfile}", "--no_ssh"]
     return [*command, f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
 
 

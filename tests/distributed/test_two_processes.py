@@ -17,6 +17,7 @@ from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 STEPS = 13  # an epoch has 11 steps
@@ -75,9 +76,9 @@ def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_proje
 def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
     """The documented command: `deepspeed --num_gpus=2 train.py --deepspeed --config X --cache_only`."""
     pytest.importorskip("deepspeed")
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2", "--master_port=29531"]
+    command = [str(Path(REAL_PYTHON).parent / "deepspeed"), "--num_gpus=2", "--master_port=29531"]
     command += [str(ROOT / "train.py"), "--deepspeed", "--config", str(fresh_project.train_toml), "--cache_only"]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(REAL_PYTHON).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "dist_world_size=2" in done.stdout + done.stderr

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import REAL_PYTHON
 
 SHORT = " --steps 2 --more-steps 2 --pictures 60 --prompts 3"
 MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
@@ -20,7 +21,7 @@ def shortened(block: str) -> str:
 def run_block(block: str, folder: Path) -> str:
     """Run a bash block as a reader would, stop at the first failing command, and return the output."""
     # the commands of this environment come first
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(REAL_PYTHON).parent), os.environ["PATH"]])
     result = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", shortened(block)],
         cwd=folder,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 STALE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
@@ -39,7 +40,7 @@ def test_plain_train_py_ignores_stale_launcher_variables(project: Project, tmp_p
 
 
 def test_a_user_error_exits_with_code_2(tmp_path: Path) -> None:
-    command = Path(sys.executable).with_name("sd3-light")
+    command = Path(REAL_PYTHON).with_name("sd3-light")
     done = run(command, "train", "nowhere.toml", folder=tmp_path)
     assert done.returncode == 2
     assert "nowhere.toml" in done.stderr

@@ -302,7 +302,9 @@ def test_a_user_error_in_a_worker_is_one_line(workers: int) -> None:
     assert str(fault.value) == "shard x is damaged; run y"
 
 
-def test_a_dead_worker_is_a_one_line_error() -> None:
+def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch waits this long for its workers, several times
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = PipelineDataLoader(Faulty("killed"), None, 1, Identity(), num_dataloader_workers=2)
     with pytest.raises(UserError) as fault:
         list(loader)

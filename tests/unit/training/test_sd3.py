@@ -211,9 +211,9 @@ def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
     assert torch.equal(prompt[:, 7:], cached["t5"])
 
 
-def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Model) -> None:
+@pytest.mark.parametrize("count", [15_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Model, count: int) -> None:
     """0.464^3 = 10%; tokens and pooled vector of an encoder are always dropped together."""
-    count = 100_000
     ids = torch.arange(count)
     cached = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
     cached |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
@@ -221,7 +221,7 @@ def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Mo
     prompt, pooled = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=False)
     tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
     assert torch.equal(tokens[:, :2], pooled.bool())
-    assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 0.003
+    assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 3 * (0.1 * 0.9 / count) ** 0.5
     assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
     evaluated = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=True)
     assert all(bool(part[..., 0].all()) for part in evaluated)

@@ -1,0 +1,74 @@
+"""The fast stand-in for `python` behaves like the interpreter."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.warm import REAL_PYTHON
+
+SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), 'torch' in sys.modules, 'sd3_light' in sys.modules)"
+WAIT = "import time; print('ready', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+def run(*arguments: object, **options: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_script_runs_with_the_libraries_and_without_this_package(script: Path, tmp_path: Path) -> None:
+    script.write_text(SHOW)
+    assert sys.executable != REAL_PYTHON
+    assert run(script, "a", "b", cwd=tmp_path).stdout == f"['a', 'b'] {tmp_path} True False\n"
+
+
+@pytest.mark.parametrize("options", [{"HF_HOME": "elsewhere"}, {"PYTHONHASHSEED": "1"}])
+def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script: Path, options: dict[str, str]) -> None:
+    script.write_text(SHOW)
+    assert "False False" in run(script, env={**os.environ, **options}).stdout
+    assert "True False" in run(script, env={**os.environ, "RANK": "1"}).stdout
+    assert "False False" in run("-c", SHOW).stdout
+
+
+def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
+    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+    assert [run(script, code).returncode for code in (0, 2, 75)] == [0, 2, 75]
+    script.write_text("raise ValueError('wrong')")
+    done = run(script)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: wrong\n")
+
+
+def test_input_variables_and_inherited_files_arrive(script: Path) -> None:
+    reader, writer = os.pipe()
+    script.write_text("import os, sys; os.write(int(sys.argv[1]), (input() + os.environ['RANK']).encode())")
+    done = run(script, writer, input="hello\n", env={**os.environ, "RANK": "7"}, pass_fds=[writer])
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        assert (done.returncode, file.read()) == (0, "hello7")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -> None:
+    script.write_text(
+        f"import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(9)); print(os.getpid())\n{WAIT}"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.stdout.readline()
+    process.send_signal(number)
+    assert process.wait(timeout=30) == (9 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the process outlived its stand-in"
+        time.sleep(0.01)

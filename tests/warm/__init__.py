@@ -1,0 +1,35 @@
+"""Fast child processes for tests: a stand-in for `python` whose children start with the large libraries imported.
+
+Most tests that start a process wait for the import of torch, diffusers and transformers, which takes far longer than
+what they test. `install` writes a small executable that passes its command line, environment and open files to a server
+process (`server.py`), started on first use, that has imported these libraries and nothing of this package. The server
+forks, and its child runs the command. Signals, the exit code and death are passed on in both directions.
+
+What a fork cannot reproduce runs in a new interpreter as usual: `python -c`, unknown interpreter options, and commands
+whose environment differs in a variable that libraries read at import (see `client.py`).
+"""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+REAL_PYTHON = sys.executable
+"""The interpreter itself, for tests that measure a process or send signals to its process group."""
+
+_CLIENT = Path(__file__).with_name("client.py")
+
+
+def install(folder: Path) -> Path:
+    """Write the executable into ``folder`` and return its path; the server ends with the calling process."""
+    client = folder / "python"
+    settings = {
+        "python": REAL_PYTHON,
+        "server": str(_CLIENT.with_name("server.py")),
+        "owner": os.getpid(),
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    }
+    source = _CLIENT.read_text(encoding="utf-8").replace("SETTINGS = {}", f"SETTINGS = {settings!r}")
+    client.write_text(f"#!{REAL_PYTHON} -IS\n{source}", encoding="utf-8")
+    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+    return client

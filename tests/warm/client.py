@@ -1,0 +1,124 @@
+"""The executable that stands in for `python`: sends its command to the server and mirrors the process that runs it."""
+
+import array
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+SETTINGS = {}
+HERE = os.path.dirname(os.path.abspath(__file__))
+ADDRESS = os.path.join(HERE, "server.socket")
+# Read when a process runs, not when a library is imported: these may differ from the server's environment.
+RUNTIME_VARIABLES = {"COLUMNS", "CUDA_VISIBLE_DEVICES", "LINES", "NO_COLOR", "OLDPWD", "PWD", "PYTHONPATH", "TERM", "_"}
+LAUNCHER_PREFIXES = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "WORLD_SIZE")
+RUNTIME_PREFIXES = (*LAUNCHER_PREFIXES, "PYTEST_", "SD3_LIGHT_", "SLURM_")
+
+
+def main() -> None:
+    command = parse(sys.argv[1:])
+    if command is None or not imports_alike(os.environ):
+        run_cold()
+    connection = connect()
+    descriptors = sorted(int(name) for name in os.listdir("/proc/self/fd") if is_passed_on(int(name), connection))
+    request = {
+        **command,
+        "executable": os.path.abspath(__file__),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "descriptors": descriptors,
+        "session": os.getsid(0) == os.getpid(),
+        "ignored": [int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
+    }
+    send(connection, json.dumps(request).encode(), descriptors)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: connection.send(bytes([number])))
+    answer = connection.recv(16)
+    status = int(answer) if answer else int(signal.SIGKILL)
+    if not os.WIFSIGNALED(status):
+        os._exit(os.WEXITSTATUS(status))
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(os.getpid(), os.WTERMSIG(status))
+
+
+def parse(arguments: list) -> "dict | None":
+    """Return what `python ARGUMENTS` runs, or None if it needs a new interpreter."""
+    unbuffered = safe_path = False
+    while arguments and arguments[0] in ("-u", "-P"):
+        unbuffered |= arguments[0] == "-u"
+        safe_path |= arguments[0] == "-P"
+        arguments = arguments[1:]
+    if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
+        return None
+    return {
+        "module": arguments[0] == "-m",
+        "arguments": arguments[1:] if arguments[0] == "-m" else arguments,
+        "unbuffered": unbuffered,
+        "safe_path": safe_path,
+    }
+
+
+def run_cold() -> None:
+    os.execv(SETTINGS["python"], [SETTINGS["python"], *sys.argv[1:]])
+
+
+def imports_alike(environment: "os._Environ[str]") -> bool:
+    """Return whether libraries import in the same way here and in the server."""
+    ours, servers = dict(environment), SETTINGS["environment"]
+    return all(ours.get(name) == servers.get(name) for name in {*ours, *servers} if not is_runtime(name))
+
+
+def is_passed_on(descriptor: int, connection: socket.socket) -> bool:
+    """Return whether a program started from here would inherit the descriptor."""
+    try:
+        return descriptor != connection.fileno() and os.get_inheritable(descriptor)
+    except OSError:  # the descriptor of the listing itself, closed by now
+        return False
+
+
+def connect() -> socket.socket:
+    """Connect to the server; the first client starts it."""
+    with open(os.path.join(HERE, "lock"), "a") as lock:
+        connection = try_connect()
+        if connection is None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            connection = try_connect()
+        if connection is None:
+            with open(os.path.join(HERE, "server.log"), "ab") as log:
+                command = [SETTINGS["python"], SETTINGS["server"], ADDRESS, str(SETTINGS["owner"])]
+                options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+                server = subprocess.Popen(command, env=SETTINGS["environment"], **options)
+            while (connection := try_connect()) is None:
+                if server.poll() is not None:
+                    run_cold()
+                time.sleep(0.01)
+    return connection
+
+
+def try_connect() -> "socket.socket | None":
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(ADDRESS)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    return connection
+
+
+def is_runtime(name: str) -> bool:
+    return name in RUNTIME_VARIABLES or name.startswith(RUNTIME_PREFIXES)
+
+
+def send(connection: socket.socket, request: bytes, descriptors: list) -> None:
+    header = len(request).to_bytes(8, "little")
+    connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+    connection.sendall(request)
+
+
+if __name__ == "__main__":
+    main()
