@@ -5,9 +5,9 @@ the computation waits until the copy has arrived; the host waits for neither. Th
 micro-batches (law 10), however far the host runs ahead.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,13 +126,7 @@ class PrefetchedStep(Sequence[MicroBatch]):
         self._first: MicroBatch | None = self._next()
         self._metadata: list[MicroBatch] = []
 
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
-
-    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+    def __getitem__(self, index: Any) -> Any:
         return self._metadata[index]
 
     def __len__(self) -> int:
@@ -143,11 +137,10 @@ class PrefetchedStep(Sequence[MicroBatch]):
             yield from self._metadata
             return
         assert self._first is not None, "a step can be iterated only once with data"
-        for number in range(self._count):
+        for _ in range(self._count):
             batch = self._next() if self._first is None else self._first
             self._first = None
-            assert number == 0 or _shape(batch) == _shape(self._metadata[0]), "micro-batches of a step must be equal"
-            self._metadata.append(_metadata(batch))
+            self._metadata.append(to_device(batch, torch.device("meta")))
             yield batch
             del batch
 
@@ -156,15 +149,13 @@ class PrefetchedStep(Sequence[MicroBatch]):
         return self._sender.send(next(self._source))
 
 
-def _shape(batch: MicroBatch) -> tuple[int, ...]:
-    return tuple(batch[0][0].shape)
-
-
-def _metadata(batch: MicroBatch) -> MicroBatch:
-    features, label = (
-        tuple(tensor.to("meta") if _goes_to_device(tensor) else tensor for tensor in part) for part in batch
-    )
-    return features, label
+def equal_micro_batches(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step; unequal shapes are an error."""
+    shapes = set()
+    for batch in batches:
+        shapes.add(tuple(batch[0][0].shape))
+        assert len(shapes) == 1, "micro-batches of a step must be equal"
+        yield batch
 
 
 def prefetch_steps(

@@ -1,13 +1,16 @@
 """The protocol between an engine and the training loop and checkpoints."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sd3_light.flow.bands import NUM_BANDS
+from sd3_light.optim.build import Optimizer
 
 MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
 """(features, label)."""
@@ -86,26 +89,24 @@ class TensorPiece:
 class Engine(Protocol):
     """Runs steps and exposes its part of the weights and optimizer state by canonical name.
 
-    Ranks 0 to ``writers`` - 1 write their pieces of a checkpoint. ``sequential_micro_batches``: the engine takes a
-    step's micro-batches one after another and needs at most two of them on the device at a time.
+    ``weights`` are this rank's part of the trainable float32 weights, live, by the stock denoiser's parameter names;
+    ``shapes`` are the full shapes of all trainable weights of the model. Ranks 0 to ``writers`` - 1 write their pieces
+    of a checkpoint. ``sequential_micro_batches``: the engine takes a step's micro-batches one after another and needs
+    at most two of them on the device at a time.
     """
 
     rank: int
     world: int
     writers: int
     sequential_micro_batches: bool
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """This rank's part of the trainable float32 weights, live, by the stock denoiser's parameter names."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The full shape of every trainable weight of the model, on any rank."""
+    optimizer: Optimizer
+    weights: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def updates_started(self) -> int:
         """How often the optimizer began to change weights. If a failed step raised it, weights may be inconsistent."""
+        return self.optimizer.updates_started
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run one optimizer step over equally sized micro-batches."""
@@ -115,6 +116,9 @@ class Engine(Protocol):
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(numbers)
+        return numbers
 
     def weight_norm(self) -> float:
         """Return the norm over all trainable weights."""
@@ -133,3 +137,30 @@ class Engine(Protocol):
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
         """Return the predicted velocity, for sampling; all ranks must call it equally often."""
+
+
+def loss_sums(each: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return [sum of the sample losses, number of samples] in float64; padding has weight 0."""
+    each = each.double()
+    weight = torch.ones_like(each) if weight is None else weight.double()
+    return torch.stack([(each * weight).sum(), weight.sum()])
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements."""
+    return torch.stack(torch._foreach_norm(list(tensors))).square().sum()
+
+
+def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:
+    """Return which rank writes each of the tensors that several ranks hold as equal copies, balanced by size.
+
+    Each, largest first, goes to the least loaded writer.
+    """
+    totals = [(0, writer) for writer in range(writers)]
+    heapify(totals)
+    assigned = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # stable: ties keep their order
+        total, writer = totals[0]
+        assigned[number] = writer
+        heapreplace(totals, (total + sizes[number], writer))
+    return assigned

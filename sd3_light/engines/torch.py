@@ -1,24 +1,31 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.prefetch import to_device
-from sd3_light.engines.protocol import PARAM_KIND, MicroBatch, StepResult, TensorPiece
-from sd3_light.engines.weight_layouts import Replicas, Shards, WeightLayout
-from sd3_light.engines.writers import assign_writers
-from sd3_light.flow.bands import NUM_BANDS, sum_by_band
+from sd3_light.engines.prefetch import equal_micro_batches, to_device
+from sd3_light.engines.protocol import (
+    PARAM_KIND,
+    Engine,
+    MicroBatch,
+    StepResult,
+    TensorPiece,
+    assign_writers,
+    loss_sums,
+    sum_of_squares,
+)
+from sd3_light.engines.weight_layouts import Replicas, replicate, shard
+from sd3_light.flow.bands import sum_by_band
 from sd3_light.optim.build import make_optimizer
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Trains float32 weights.
 
     ``module(features, label)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample;
@@ -28,6 +35,7 @@ class TorchEngine:
     """
 
     sequential_micro_batches = True
+    _in_turn: Callable[[Any], Iterator[Any]] = staticmethod(equal_micro_batches)
 
     def __init__(
         self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
@@ -35,40 +43,27 @@ class TorchEngine:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.module: Any = module.to(device)
         self.clip = config.gradient_clipping
-        bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
-        self.layout: WeightLayout = (
-            Shards(self.module, launch, device, bf16)
-            if config.parallel == "fsdp2" and launch.world > 1
-            else Replicas(self.module, launch, writers)
-        )
-        self.writers = self.layout.writers
+        if config.parallel == "fsdp2" and launch.world > 1:
+            bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
+            self.layout: Replicas = shard(self.module, launch, device, bf16)
+        else:
+            self.layout = replicate(self.module, launch, writers)
         denoiser: Any = self.module.transformer
-        self._parameters: dict[str, nn.Parameter] = {
-            name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad
-        }
-        assert all(weight.dtype == torch.float32 for weight in self._parameters.values()), "weights must be float32"
-        self.optimizer = make_optimizer(self._parameters, config.optimizer, device)
-        self._weights = {name: self.layout.held(weight) for name, weight in self._parameters.items()}
+        parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
+        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
+        self._take_weights(parameters, config.optimizer)
+
+    def _take_weights(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig) -> None:
+        """Train these weights, as the layout distributes them."""
+        self.writers, self._parameters = self.layout.writers, parameters
+        self.optimizer = make_optimizer(parameters, optimizer, self.device)
+        self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
+        self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
     @staticmethod
     def engine_name(config: TrainConfig, launch: Launch) -> str:
         """Return a short name of engine and layout, for the log."""
         return f"torch {config.parallel}" if launch.world > 1 else "torch"
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """This process's part of the trainable float32 weights, live, by canonical name."""
-        return self._weights
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The full shape of every trainable weight."""
-        return {name: tuple(weight.shape) for name, weight in self._parameters.items()}
-
-    @property
-    def updates_started(self) -> int:
-        """How often the optimizer began to change weights."""
-        return self.optimizer.updates_started
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -79,18 +74,17 @@ class TorchEngine:
             weight.grad = None
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
-        shapes = set()
-        for number, batch in enumerate(batches):
-            features, label = to_device(batch, self.device)
-            shapes.add(tuple(features[0].shape))
-            assert len(shapes) == 1, "micro-batches of a step must be equal"
-            with self.layout.accumulating(last=number == len(batches) - 1):
-                losses: dict[str, Tensor] = dict(self.layout.run(features, label))
+        for number, batch in enumerate(self._in_turn(batches), start=1):
+            with self.layout.accumulating(last=number == len(batches)):
+                losses, bands = self._losses(batch)
                 (losses["loss"] / len(batches)).backward()
-            bands = _bands(losses.pop("each", None), features, self.device)
             names = tuple(losses)
             numbers = numbers + StepResult.pack(losses, bands) / len(batches)
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
+
+    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""
+        return micro_losses(self.layout.run, batch, self.device)
 
     def _finish_step(self, names: tuple[str, ...], numbers: Tensor) -> StepResult:
         norm = self._clipped_norm()
@@ -109,20 +103,17 @@ class TorchEngine:
         return norm
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
-        squares = torch.stack(torch._foreach_norm(list(parts))).square().sum()
-        return self.layout.sum_parts(squares).sqrt()
+        return self.layout.sum_parts(sum_of_squares(parts)).sqrt()
 
     def weight_norm(self) -> float:
         """Return the norm over all trainable weights."""
-        return float(self._norm(list(self._weights.values())))
+        return float(self._norm(list(self.weights.values())))
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         features, label = to_device(batch, self.device)
-        each = self.module(features, label)["each"].double()
-        weight = label[2].double() if len(label) > 2 else torch.ones_like(each)
-        return torch.stack([(each * weight).sum(), weight.sum()])
+        return loss_sums(self.module(features, label)["each"], *label[2:])
 
     @torch.no_grad()
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
@@ -130,17 +121,11 @@ class TorchEngine:
         velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
         return velocity
 
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over all processes."""
-        if self.world > 1:
-            dist.all_reduce(numbers)
-        return numbers
-
     # --- state ---------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
-        yield from self.like_weights(PARAM_KIND, self._weights)
+        yield from self.like_weights(PARAM_KIND, self.weights)
         self.optimizer.prepare_state()
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
@@ -176,7 +161,9 @@ class TorchEngine:
         return gathered if self.rank == 0 else None
 
 
-def _bands(each: Tensor | None, features: Sequence[Tensor], device: torch.device) -> Tensor:
-    if each is None:
-        return torch.zeros(2, NUM_BANDS, device=device)
-    return sum_by_band(each, features[1] / 1000)
+def micro_losses(run: Callable[..., Any], batch: MicroBatch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the losses that ``run(features, label)`` returns, and ``each`` of them as sums by timestep band."""
+    features, label = to_device(batch, device)
+    losses: dict[str, Tensor] = dict(run(features, label))
+    bands = sum_by_band(losses.pop("each"), features[1] / 1000)
+    return losses, bands

@@ -1,8 +1,8 @@
 """How the torch engine distributes weights over processes: a full copy each (DDP), or some rows each (FSDP2)."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,116 +15,97 @@ from torch.nn.parallel import DistributedDataParallel
 from sd3_light.engines.launch import Launch
 
 
-class WeightLayout(Protocol):
-    """What differs between replicated and sharded weights. ``run`` is the module to call in training."""
-
-    run: nn.Module
-    writers: int
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch: only the last one of a step synchronizes gradients."""
-
-    def held(self, tensor: Tensor) -> Tensor:
-        """Return this process's part of a weight, gradient or optimizer tensor, sharing its memory."""
-
-    def start(self, weight: Tensor) -> int:
-        """Return the index of the first element of a weight that this process holds."""
-
-    def writes(self, writer: int) -> bool:
-        """Whether this process writes its part of a weight; ``writer`` writes it if it is replicated."""
-
-    def sum_parts(self, value: Tensor) -> Tensor:
-        """Sum values that each process computed from its own parts."""
-
-    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """Return the full tensor of one laid out like ``weight``; all processes must call it."""
-
-
 class Replicas:
-    """Every process holds all weights; DDP averages their gradients."""
+    """Every process holds all weights; DDP averages their gradients. ``run`` is the module to call in training."""
 
-    def __init__(self, module: nn.Module, launch: Launch, writers: int) -> None:
-        self.run: nn.Module = module
-        self.rank, self.writers = launch.rank, writers
-        if launch.world > 1:
-            # without device_ids: the engine has already moved tensors to the device, and lengths stay on the host
-            self.run = DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """See `WeightLayout`."""
-        if last or not isinstance(self.run, DistributedDataParallel):
-            return nullcontext()
-        return cast(AbstractContextManager[None], self.run.no_sync())
-
-    def held(self, tensor: Tensor) -> Tensor:
-        """See `WeightLayout`."""
-        return tensor.detach()
-
-    def start(self, weight: Tensor) -> int:
-        """See `WeightLayout`."""
-        return 0
-
-    def writes(self, writer: int) -> bool:
-        """See `WeightLayout`."""
-        return writer == self.rank
-
-    def sum_parts(self, value: Tensor) -> Tensor:
-        """See `WeightLayout`."""
-        return value
-
-    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """See `WeightLayout`."""
-        return held
-
-
-class Shards:
-    """Every process holds some rows of each weight and its optimizer state (FSDP2); blocks are gathered one by one."""
-
-    def __init__(self, module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> None:
-        self.run, self.rank, self.writers = module, launch.rank, launch.world
-        mesh = init_device_mesh(device.type, (launch.world,))
-        # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if bf16:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        denoiser: Any = module.transformer
-        # the root is resharded after each forward too, because an evaluation swaps the weights
-        for part in (*denoiser.transformer_blocks, module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-        if hasattr(module, "denoise"):
-            register_fsdp_forward_method(module, "denoise")
+    def __init__(self, run: nn.Module, launch: Launch, writers: int) -> None:
+        self.run, self.rank, self.writers = run, launch.rank, writers
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """See `WeightLayout`."""
+        """Wrap a micro-batch: only the last one of a step synchronizes gradients."""
+        with nullcontext() if last or not isinstance(self.run, DistributedDataParallel) else self.run.no_sync():
+            yield
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of a weight, gradient or optimizer tensor, sharing its memory."""
+        return tensor.detach()
+
+    def start(self, weight: Tensor) -> int:
+        """Return the index of the first element of a weight that this process holds."""
+        return 0
+
+    def writes(self, writer: int) -> bool:
+        """Whether this process writes its part of a weight; ``writer`` writes it if it is replicated."""
+        return writer == self.rank
+
+    def sum_parts(self, value: Tensor) -> Tensor:
+        """Sum values that each process computed from its own parts."""
+        return value
+
+    def gather(self, held: Tensor, weight: Tensor) -> Tensor:
+        """Return the full tensor of one laid out like ``weight``; all processes must call it."""
+        return held
+
+
+class Shards(Replicas):
+    """Every process holds some rows of each weight and its optimizer state (FSDP2); blocks are gathered one by one."""
+
+    def __init__(self, run: nn.Module, launch: Launch) -> None:
+        super().__init__(run, launch, launch.world)
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Wrap a micro-batch."""
         cast(FSDPModule, self.run).set_requires_gradient_sync(last)
         yield
 
     def held(self, tensor: Tensor) -> Tensor:
-        """See `WeightLayout`."""
+        """Return the rows of this process."""
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def start(self, weight: Tensor) -> int:
-        """See `WeightLayout`."""
-        assert isinstance(weight, DTensor)
-        # rows are split as by torch.chunk: all parts but the last ones are equal
+        """Return the index of the first element; rows are split as by torch.chunk: all parts but the last are equal."""
         rows = -(-weight.shape[0] // self.writers)
         return min(self.rank * rows, weight.shape[0]) * (weight.numel() // weight.shape[0])
 
     def writes(self, writer: int) -> bool:
-        """See `WeightLayout`."""
+        """Every process writes its rows."""
         return True
 
     def sum_parts(self, value: Tensor) -> Tensor:
-        """See `WeightLayout`."""
+        """Sum over all processes."""
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     def gather(self, held: Tensor, weight: Tensor) -> Tensor:
-        """See `WeightLayout`."""
+        """Return the full tensor."""
         assert isinstance(weight, DTensor)
         joined = DTensor.from_local(
             held, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         return joined.full_tensor()
+
+
+def replicate(module: nn.Module, launch: Launch, writers: int) -> Replicas:
+    """Wrap the module in DDP if there are several processes."""
+    # without device_ids: the engine has already moved tensors to the device, and lengths stay on the host
+    run = DistributedDataParallel(module, gradient_as_bucket_view=True) if launch.world > 1 else module
+    return Replicas(run, launch, writers)
+
+
+def shard(module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> Shards:
+    """Shard the module with FSDP2."""
+    mesh = init_device_mesh(device.type, (launch.world,))
+    # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    denoiser: Any = module.transformer
+    # the root is resharded after each forward too, because an evaluation swaps the weights
+    for part in (*denoiser.transformer_blocks, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    if hasattr(module, "denoise"):
+        register_fsdp_forward_method(module, "denoise")
+    return Shards(module, launch)

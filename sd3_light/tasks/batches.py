@@ -93,11 +93,7 @@ def task_steps(batches: TaskBatches, num_workers: int) -> Callable[[int], StepSt
 
 
 def evaluation_batches(
-    dataset: Dataset[Any],
-    batch_size: int,
-    bucket_of: Callable[[int], Hashable] | None,
-    rank: int,
-    world: int,
+    dataset: Dataset[Any], batch_size: int, bucket_of: Callable[[int], Hashable] | None, rank: int, world: int
 ) -> Iterator[tuple[TaskBatch, float]]:
     """Yield (micro-batch, quantile) so that every sample is evaluated once at every quantile."""
     samples = SampleOrder(dataset, 0, batch_size * world, bucket_of)

@@ -169,11 +169,7 @@ def _make_driver(
 
 
 def _check_start(
-    dataset: Any,
-    model: DiffusionTrainingModule,
-    logger: ModelLogger,
-    settings: TaskSettings,
-    stack: ExitStack,
+    dataset: Any, model: DiffusionTrainingModule, logger: ModelLogger, settings: TaskSettings, stack: ExitStack
 ) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     handle = lock_folder(logger.output_path, "output_path")

@@ -166,10 +166,7 @@ def never(before: Progress, after: Progress) -> bool:
 
 
 def every(
-    steps: int | None = None,
-    epochs: int | None = None,
-    examples: int | None = None,
-    steps_per_epoch: int = 1,
+    steps: int | None = None, epochs: int | None = None, examples: int | None = None, steps_per_epoch: int = 1
 ) -> Due:
     """Return a function that returns whether a step passes a multiple of any interval."""
 

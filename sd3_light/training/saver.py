@@ -77,11 +77,7 @@ def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path
 
 def _text_policy(model: ModelConfig) -> dict[str, Any]:
     """Return how texts were encoded in training, for `sd3_light.json`."""
-    return {
-        "text_tokens": model.text_tokens,
-        "uncond_text": model.uncond_text,
-        "t5_max_length": model.t5_max_length,
-    }
+    return {"text_tokens": model.text_tokens, "uncond_text": model.uncond_text, "t5_max_length": model.t5_max_length}
 
 
 def _config_toml(config: TrainConfig) -> str:

@@ -70,12 +70,7 @@ def make_engine(
 
 
 def make_task_engine(
-    module: nn.Module,
-    optimizer: OptimizerConfig,
-    clip: float,
-    accumulation: int,
-    launch: Launch,
-    device: torch.device,
+    module: nn.Module, optimizer: OptimizerConfig, clip: float, accumulation: int, launch: Launch, device: torch.device
 ) -> "Engine":
     """Return the engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
     _require_installed('engine="deepspeed"')

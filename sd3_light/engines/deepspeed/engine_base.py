@@ -1,42 +1,57 @@
-"""Base class of the DeepSpeed engines: access to weights and optimizer state by canonical name."""
+"""Base class of the DeepSpeed engines: setup, and access to weights and optimizer state by canonical name."""
 
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from sd3_light.config import TrainConfig
+from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.protocol import TensorPiece
-from sd3_light.optim.build import Optimizer
+from sd3_light.engines.launch import Launch
+from sd3_light.engines.protocol import Engine, TensorPiece, sum_of_squares
+from sd3_light.optim.build import make_optimizer
 
-StateT = TypeVar("StateT", bound=StageState | ShardState)
 
+class DeepSpeedBase(Engine):
+    """The part of `Engine` that pipelines and ZeRO share.
 
-class DeepSpeedBase(Generic[StateT]):
-    """The part of `Engine` that exposes this process's weights and optimizer state."""
+    ``parts_group`` joins the processes that hold every weight once together; None if each process holds all of them.
+    """
 
-    state: StateT
-    optimizer: Optimizer
-    world: int
-    device: torch.device
+    state: StageState | ShardState
+    parts_group: dist.ProcessGroup | None = None
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """This process's part of the trainable float32 weights, live, by canonical name."""
-        return self.state.weights
+    def __init__(self, module: Any, launch: Launch, device: torch.device) -> None:
+        self.rank, self.world, self.device, self.module = launch.rank, launch.world, device, module
+        self.names: tuple[str, ...] = module.loss_names
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The full shape of every trainable weight of the model."""
-        return self.state.shapes
+    def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+        """Make the optimizer and DeepSpeed's engine for these weights."""
+        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
+        self.optimizer = make_optimizer(parameters, config.optimizer, self.device)
+        options = {"optimizer": self.optimizer.torch_optimizer, "config": settings(config)}
+        with quiet():
+            self.engine: Any = deepspeed.initialize(model=model, dist_init_required=False, **options)[0]
 
-    @property
-    def updates_started(self) -> int:
-        """How often the optimizer began to change weights."""
-        return self.optimizer.updates_started
+    def _take_state(self, state: StageState | ShardState) -> None:
+        self.state, self.weights, self.shapes = state, state.weights, state.shapes
+
+    def _skip_unless(self, finite: Tensor) -> None:
+        """Make the optimizer's next step change nothing if ``finite`` is false, decided on the device."""
+        optimizer: Any = self.optimizer.torch_optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+
+    def weight_norm(self) -> float:
+        """Return the norm over all trainable weights."""
+        squares = sum_of_squares(self.weights.values())
+        if self.parts_group is not None:
+            dist.all_reduce(squares, group=self.parts_group)
+        return float(squares.sqrt())
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
@@ -49,9 +64,3 @@ class DeepSpeedBase(Generic[StateT]):
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Gather tensors laid out like the weights, of all stages, in rank 0's host memory."""
         return self.state.gather(held)
-
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over all processes."""
-        if self.world > 1:
-            dist.all_reduce(numbers)
-        return numbers

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
@@ -18,13 +17,12 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
-from sd3_light.engines.deepspeed.runtime import quiet, settings
+from sd3_light.engines.deepspeed.runtime import quiet
 from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.prefetch import to_device
-from sd3_light.engines.protocol import MicroBatch, StepResult
+from sd3_light.engines.prefetch import equal_micro_batches, to_device
+from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums, sum_of_squares
 from sd3_light.flow.bands import NUM_BANDS, sum_by_band
-from sd3_light.optim.build import make_optimizer
 
 
 class _Stages(PipelineModule):
@@ -61,7 +59,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
 
-class PipelineEngine(DeepSpeedBase[StageState]):
+class PipelineEngine(DeepSpeedBase):
     """Trains float32 weights; each process holds one stage of the model.
 
     ``module`` is an `SD3TrainingModule`: its layers are partitioned, and the last stage computes the losses and sends
@@ -70,36 +68,28 @@ class PipelineEngine(DeepSpeedBase[StageState]):
     with a non-finite loss or gradient is skipped.
     """
 
+    state: StageState
+
     def __init__(
         self, module: Any, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
-        self.rank, self.world, self.device = launch.rank, launch.world, device
+        super().__init__(module, launch, device)
         self.grid = PipelineGrid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
         self.sequential_micro_batches = self.grid.stages == 1
-        self.module = module
-        self.names: tuple[str, ...] = self.module.loss_names
         self.clip = config.gradient_clipping
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.grid.stages > 1 else 1
-        names = {
-            id(weight): name for name, weight in self.module.transformer.named_parameters() if weight.requires_grad
-        }
+        denoiser = module.transformer
+        names = {id(weight): name for name, weight in denoiser.named_parameters() if weight.requires_grad}
         stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._run_all_layers)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
-        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
-        self.optimizer = make_optimizer(parameters, config.optimizer, device)
-        with quiet():
-            self.engine: Any = deepspeed.initialize(
-                model=stages,
-                optimizer=self.optimizer.torch_optimizer,
-                config=settings(config),
-                dist_init_required=False,
-            )[0]
+        self._initialize(stages, parameters, config)
         self.engine.timers = NoopTimer()  # its timers would collect events that are never read
         self.engine._INSTRUCTION_MAP = instructions(self.engine, self._before_reduction, self._step)
         if config.zero_stage:
             self.engine.optimizer.scaled_global_norm = self._zero_norm
-        self.pipe = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
-        self.state = self._make_state(stages, parameters, names, config.zero_stage, writers)
+        self.parts_group = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
+        zero = self.engine.optimizer if config.zero_stage else None
+        self._take_state(self._make_state(stages, parameters, names, zero, writers))
         self.writers = self.state.writers
         self._features: deque[tuple[Tensor, ...]] = deque()
         self._labels: deque[tuple[Tensor, tuple[Tensor | None, ...]]] = deque()
@@ -107,12 +97,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         self._weight = 1.0
 
     def _make_state(
-        self,
-        stages: _Stages,
-        parameters: Mapping[str, nn.Parameter],
-        names: Mapping[int, str],
-        zero_stage: int,
-        writers: int,
+        self, stages: _Stages, parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], zero: Any, writers: int
     ) -> StageState:
         """Return this process's state, and free the layers of other stages."""
         stage_of, shapes = {}, {}
@@ -124,17 +109,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         for index, layer in enumerate(stages._layer_specs):
             if stages.stage_owner(index) != self.grid.stage:
                 layer.to("meta")
-        zero = self.engine.optimizer if zero_stage else None
-        all_write = self.grid.stages > 1 or zero is not None
-        return StageState(
-            self.grid,
-            parameters,
-            stage_of,
-            shapes,
-            self.optimizer.torch_optimizer,
-            zero,
-            self.world if all_write else writers,
-        )
+        return StageState(self.grid, parameters, stage_of, shapes, self.optimizer.torch_optimizer, zero, writers)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -154,10 +129,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         would copy twice. The first of several stages gets copies, which must outlive other micro-batches.
         """
         first, last = self.grid.stage == 0, self.grid.stage == self.grid.stages - 1
-        shapes = set()
-        for features, label in batches if self.sequential_micro_batches else _pad_texts(batches):
-            shapes.add(tuple(features[0].shape))
-            assert len(shapes) == 1, "micro-batches of a step must be equal"
+        for features, label in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
             own_features, label = to_device((features if first else features[1:2], label), self.device)
             times = own_features[1] if first else own_features[0]
             if last:
@@ -179,7 +151,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
     def _train_loss(self, outputs: tuple[Tensor, ...], times: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
         losses: dict[str, Tensor] = dict(self.module.losses(outputs, label))
         bands = sum_by_band(losses.pop("each"), times / 1000)
-        self._numbers += StepResult.pack({name: losses[name] for name in self.names}, bands) * self._weight
+        self._numbers += StepResult.pack(losses, bands) * self._weight
         return losses["loss"]
 
     def _before_reduction(self) -> None:
@@ -198,7 +170,7 @@ class PipelineEngine(DeepSpeedBase[StageState]):
     def _clip(self) -> None:
         """Clip the gradients by their global norm (without ZeRO)."""
         grads: Any = [weight.grad for weight in self.state.parameters.values()]
-        norm = self._record_norm(torch.stack(torch._foreach_norm(grads)).square().sum())
+        norm = self._record_norm(sum_of_squares(grads))
         if self.clip:
             torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
 
@@ -209,19 +181,14 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         different numbers of them, as here: embeddings are not decayed.
         """
         grads = [grad for group in self.engine.optimizer.averaged_gradients.values() for grad in group]
-        return self._record_norm(self.sum_over_ranks(torch.stack(torch._foreach_norm(grads)).square().sum()))
+        return self._record_norm(self.sum_over_ranks(sum_of_squares(grads)))
 
     def _record_norm(self, squares: Tensor) -> Tensor:
         """Return the norm from its squares, and skip the step if the norm or the loss is not finite."""
         self._norm = squares.sqrt()
         self._finite = self._finite & torch.isfinite(self._norm)
-        optimizer: Any = self.optimizer.torch_optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, (~self._finite).float()
+        self._skip_unless(self._finite)
         return self._norm
-
-    def weight_norm(self) -> float:
-        """Return the norm over all trainable weights."""
-        return self.state.norm(self.pipe)
 
     # --- without training ----------------------------------------------------------------------
 
@@ -233,9 +200,8 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         return self._sums
 
     def _eval_loss(self, outputs: tuple[Tensor, ...], _: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
-        each: Tensor = self.module.losses(outputs, label)["each"].double()
-        weight = torch.ones_like(each) if len(label) < 3 or label[2] is None else label[2].double()
-        self._sums += torch.stack([(each * weight).sum(), weight.sum()])
+        each: Tensor = self.module.losses(outputs, label)["each"]
+        self._sums += loss_sums(each, *label[2:])
         return each.mean()
 
     @torch.no_grad()
@@ -244,9 +210,9 @@ class PipelineEngine(DeepSpeedBase[StageState]):
         size = tuple(features[0].shape)
         self._velocity = torch.empty(size, device=self.device)
         self._run([(features, ())], partial(self._keep_velocity, size[-2:]))
-        if self.pipe is not None:
+        if self.parts_group is not None:
             last = self.grid.first_of(self.grid.stages - 1) + self.grid.replica
-            dist.broadcast(self._velocity, last, group=self.pipe)
+            dist.broadcast(self._velocity, last, group=self.parts_group)
         return self._velocity
 
     def _keep_velocity(self, size: Sequence[int], outputs: tuple[Tensor, ...], *_: object) -> Tensor:

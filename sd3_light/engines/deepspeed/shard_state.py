@@ -71,12 +71,6 @@ class ShardState:
             full_name, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0
         )
 
-    def norm(self, _: object) -> float:
-        """Return the norm over all weights."""
-        squares = torch.stack(torch._foreach_norm(list(self.weights.values()))).square().sum()
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
-
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
         gathered = {}

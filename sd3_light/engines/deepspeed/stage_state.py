@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.protocol import PARAM_KIND, TensorPiece
-from sd3_light.engines.writers import assign_writers
+from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, assign_writers
 from sd3_light.optim.build import create_adamw_state
 
 
@@ -40,7 +39,8 @@ class StageState:
     """The trainable weights of one stage and their optimizer state, by canonical name.
 
     ``stage_of`` gives the stage of every trainable weight of the model, in the model's order, and ``shapes`` its shape.
-    ``zero`` is DeepSpeed's ZeRO-1 or 2 optimizer; without it ``optimizer`` updates the weights directly.
+    ``zero`` is DeepSpeed's ZeRO-1 or 2 optimizer; without it ``optimizer`` updates the weights directly. Fully
+    replicated state is written by the first ``writers`` processes, other state by all.
     """
 
     def __init__(
@@ -51,21 +51,18 @@ class StageState:
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
         zero: Any | None,
-        writers: int,
+        writers: int = 1,
     ) -> None:
         self.grid, self.parameters, self.optimizer, self.zero = grid, dict(parameters), optimizer, zero
-        self.stage_of, self.shapes, self.writers = stage_of, shapes, writers
+        self.stage_of, self.shapes = stage_of, shapes
         if zero is not None:
             alias_master_weights(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
-        is_replicated = grid.stages == 1 and zero is None  # then the first ``writers`` processes write, else all
-        num_writers = writers if is_replicated else grid.replicas
-        assigned = assign_writers([weight.numel() for weight in self.parameters.values()], num_writers)
+        is_replicated = grid.stages == 1 and zero is None
+        self.writers = writers if is_replicated else grid.stages * grid.replicas
+        sizes = [weight.numel() for weight in self.parameters.values()]
+        assigned = assign_writers(sizes, writers if is_replicated else grid.replicas)
         self._written = {name for name, writer in zip(self.parameters, assigned, strict=True) if writer == grid.replica}
-
-    def writes(self, name: str) -> bool:
-        """Whether this process, among its replicas, writes this weight."""
-        return name in self._written
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
@@ -80,11 +77,11 @@ class StageState:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for name, weight in self.parameters.items():
-            yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), self.writes(name))
+            yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), name in self._written)
 
     def _full_state(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         for kind, value in self.optimizer.state[weight].items():
-            yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), self.writes(name))
+            yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), name in self._written)
 
     def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         """Yield the part of a weight's state in this process's partition of its group, which is one flat tensor."""
@@ -92,24 +89,14 @@ class StageState:
         mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return
-        flat, address = (
-            self.zero.single_partition_of_fp32_groups[mapping.param_group_index],
-            mapping.hp_fragment_address,
-        )
-        start = mapping.lp_fragment_address.start
+        flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
+        address, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
         for kind, value in self.optimizer.state[flat].items():
             if value.dim():
                 part = value[address.start : address.start + address.numel]
                 yield TensorPiece(f"{kind}/{name}", part, start, tuple(weight.shape))
             else:  # a counter of the whole group, written by the process with the weight's first element
                 yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
-
-    def norm(self, pipe: dist.ProcessGroup | None) -> float:
-        """Return the norm over the weights of all stages."""
-        squares = torch.stack(torch._foreach_norm(list(self.weights.values()))).square().sum()
-        if pipe is not None:
-            dist.all_reduce(squares, group=pipe)
-        return float(squares.sqrt())
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""

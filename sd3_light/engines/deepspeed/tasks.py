@@ -1,6 +1,5 @@
 """DeepSpeed for custom tasks: ZeRO-2 over a module that takes whole batches."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +8,15 @@ from torch import Tensor
 
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.accelerate import module_bands
+from sd3_light.engines.accelerate import task_loss_sums, task_losses
 from sd3_light.engines.deepspeed.zero import ZeroEngine
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import StepResult
-from sd3_light.flow.bands import NUM_BANDS
 
 
 class TaskZeroEngine(ZeroEngine):
     """Like `engines.accelerate.TaskEngine`, with gradients and optimizer state sharded by ZeRO-2; AdamW only."""
+
+    _in_turn = staticmethod(iter)
 
     def __init__(
         self,
@@ -38,22 +37,10 @@ class TaskZeroEngine(ZeroEngine):
         )
         super().__init__(module, settings, launch, device)
 
-    def train_step(self, batches: Sequence[Any], lr: float) -> StepResult:
-        """Run forward and backward over the micro-batches, clip by the global norm, and step."""
-        self.optimizer.set_rate(lr)
-        numbers = torch.zeros(1 + 2 * NUM_BANDS, device=self.device)
-        for number, batch in enumerate(batches, start=1):
-            loss = self.engine(batch)
-            numbers += StepResult.pack({"loss": loss.detach().float()}, module_bands(self.module)) / len(batches)
-            self.engine.backward(loss)
-            if number < len(batches):
-                self.engine.step()
-        return self._finish_step(self.sum_over_ranks(numbers) / self.world)
+    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        return task_losses(self.engine, self.module, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
-        """Return [sum of the losses, number of samples] of ``(samples, quantile)``; padding has weight 0."""
-        samples, quantile = batch
-        each = self.module.each(samples, quantile).double()
-        weight = torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device).double()
-        return torch.stack([(each * weight).sum(), weight.sum()])
+        """Return the sums of `task_loss_sums`."""
+        return task_loss_sums(self.module, batch)

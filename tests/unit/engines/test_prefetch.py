@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.engines.prefetch import DeviceSender, prefetch_steps
+from sd3_light.engines.prefetch import DeviceSender, equal_micro_batches, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_unequal_micro_batches_fail_an_assertion() -> None:
     steps = prefetch_steps((part for part in (batch(0), batch(1, side=6))), 2, CPU)
     step = next(steps)
     with pytest.raises(AssertionError, match="must be equal"):
-        list(step)
+        list(equal_micro_batches(step))
 
 
 def test_closing_closes_the_source_while_a_step_is_referenced() -> None:

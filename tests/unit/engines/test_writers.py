@@ -3,7 +3,7 @@
 import pytest
 
 from sd3_light.config import SIZES
-from sd3_light.engines.writers import assign_writers
+from sd3_light.engines.protocol import assign_writers
 
 
 @pytest.mark.parametrize("writers", [1, 2, 8])
