@@ -7,14 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sd3_light.checkpoint.store import (
-    checkpoint_name,
-    commit,
-    open_checkpoint,
-    reset_folder,
-    temporary_folder,
-    write_part,
-)
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, commit, reset_folder, temporary_folder, write_part
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 

@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
 from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, reset_folder, temporary_folder, write_part
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
-
-_MESSAGE_BYTES = 1024
-_RESERVE = "reserve host memory"
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class JobResult:
 
 
 class BackgroundWorker:
-    """A thread called ``name`` that runs jobs in submission order.
+    """A thread that runs jobs in submission order.
 
     A process that exits without `close` does not wait for them: after an error other ranks may be gone, and a job that
     waits for them would keep this process alive.
@@ -50,8 +46,8 @@ class BackgroundWorker:
         assert self._thread.is_alive(), "closed"
         self._jobs.put((name, job))
 
-    def poll(self) -> list[JobResult]:
-        """Return the results since the last call, without waiting."""
+    def poll(self) -> list[Any]:
+        """Return the results since the last call, without waiting: a `JobResult` per job."""
         results = []
         while not self._done.empty():
             results.append(self._done.get())
@@ -62,7 +58,7 @@ class BackgroundWorker:
         with self._jobs.all_tasks_done:
             return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
 
-    def wait(self) -> list[JobResult]:
+    def wait(self) -> list[Any]:
         """Wait for all jobs and return the results since the last call."""
         self._jobs.join()
         return self.poll()
@@ -115,7 +111,7 @@ class _SaveFailed(Exception):
     """The failure of one rank, raised on all ranks."""
 
 
-class CheckpointKeeper:
+class CheckpointKeeper(BackgroundWorker):
     """Writes checkpoints to ``folder`` in the background and keeps the newest ``keep_last`` (0: all).
 
     Ranks 0 to ``writers`` - 1 each write a part; machines that write must share the folder. The ranks synchronize, in
@@ -127,54 +123,38 @@ class CheckpointKeeper:
     def __init__(
         self, folder: Path, rank: int, writers: int = 1, group: dist.ProcessGroup | None = None, keep_last: int = 0
     ) -> None:
+        super().__init__("checkpoints")
         self.folder, self.rank, self.writers, self.keep_last = folder, rank, writers, keep_last
         self._group, self._members = group, 1 if group is None else dist.get_world_size(group)
         assert rank >= writers or writers <= self._members, "several writers need a group"
         self._copies = HostBuffers()
-        self._background = BackgroundWorker("checkpoints")
-        self._finished: list[JobResult] = []
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
         """Allocate pinned memory for these pieces in the background, ahead of the first save."""
         pieces = list(pieces)
         if self.rank < self.writers and any(piece.values.is_cuda for piece in pieces):
             nbytes = copy_bytes(pieces)
-            self._background.submit(_RESERVE, lambda: self._copies.reserve(nbytes))
+            self.submit("reserve host memory", lambda: self._copies.reserve(nbytes))
 
     def save(self, step: int, pieces: Iterable[TensorPiece], facts: Mapping[str, Any]) -> float:
         """Copy the pieces and start writing them; return the seconds this took, with the wait for an earlier save."""
         if self.rank >= self._members:
             return 0.0
         started = time.perf_counter()
-        self._finished += self._background.wait()  # it uses the same buffers
+        self._jobs.join()  # an earlier save uses the same buffers
         copies = self._copies.copy(pieces) if self.rank < self.writers else []
         frozen = json.loads(json.dumps(dict(facts)))  # a copy: the caller may change them
         stall = time.perf_counter() - started
-        self._background.submit(f"step {step}", lambda: self._write(step, copies, frozen, stall))
+        self.submit(f"step {step}", lambda: self._write(step, copies, frozen, stall))
         return stall
 
-    def is_idle(self, seconds: float = 0.0) -> bool:
-        """Whether no save is in progress, now or within ``seconds``."""
-        return self._background.is_idle(seconds)
-
     def poll(self) -> list[CheckpointSaved | CheckpointFailed]:
-        """Return the results since the last call, without waiting."""
-        return self._take(self._background.poll())
-
-    def wait(self) -> list[CheckpointSaved | CheckpointFailed]:
-        """Wait for saves in progress and return the results since the last call."""
-        return self._take(self._background.wait())
-
-    def close(self) -> None:
-        """Wait for saves in progress and end the thread; `poll` still returns their results."""
-        self._background.close()
-
-    def _take(self, done: list[JobResult]) -> list[CheckpointSaved | CheckpointFailed]:
-        finished, self._finished = self._finished + done, []
-        for job in finished:
+        """Return the saves that ended since the last call, without waiting."""
+        jobs: list[JobResult] = super().poll()
+        for job in jobs:
             if job.error is not None:
                 raise job.error
-        return [job.result for job in finished if job.name != _RESERVE]
+        return [job.result for job in jobs if job.result is not None]
 
     def _write(
         self, step: int, pieces: list[TensorPiece], facts: dict[str, Any], stall: float
@@ -191,7 +171,7 @@ class CheckpointKeeper:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
             return CheckpointFailed(step, str(failure))
-        path, size = self.folder / checkpoint_name(step), sum(map(int, sizes[: self.writers]))
+        path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 
     def _commit(self, step: int, facts: dict[str, Any]) -> str:
@@ -202,40 +182,29 @@ class CheckpointKeeper:
             return f"older checkpoints in {self.folder} cannot be deleted: {_reason(error)}"
         return ""
 
-    def _together(self, has_work: bool, work: Callable[[], object]) -> list[str]:
+    def _together(self, has_work: bool, work: Callable[[], object]) -> list[Any]:
         """Do this rank's work, if any; return the results of all ranks, or raise the first failure on all of them."""
-        failed, result = 0, ""
+        result, failure = None, ""
         try:
-            result = str(work()) if has_work else ""
+            result = work() if has_work else None
         except (OSError, UserError) as error:
-            failed, result = 1, _reason(error)
-        messages = self._exchange(bytes([failed]) + result.encode())
-        for rank, message in enumerate(messages):
-            if message[0]:
+            failure = _reason(error)
+        outcomes: list[Any] = [(result, failure)] * self._members
+        if self._group is not None:
+            try:
+                dist.all_gather_object(outcomes, (result, failure), self._group)
+            except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
+                reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
+                raise _SaveFailed(reason) from error
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure:
                 prefix = f"rank {rank}: " if self._members > 1 else ""
-                raise _SaveFailed(f"{prefix}{_text(message)}; earlier checkpoints are intact")
-        return [_text(message) for message in messages]
-
-    def _exchange(self, message: bytes) -> list[bytes]:
-        if self._group is None:
-            return [message]
-        sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-        sent[: len(message)] = torch.frombuffer(bytearray(message[:_MESSAGE_BYTES]), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in range(self._members)]
-        try:
-            dist.all_gather(received, sent, group=self._group)
-        except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
-            reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
-            raise _SaveFailed(reason) from error
-        return [message.numpy().tobytes() for message in received]
-
-
-def _text(message: bytes) -> str:
-    return message[1:].rstrip(b"\0").decode(errors="ignore")
+                raise _SaveFailed(f"{prefix}{failure}; earlier checkpoints are intact")
+        return [result for result, _ in outcomes]
 
 
 def _reason(error: Exception) -> str:
     """Return the error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or type(error).__name__

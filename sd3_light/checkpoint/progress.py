@@ -1,6 +1,6 @@
 """The counters of a run, and the names under which a checkpoint stores averages."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 EMA = "ema"
 
@@ -20,10 +20,6 @@ class Progress:
     def after(self, samples: int) -> "Progress":
         """Return the progress one step later."""
         return Progress(self.step + 1, self.samples + samples, self.skipped, self.position + 1)
-
-    def with_skipped(self, steps: int) -> "Progress":
-        """Return the progress with ``steps`` more skipped steps."""
-        return replace(self, skipped=self.skipped + steps)
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters for JSON."""

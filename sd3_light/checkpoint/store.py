@@ -19,30 +19,10 @@ from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, Index, Range, merge_entries, why_incomplete, wrong_size
 from sd3_light.checkpoint.ranges import write_ranges
-from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
 from sd3_light.tensor_file import DTYPE_NAMES
-
-__all__ = [
-    "INDEX",
-    "Checkpoint",
-    "abandoned_checkpoints",
-    "checkpoint_name",
-    "clean_leftovers",
-    "commit",
-    "incomplete_checkpoints",
-    "keep_newest",
-    "mark_abandoned_after",
-    "newest_checkpoint",
-    "open_checkpoint",
-    "remove",
-    "reset_folder",
-    "step_of",
-    "temporary_folder",
-    "write_part",
-]
 
 RANGE_ELEMENTS = 1 << 24  # maximum length of a range; readers hold one at a time
 _NAME = re.compile(r"step-(\d{8,})")

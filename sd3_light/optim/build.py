@@ -85,11 +85,6 @@ class Optimizer:
         (part,) = self._parts
         return part.optimizer
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for part in self._parts:
-            part.optimizer.zero_grad(set_to_none=True)
-
     def prepare_state(self) -> None:
         """Create missing state as of step 0, so that it can be saved and loaded into; no weight changes."""
         for parameter, part in self._owners.values():

@@ -9,7 +9,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
-from sd3_light.checkpoint.store import Checkpoint, incomplete_checkpoints, newest_checkpoint, open_checkpoint
+from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
+from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import PARAM_KIND

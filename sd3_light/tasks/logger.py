@@ -66,7 +66,7 @@ class ModelLogger:
         """Write ``file_name``; all processes call it, the main one writes."""
         self._saved_at = self.num_steps
         path = self.output_path / file_name
-        state = gather_trainable(model.named_trainable())
+        state = gather_trainable(model.transformer)
         if state is not None:
             facts = {"step": self.num_steps, "class": type(model.transformer).__name__}
             with torch.autocast("cpu", enabled=False):  # hooks may run under autocast; files keep what was trained

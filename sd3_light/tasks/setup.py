@@ -1,4 +1,4 @@
-"""How a task runs, from its settings: process and device, engine, precision, learning rate."""
+"""How a task runs, from its settings: process and device, engine, precision."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -10,7 +10,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.optim.schedules import learning_rate
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.settings import TaskSettings
 
@@ -63,16 +62,3 @@ def accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings) 
             f"gradient_accumulation_steps is {steps} here and {default} in the Accelerator; give one of them"
         )
     return steps or default
-
-
-def learning_rate_at(settings: TaskSettings, step: int, total: int) -> float:
-    """Return the learning rate of a step."""
-    return learning_rate(
-        step,
-        peak=settings.learning_rate,
-        schedule=settings.lr_scheduler,
-        warmup=settings.warmup_steps,
-        total=total,
-        step_size=settings.lr_step_size,
-        step_gamma=settings.lr_step_gamma,
-    )

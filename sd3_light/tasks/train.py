@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.lock import lock_folder
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
@@ -22,6 +23,7 @@ from sd3_light.engines.processes import abort_process_group, start_process_group
 from sd3_light.metrics.validation import validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
+from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, set_main_process
 from sd3_light.tasks import setup
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, evaluation_batches, length_of, task_steps
@@ -140,7 +142,7 @@ def _make_driver(
         engine=engine,
         steps=task_steps(batches, settings.num_workers),
         samples_in=samples.order.batch_size,
-        learning_rate=lambda step: setup.learning_rate_at(settings, step, total),
+        learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
         averages=averages,
         requests=RunRequests(folder if launch.is_main else None, group=groups.control),

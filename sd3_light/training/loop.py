@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sd3_light.checkpoint.progress import Progress
@@ -138,7 +138,7 @@ def _count_skipped(run: Run, wait: bool) -> None:
             run._skipped_in_a_row = 0
             continue
         run._skipped_in_a_row += 1
-        run.progress = run.progress.with_skipped(1)
+        run.progress = replace(run.progress, skipped=run.progress.skipped + 1)
         run.log("skip", step=step, loss=numbers.losses["loss"], grad_norm=numbers.grad_norm)
         if run.has_diverged:
             raise UserError(

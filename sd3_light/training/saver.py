@@ -1,8 +1,9 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,14 @@ def whole_state(
     return {**transformer.state_dict(), **trained}
 
 
-def gather_trainable(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor] | None:
+def gather_trainable(transformer: nn.Module) -> dict[str, Tensor] | None:
     """Return the parameters that train by name, whole and in host memory; None on ranks other than 0.
 
     With FSDP2 all ranks call it together, and one weight at a time is gathered.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
-    for name, parameter in parameters:
+    for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             local = parameter.detach()
             whole = local.full_tensor() if isinstance(local, DTensor) else local
@@ -126,24 +127,40 @@ def gather_trainable(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str
     return weights if writes else None
 
 
-# --- savers ------------------------------------------------------------------------------------
+# --- saving ------------------------------------------------------------------------------------
 
 
 @dataclass
-class ExportSeries:
+class Saver:
     """Writes a run's exports ``<folder>/NAME`` and deletes old ones; only the main process writes.
 
-    ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
+    An export is a complete diffusers folder; if an adapter on ``start`` trains, it is the adapter's file without the
+    model under it. ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
+    ``untrained`` are the frozen weights and the buffers of a complete folder.
     """
 
     config: TrainConfig
     folder: Path
     live: Callable[[], Mapping[str, Tensor] | None]
+    transformer_config: Mapping[str, object]
+    untrained: Mapping[str, Tensor]
+    start: WeightsStart | None
 
-    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
-        raise NotImplementedError
+    @staticmethod
+    def of(
+        config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path, start: WeightsStart | None = None
+    ) -> "Saver":
+        """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
+        untrained = {}
+        if config.adapter is None:
+            trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+            rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
+            # copies: a thread must be able to export without touching a module that is training
+            untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
+        live = partial(gather_trainable, transformer)
+        return Saver(config, folder, live, model_config(transformer), untrained, start)
 
-    def save_named(
+    def save_full_model(
         self,
         name: str,
         trained: Mapping[str, Tensor] | None = None,
@@ -152,7 +169,7 @@ class ExportSeries:
     ) -> Path:
         """Write the verified folder ``name`` with these trained weights; return its path.
 
-        ``save_named(name)`` takes the live weights; all ranks call it, the main one writes.
+        ``save_full_model(name)`` takes the live weights; all ranks call it, the main one writes.
         """
         trained = self.live() if trained is None else trained
         path = self.folder / name
@@ -161,66 +178,25 @@ class ExportSeries:
     def save_model(
         self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
     ) -> Path:
-        """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_named`).
+        """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_full_model`).
 
         ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
         oldest when there are more than ``keep_last_n_exports``.
         """
         if isinstance(name, str):
-            return self.save_named(name, None, weights, progress)
+            return self.save_full_model(name, None, weights, progress)
         progress = progress or Progress()
-        path = self.save_named(checkpoint_name(progress.step), name, weights, progress)
+        path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
         if self.config.keep_last_n_exports:
             for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
                 if old != path:
                     remove(old)
         return path
 
-
-def make_saver(
-    config: TrainConfig, start: WeightsStart, transformer: SD3Transformer2DModel, folder: Path
-) -> "Saver | AdapterSaver":
-    """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
-    if config.adapter is None:
-        return Saver.of(config, transformer, folder)
-    return AdapterSaver(config, folder, lambda: gather_trainable(transformer.named_parameters()), start)
-
-
-@dataclass
-class Saver(ExportSeries):
-    """Writes complete diffusers folders.
-
-    ``untrained`` are the frozen weights and the buffers. They are copied before an engine shards the denoiser, so that
-    a thread can export without touching a module that is training.
-    """
-
-    transformer_config: Mapping[str, object]
-    untrained: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path) -> "Saver":
-        """Return the saver of a run that trains the denoiser's own weights."""
-        trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
-        rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
-        return Saver(
-            config, folder, lambda: gather_trainable(transformer.named_parameters()), model_config(transformer), copies
-        )
-
-    save_full_model = ExportSeries.save_named
-
     def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
-        spec = export_spec(self.config, self.transformer_config, weights, progress, self.folder.parent)
+        run = self.folder.parent
+        if self.config.adapter is not None:
+            assert self.start is not None, "an adapter without a base"
+            return write_adapter(path, trained, adapter_spec(self.config, self.start, weights, progress, run))
+        spec = export_spec(self.config, self.transformer_config, weights, progress, run)
         return write_folder(path, {**self.untrained, **trained}, spec)
-
-
-@dataclass
-class AdapterSaver(ExportSeries):
-    """Writes folders with the file of the adapter that trains, without the model under it."""
-
-    start: WeightsStart
-
-    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
-        return write_adapter(
-            path, trained, adapter_spec(self.config, self.start, weights, progress, self.folder.parent)
-        )

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from sd3_light.checkpoint import background
 from sd3_light.checkpoint.background import CheckpointFailed, CheckpointKeeper
-from sd3_light.checkpoint.store import open_checkpoint, temporary_folder
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import temporary_folder
 from sd3_light.engines.protocol import TensorPiece
 
 ROWS, WIDTH = 6, 5

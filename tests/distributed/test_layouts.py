@@ -18,7 +18,8 @@ from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes, state_bytes
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.budget.training_setup import TrainingSetup
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.export.lora_file import read_lora
 from tests.distributed.test_two_processes import torchrun
 from tests.e2e.test_lora_run import STEPS, use_adapter

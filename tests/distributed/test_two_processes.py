@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset

@@ -10,7 +10,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from sd3_light.assets import DEMO
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import read_lora
 from sd3_light.model.lora_layers import is_lora_name

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError

@@ -6,7 +6,7 @@ import torch
 
 from sd3_light.checkpoint.background import CheckpointKeeper, CheckpointSaved
 from sd3_light.checkpoint.host_buffers import BLOCK_BYTES, HostBuffers
-from sd3_light.checkpoint.store import open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.engines.protocol import TensorPiece
 
 

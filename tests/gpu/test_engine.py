@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.checkpoint.background import CheckpointKeeper, CheckpointSaved
-from sd3_light.checkpoint.store import open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import SIZES, EmaConfig, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import MicroBatch

@@ -132,15 +132,7 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     """Return the learning rate of a step."""
     if config.force_constant_lr is not None:
         return config.force_constant_lr
-    return learning_rate(
-        step,
-        peak=config.optimizer.lr,
-        schedule=config.lr_scheduler,
-        warmup=config.warmup_steps,
-        total=total,
-        step_size=config.lr_step_size,
-        step_gamma=config.lr_step_gamma,
-    )
+    return learning_rate(step, total, config.optimizer.lr, config)
 
 
 def _peak(device: torch.device, dtype: str) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches

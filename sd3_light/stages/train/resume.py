@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.checkpoint.progress import Progress, track_kind
+from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.checkpoint.store import (
-    Checkpoint,
     abandoned_checkpoints,
     clean_leftovers,
     mark_abandoned_after,

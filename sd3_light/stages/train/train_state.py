@@ -19,7 +19,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
-from sd3_light.training.saver import ExportSeries, make_saver
+from sd3_light.training.saver import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.training.trainable import choose_what_trains
 
@@ -32,7 +32,7 @@ class TrainState:
     module: SD3TrainingModule
     engine: Engine
     averages: Averages
-    saver: ExportSeries
+    saver: Saver
 
 
 def make_train_state(context: RunContext) -> TrainState:
@@ -40,7 +40,7 @@ def make_train_state(context: RunContext) -> TrainState:
     config, launch, device, start = context.config, context.launch, context.device, context.start
     pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start)
     choose_what_trains(pipeline.transformer, config, device)
-    saver = make_saver(config, start, pipeline.transformer, context.folder.path / "exports")
+    saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start)
     if config.compile:
         compile_blocks(pipeline.transformer)
     fast = choose_blocks(config, start.size, pipeline.transformer, launch, device, context.by_deepspeed)

@@ -13,7 +13,8 @@ import torch
 from sd3_light.checkpoint import background, host_buffers
 from sd3_light.checkpoint.background import BackgroundWorker, CheckpointFailed, CheckpointKeeper, CheckpointSaved
 from sd3_light.checkpoint.host_buffers import HostBuffers
-from sd3_light.checkpoint.store import checkpoint_name, open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.engines.protocol import TensorPiece
 
 TIMEOUT = 30  # seconds

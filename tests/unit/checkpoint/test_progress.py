@@ -1,12 +1,13 @@
 """The counters of a run and the names of averages."""
 
 import json
+from dataclasses import replace
 
 from sd3_light.checkpoint.progress import Progress, track_kind
 
 
 def test_progress_counts_steps_samples_skips_and_the_position() -> None:
-    progress = Progress().after(8).after(4).with_skipped(1).after(8)
+    progress = replace(Progress().after(8).after(4), skipped=1).after(8)
     assert progress == Progress(step=3, samples=20, skipped=1, position=3)
     assert progress.counts() == {"step": 3, "samples": 20}
 

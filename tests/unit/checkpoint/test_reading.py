@@ -13,9 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sd3_light.checkpoint import reading, store
-from sd3_light.checkpoint.index import Index, IndexEntry, Range
+from sd3_light.checkpoint.index import INDEX, Index, IndexEntry, Range
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.checkpoint.store import INDEX
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from tests.checkpoints import write_checkpoint

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint import host_buffers, index, ranges, reading, store
+from sd3_light.checkpoint.index import INDEX
 from sd3_light.checkpoint.store import (
-    INDEX,
     checkpoint_name,
     clean_leftovers,
     commit,

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +12,14 @@ PEAK = 1e-4
 ALL = ["constant", "linear", "cosine", "step"]
 
 
-def rate(schedule: str, done: int, warmup: int = 0, total: int = 100, stride: int = 1, **more: float) -> float:
+def rate(
+    schedule: str, done: int, warmup: int = 0, total: int = 100, step_size: int = 30, step_gamma: float = 0.5
+) -> float:
     """One rate; by default `step` halves every 30."""
-    keys = {"step_size": 30, "step_gamma": 0.5, **more}
-    return learning_rate(done, peak=PEAK, schedule=schedule, warmup=warmup, total=total, stride=stride, **keys)  # type: ignore[arg-type]
+    settings = SimpleNamespace(
+        lr_scheduler=schedule, warmup_steps=warmup, lr_step_size=step_size, lr_step_gamma=step_gamma
+    )
+    return learning_rate(done, total, PEAK, settings)
 
 
 def curve(schedule: str, steps: int, **keys: float) -> list[float]:
@@ -73,18 +78,6 @@ def test_step_decays_every_step_size_after_the_warm_up() -> None:
     for done in (5, 14, 15, 24, 25, 99, 100, 250):
         expected = PEAK * 0.1 ** ((done - 5) // 10)
         assert rate("step", done, warmup=5, step_size=10, step_gamma=0.1) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ALL)
-def test_samples_give_the_same_curve_as_steps(schedule: str) -> None:
-    """With 64 samples per step, all numbers are 64 times as large."""
-    for step in range(110):
-        by_samples = rate(schedule, 64 * step, warmup=64 * 7, total=64 * 100, stride=64, step_size=64 * 30)
-        assert by_samples == rate(schedule, step, warmup=7)
-
-
-def test_a_last_stride_beyond_the_warm_up_does_not_pass_the_peak() -> None:
-    assert rate("constant", 8, warmup=10, stride=5) == PEAK
 
 
 def test_an_unknown_schedule_is_rejected() -> None:

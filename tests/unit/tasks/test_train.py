@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from PIL import Image
 from safetensors.torch import load_file
 
-from sd3_light.checkpoint.store import open_checkpoint
+from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.flow.bands import BAND_NAMES

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import open_checkpoint, write_part
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import write_part
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
