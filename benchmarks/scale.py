@@ -79,7 +79,8 @@ def reading(order: Order, world: int, num_samples: int = 8) -> Reading:
         first, machine = number * order.steps_per_epoch // num_samples, (number * 7) % machines
         part = rank_slice(bucket.batch, machine, machines, 0, 1)
         steps = range(first, min(first + 32 * stride, order.steps_per_epoch), stride)
-        shards = {shard for step in steps for shard in order.segments_at(step, *part).tolist()}
+        windows = [order.windows_at(step, *part) for step in steps]
+        shards = {shard for window in windows for shard in order.segments_in(window).tolist()}
         hashed.append(len(shards) / (stride * len(steps)))
         rank = rank_slice(bucket.batch, machine * PER_MACHINE, world, 0, 1)
         opened.append(len(np.unique(order.picks(first, *rank).segment)))

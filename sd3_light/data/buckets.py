@@ -68,11 +68,12 @@ def buckets_by_resolution(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...
     bucket.
     """
     if directory.size_buckets:
-        return (_exact_buckets(directory.size_buckets),)
+        return (tuple(sorted({Bucket(*size) for size in directory.size_buckets})),)
     if not directory.enable_ar_bucket:
-        return tuple(_exact_buckets([size]) for size in dict.fromkeys(directory.resolutions))
+        return tuple((Bucket(*size),) for size in dict.fromkeys(directory.resolutions))
     ratios = aspect_ratios(directory)
-    return tuple(_ratio_buckets(width * height, ratios) for width, height in dict.fromkeys(directory.resolutions))
+    areas = [width * height for width, height in dict.fromkeys(directory.resolutions)]
+    return tuple(tuple(sorted({_ratio_bucket(area, ratio) for ratio in ratios})) for area in areas)
 
 
 def aspect_ratios(directory: DirectoryConfig) -> tuple[float, ...]:
@@ -111,15 +112,13 @@ def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> t
 
 @lru_cache(maxsize=1 << 16)
 def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
-    """Return (resolution, bucket, plan) for each bucket of an image of this size.
-
-    The resolution selects the batch size: the first one that has the bucket; for ``size_buckets`` the bucket itself.
-    """
+    """Return (resolution, bucket, plan) for each bucket of an image of this size."""
     groups = buckets_by_resolution(directory)
     result = []
     for bucket in assign_all(width, height, groups):
         size = bucket.width, bucket.height
         number = next(number for number, group in enumerate(groups) if bucket in group)
+        # it selects the batch size: the first one that has the bucket; for `size_buckets` the bucket itself
         resolution = size if directory.size_buckets else directory.resolutions[number]
         result.append((resolution, bucket, plan(width, height, bucket)))
     return tuple(result)
@@ -127,8 +126,7 @@ def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Siz
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:
     """Plan the smallest resize of an image that covers the bucket, and the centre crop."""
-    assert width > 0, width
-    assert height > 0, height
+    assert min(width, height) > 0, (width, height)
     # scale by the side that needs more; integers, so that every machine computes the same plan
     if bucket.width * height >= bucket.height * width:
         resized = bucket.width, max(bucket.height, _round_div(height * bucket.width, width))
@@ -150,23 +148,10 @@ def _round_div(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
-def _exact_buckets(sizes: Iterable[Size]) -> tuple[Bucket, ...]:
-    buckets = tuple(sorted({Bucket(*size) for size in sizes}))
-    for bucket in buckets:
-        assert bucket.width % SIDE_STEP == bucket.height % SIDE_STEP == 0, f"{bucket} passed config validation"
-    return buckets
-
-
-def _ratio_buckets(area: int, ratios: Iterable[float]) -> tuple[Bucket, ...]:
-    return tuple(sorted({_ratio_bucket(area, ratio) for ratio in ratios}))
-
-
 def _ratio_bucket(area: int, ratio: float) -> Bucket:
-    """Return the nearest of the four sizes around the ideal one, by the logarithms of area and ratio together.
+    """Return the nearest of the four sizes around the ideal one, by the logarithms of area and ratio together."""
 
-    By area alone, ratio 1.25 at 256 px would give 272x240, although the shape of 288x224 is much nearer.
-    """
-
+    # by area alone, ratio 1.25 at 256 px would give 272x240, although the shape of 288x224 is much nearer
     def error(bucket: Bucket) -> tuple[float, float, Bucket]:
         shape = abs(math.log(bucket.width / bucket.height / ratio))
         return round(math.hypot(math.log(bucket.area / area), shape), 9), round(shape, 9), bucket

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -40,13 +40,6 @@ class PreparesInPlace(PreparesInputs, Protocol):
         """Like `prepare_inputs`; ``empty`` allocates uninitialized tensors."""
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """A UserError of a worker; raised in the trainer, without the worker's traceback."""
-
-    text: str
-
-
 class _PreparedItems(Dataset[Any]):
     """A dataset of prepared items. Workers pack an item into the slot of its ticket."""
 
@@ -68,14 +61,13 @@ class _PreparedItems(Dataset[Any]):
         try:
             return self._prepare_in_worker(item, slot)
         except UserError as error:
-            return _Failed(str(error))
+            return UserError(str(error))  # as a value: torch would add the worker's traceback to what it raises
 
     def _read_in_trainer(self, item: int, slot: int | None) -> Any:
-        if slot is None:
-            return self._read(item, new_buffer)
-        if isinstance(self.dataset, InPlaceDataset):
-            return self._read(item, lambda nbytes: self.pool.lease(slot, nbytes))
-        self.pool.release(slot)
+        if slot is not None and isinstance(self.dataset, InPlaceDataset):
+            return self.dataset.fetch(item, lambda nbytes: self.pool.lease(slot, nbytes))
+        if slot is not None:
+            self.pool.release(slot)
         return self._read(item, new_buffer)
 
     def _prepare_in_worker(self, item: int, slot: int | None) -> Any:
@@ -164,29 +156,23 @@ class PipelineDataLoader:
                 if user_error := worker_exit_error(error):
                     raise user_error from error
                 raise
-            if isinstance(prepared, _Failed):
-                raise UserError(prepared.text)
+            if isinstance(prepared, UserError):
+                raise prepared
             if isinstance(prepared, Packed):
                 prepared = pool.unpack(prepared)
             yield prepared
             del prepared  # free it before waiting for the next one
 
     def steps(self) -> Generator[list[PreparedBatch], None, None]:
-        """Yield the micro-batches of one optimizer step after another.
-
-        A step's list is emptied when the next step is requested, so that only one step is in memory.
-        """
-        batches: list[PreparedBatch] = []
+        """Yield the micro-batches of each optimizer step in a list that is emptied when the next step is requested."""
+        count = self.gradient_accumulation_steps
         with closing(iter(self)) as source:
-            while True:
-                try:
-                    batches.append(next(source))
-                except StopIteration:
-                    break
-                if len(batches) == self.gradient_accumulation_steps:
-                    yield batches
-                    batches.clear()
-        assert not batches, "the last optimizer step has too few micro-batches"
+            batches = list(islice(source, count))
+            while batches:
+                assert len(batches) == count, "the last optimizer step has too few micro-batches"
+                yield batches
+                batches.clear()
+                batches.extend(islice(source, count))
 
 
 def _ignore_signals(worker: int) -> None:
@@ -210,10 +196,7 @@ def _end_workers() -> None:
 
 
 def worker_exit_error(error: RuntimeError) -> UserError | None:
-    """Convert torch's error about a worker that died to a UserError of one line; None for other errors.
-
-    torch raises it wherever the main thread happens to be, so the training loop calls this too.
-    """
+    """Convert torch's error about a dead worker, raised anywhere in the main thread, to a UserError; else None."""
     text = str(error).partition("\n")[0]
     if not text.startswith("DataLoader worker (pid"):
         return None

@@ -9,18 +9,18 @@ from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_atomically
+from sd3_light.system import available_memory
 
 CACHE_FORMAT = 2
 MANIFEST = "manifest.json"
 SHARDS = "shards"
+LARGEST_SHARE = 0.8
+"""Share of the available memory that a cache may use."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)  # slots: every process holds an entry per shard, and there may be millions
 class ShardEntry:
-    """A shard in the manifest. ``directory`` is the label of its source, as in its samples' keys.
-
-    Uses slots because every process holds an entry per shard, and a cache may have millions of shards.
-    """
+    """A shard in the manifest. ``directory`` is the label of its source, as in its samples' keys."""
 
     file: str
     bucket: str
@@ -49,6 +49,17 @@ class Manifest:
     empty: ShardEntry
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
+
+    def too_large(self, processes: int = 1) -> str | None:
+        """Return why the cache does not fit into memory for each of ``processes`` (law 10); None if it does."""
+        nbytes, free = sum(shard.bytes for shard in self.shards), available_memory()
+        if free is None or nbytes * processes <= LARGEST_SHARE * free:
+            return None
+        copies = f", {processes} times on this machine," if processes > 1 else ""
+        return (
+            f"the cache takes {nbytes / 1e9:.1f} GB{copies} and {free / 1e9:.1f} GB of memory are free, of which "
+            f"{LARGEST_SHARE:.0%} may be taken; write sd3_streaming_dataset = true"
+        )
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically into a cache folder."""
@@ -82,11 +93,9 @@ class Manifest:
 
 def _as_entry(item: dict[str, Any]) -> Any:
     """Return a ShardEntry if the JSON object is one, else the object itself."""
-    return _entry(item) if item.keys() == _NAMES else item
-
-
-def _entry(item: dict[str, Any]) -> ShardEntry:
-    """Convert JSON to an entry; values that many shards have in common become one shared object."""
+    if item.keys() != _NAMES:
+        return item
+    # values that many shards have in common become one shared object
     shared = {name: sys.intern(item[name]) for name in ("bucket", "directory")}
     return ShardEntry(**{**item, **shared, "resolution": _resolution(*item["resolution"])})
 
@@ -100,6 +109,7 @@ def read_entry(folder: Path, file: str) -> ShardEntry | None:
     """Return the entry of a complete shard in ``folder``; None if the shard or its entry is missing."""
     path = folder / file
     try:
-        return _entry(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))) if path.is_file() else None
+        entry = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"), object_hook=_as_entry)
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
+    return entry if isinstance(entry, ShardEntry) and path.is_file() else None

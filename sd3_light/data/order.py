@@ -35,10 +35,7 @@ _STEP = 0x9E3779B97F4A7C15  # of splitmix64; odd, so that its multiples are all 
 
 
 def permute(positions: Indices, sizes: Indices, keys: Words) -> Indices:
-    """Return the items at these positions of pseudo-random permutations of ``range(size)``, one size and key each.
-
-    For one size and key this is a bijection that can be evaluated at any position without the others.
-    """
+    """Return the items at some positions of keyed permutations of ``range(size)``, without computing the others."""
     values, bounds = positions.astype(np.uint64), sizes.astype(np.uint64)
     side = np.ceil(np.sqrt(sizes)).astype(np.uint64)
     round_keys = _hash(keys, np.arange(_ROUNDS)[:, None])
@@ -86,14 +83,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketOrder:
-    """The order of one bucket: its segments, the samples per global batch and the segments per window.
-
-    With ``drop_small`` a bucket with fewer occurrences than a batch has no batches.
-    """
+    """The order of one bucket. With ``drop_small`` a bucket with fewer occurrences than a batch has no batches."""
 
     segments: tuple[Segment, ...]
-    batch: int
-    window: int = WINDOW
+    batch: int  # samples per global batch
+    window: int = WINDOW  # segments per window
     drop_small: bool = False
 
     @cached_property
@@ -134,11 +128,6 @@ class BucketOrder:
     def span(self) -> int:
         """Positions per window."""
         return self.window * int(self.sizes.max())
-
-    def within(self, first: int, last: int) -> tuple[int, int]:
-        """Clip the positions ``first`` to ``last`` to the epoch; padding starts again at the beginning."""
-        start = first // self.length * self.length
-        return first - start, min(last - start, self.length)
 
     @cached_property
     def most_repeats(self) -> int:
@@ -276,12 +265,11 @@ class Order:
         index = permute(positions - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
-    def segments_at(self, step: int, start: int = 0, stop: int | None = None) -> Indices:
-        """Return the segments of the windows that contain the samples ``start`` to ``stop`` of ``step``."""
+    def windows_at(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
+        """Return the windows that contain the samples ``start`` to ``stop`` of ``step``."""
         epoch, bucket, batch = self.position(step)
-        plan = self.buckets[bucket]
-        first, last = plan.within(batch * plan.batch + start, batch * plan.batch + (stop or plan.batch))
-        return self._in_windows(epoch, bucket, first, last)
+        size = self.buckets[bucket].batch
+        return self._windows(epoch, bucket, batch * size + start, batch * size + (stop or size))
 
     def next_windows(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
         """Return the windows that the bucket of ``step`` reads after that step.
@@ -295,18 +283,19 @@ class Order:
         if first >= plan.length:
             epoch, first = epoch + 1, 0
         is_long = plan.batch > plan.span
-        first, last = plan.within(first + is_long * start, first + (stop or plan.batch if is_long else plan.span))
-        return WindowRange(epoch, bucket, first // plan.span, (last - 1) // plan.span)
+        last = first + (stop or plan.batch if is_long else plan.span)
+        return self._windows(epoch, bucket, first + is_long * start, last)
+
+    def _windows(self, epoch: int, bucket: int, first: int, last: int) -> WindowRange:
+        """Return the windows of the positions ``first`` to ``last``; padding starts again at the epoch's beginning."""
+        length, span = self.buckets[bucket].length, self.buckets[bucket].span
+        start = first // length * length
+        return WindowRange(epoch, bucket, (first - start) // span, (min(last - start, length) - 1) // span)
 
     def segments_in(self, windows: WindowRange) -> Indices:
         """Return the segments of a range of windows."""
-        span = self.buckets[windows.bucket].span
-        return self._in_windows(windows.epoch, windows.bucket, windows.first * span, windows.last * span + 1)
-
-    def _in_windows(self, epoch: int, bucket: int, first: int, last: int) -> Indices:
-        """Return the segments of the windows that contain the positions ``first`` to ``last``."""
-        table, span = self._table(epoch, bucket), self.buckets[bucket].span
-        edges = [first // span * span, -(-last // span) * span - 1]
+        table, span = self._table(windows.epoch, windows.bucket), self.buckets[windows.bucket].span
+        edges = [windows.first * span, (windows.last + 1) * span - 1]
         start, stop = np.searchsorted(table.starts[:-1], edges, side="right") - 1
         return np.unique(table.segment[start : stop + 1])
 

@@ -61,18 +61,7 @@ REASONS = {
 
 # Exceptions that Pillow's readers raise on damaged input, found in their source and by corrupting files of every
 # format. Only calls into Pillow are guarded by this list.
-_BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    RuntimeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    struct.error,
-    zlib.error,
-)
+_BROKEN = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, struct.error, zlib.error)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _UPRIGHT = {
@@ -84,7 +73,6 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)
 _GREY_16 = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 _PLAIN = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _PROFILE_MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",)}
@@ -108,16 +96,11 @@ def probe(data: bytes) -> Size:
     """Return width and height of the decoded image from its header. Raises Reject as `decode` does for headers."""
     image = _open(data)
     width, height = image.size
-    # Pillow has already applied the orientation of a TIFF
-    sideways = image.format != "TIFF" and _orientation(image, data) in _SIDEWAYS
-    return (height, width) if sideways else (width, height)
+    return (height, width) if _orientation(image, data) in (5, 6, 7, 8) else (width, height)
 
 
 def decode(data: bytes) -> Image.Image:
-    """Decode to upright 8-bit sRGB: first frame, profile applied, transparency over white. Raises Reject.
-
-    Broken EXIF data and broken or unsuitable colour profiles are ignored.
-    """
+    """Decode the first frame to upright 8-bit sRGB over white; broken EXIF and profiles are ignored. Raises Reject."""
     image = _load_upright(data)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     colours = _to_srgb(image)
@@ -156,8 +139,7 @@ def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = 8) -> Pixels:
     """
     assert mask.mode == "L", mask.mode
     width, height = plan.size
-    assert width % factor == 0, (width, factor)
-    assert height % factor == 0, (height, factor)
+    assert width % factor == height % factor == 0, (plan.size, factor)
     latent_size = width // factor, height // factor
     weights: Pixels = np.array(_resample(mask, plan, latent_size, Image.Resampling.BOX), dtype=np.uint8)
     if not weights.any():
@@ -180,20 +162,23 @@ def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Re
     return image.resize(size, kernel, box=box)
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, load: bool = False) -> Image.Image:
+    """Open an image and with ``load`` decode its first frame. Raises Reject."""
     if not data:
         raise Reject("empty_file")
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
+        if image.width * image.height > MAX_PIXELS:
+            raise Reject("too_large", f"{image.width}x{image.height}")
+        if load:
+            image.load()
     except UnidentifiedImageError:
         raise Reject("not_an_image", f"starts with {data[:12]!r}") from None
     except _BOMB as error:
         raise Reject("too_large", str(error)) from error
     except _BROKEN as error:
-        raise _broken(error) from error
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise Reject("too_large", f"{width}x{height}")
+        reason = "truncated" if "truncated" in str(error).lower() else "broken_image"
+        raise Reject(reason, f"{type(error).__name__}: {error}") from error
     return image
 
 
@@ -206,22 +191,15 @@ def _formats() -> tuple[str, ...]:
 
 def _load_upright(data: bytes) -> Image.Image:
     """Load the first frame with its orientation applied, in a mode that can be converted."""
-    image = _open(data)
-    try:
-        image.load()
-    except _BOMB as error:
-        raise Reject("too_large", str(error)) from error
-    except _BROKEN as error:
-        raise _broken(error) from error
+    image = _open(data, load=True)
     orientation = _orientation(image, data)
-    # Pillow has already rotated a TIFF
-    if orientation in _UPRIGHT and image.format != "TIFF":
-        image = image.transpose(_UPRIGHT[orientation])
-    return _eight_bit(image)
+    return _eight_bit(image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """Return the EXIF orientation, 1 if there is none or it is broken."""
+    """Return the EXIF orientation that is left to apply, 1 if there is none or it is broken."""
+    if image.format == "TIFF":  # Pillow applies it
+        return 1
     # Pillow decodes a whole PNG to find EXIF data behind the pixels; searching for the chunk's name is faster
     if image.format == "PNG" and b"eXIf" not in data and b"Raw profile type" not in data:
         return 1
@@ -253,12 +231,12 @@ def _to_srgb(image: Image.Image) -> Image.Image:
     if not profile:
         return plain.convert("RGB")
     try:
-        space, transform = _transform(profile)
+        modes, transform = _transform(profile)
     except (ImageCms.PyCMSError, OSError, ValueError):
         return plain.convert("RGB")
-    if plain.mode not in _PROFILE_MODES[space]:
+    if plain.mode not in modes:
         return plain.convert("RGB")
-    converted = ImageCms.applyTransform(plain.convert("L" if space == "GRAY" else space), transform)
+    converted = ImageCms.applyTransform(plain.convert(modes[0]), transform)
     assert converted is not None, "a transform that is not in place returns an image"
     return converted
 
@@ -273,24 +251,13 @@ def _opaque(image: Image.Image) -> Image.Image:
     return image.convert("RGBA").convert("RGB") if image.has_transparency_data else image.convert("RGB")
 
 
-@lru_cache(maxsize=16)
-def _transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform]:
-    """Return a profile's colour space and its transform to sRGB; cached, as most images share a few profiles."""
+@lru_cache(maxsize=16)  # most images share a few profiles
+def _transform(profile: bytes) -> tuple[tuple[str, ...], ImageCms.ImageCmsTransform]:
+    """Return the modes that a profile applies to, and its transform from the first of them to sRGB."""
     source = ImageCms.getOpenProfile(io.BytesIO(profile))
     space = source.profile.xcolor_space.strip()
     if space not in _PROFILE_MODES:
         raise ValueError(f"a profile of {space}")
-    transform = ImageCms.buildTransform(
-        source,
-        ImageCms.createProfile("sRGB"),
-        "L" if space == "GRAY" else space,
-        "RGB",
-        renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
-        flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
-    )
-    return space, transform
-
-
-def _broken(error: Exception) -> Reject:
-    reason = "truncated" if "truncated" in str(error).lower() else "broken_image"
-    return Reject(reason, f"{type(error).__name__}: {error}")
+    modes, srgb = _PROFILE_MODES[space], ImageCms.createProfile("sRGB")
+    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+    return modes, ImageCms.buildTransform(source, srgb, modes[0], "RGB", intent, flags)

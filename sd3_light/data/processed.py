@@ -15,17 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.feather as feather
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS
-from sd3_light.files import atomic_file, file_sha256, write_atomically
+from sd3_light.data.shards import write_files
+from sd3_light.files import file_sha256, write_atomically
 
 PROCESSED_FORMAT = 1
 _ID = "data_id"
@@ -123,18 +122,15 @@ class ProcessedWriter:
     def _write(self, samples: Sequence[ProcessedSample]) -> None:
         file = f"{SHARDS}/{self.process:05d}-{self._next:05d}.safetensors"
         self._next += 1
-        path = self.folder / file
         columns = {name: torch.stack([sample.tensors[name] for sample in samples]) for name in samples[0].tensors}
         columns[_ID] = torch.tensor([sample.data_id for sample in samples])
-        with atomic_file(path) as temporary:
-            try:
-                save_file(columns, temporary, {"bucket": samples[0].bucket})
-            except SafetensorError as error:
-                raise OSError(0, str(error)) from error
-            entry = {"file": file, "bucket": samples[0].bucket, "count": len(samples)}
-            entry |= {"bytes": temporary.stat().st_size, "sha256": file_sha256(temporary)}
-            write_atomically(path.with_suffix(".arrow"), _rows(samples))
-            write_atomically(path.with_suffix(".json"), json.dumps(entry).encode())
+        rows = {
+            _ID: [sample.data_id for sample in samples],
+            "fingerprint": [sample.fingerprint for sample in samples],
+            "values": [json.dumps(sample.plain, ensure_ascii=False) for sample in samples],
+        }
+        entry = {"file": file, "bucket": samples[0].bucket, "count": len(samples)}
+        write_files(self.folder / file, columns, {"bucket": samples[0].bucket}, rows, entry)
         for row, sample in enumerate(samples):
             self._write_view(file, row, sample)
 
@@ -144,20 +140,6 @@ class ProcessedWriter:
         view = {"shard": file, "row": row, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
         text = json.dumps({**view, "tensors": names, "values": sample.plain}, ensure_ascii=False, indent=1)
         write_atomically(self.folder / str(self.process) / f"{sample.data_id}.json", text.encode())
-
-
-def _rows(samples: Sequence[ProcessedSample]) -> bytes:
-    table = pa.table(
-        {
-            _ID: [sample.data_id for sample in samples],
-            "fingerprint": [sample.fingerprint for sample in samples],
-            "values": [json.dumps(sample.plain, ensure_ascii=False) for sample in samples],
-        }
-    )
-    sink = pa.BufferOutputStream()
-    feather.write_feather(table, sink, compression="uncompressed")
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
 
 
 def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
@@ -212,8 +194,7 @@ class ProcessedDataset(Dataset[Any]):
 
     def bucket_of(self, index: int) -> str:
         """Return the bucket in which the sample was processed."""
-        bucket: str = self._entries[self._samples[index][0]]["bucket"]
-        return bucket
+        return str(self._entries[self._samples[index][0]]["bucket"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, row = self._samples[index]

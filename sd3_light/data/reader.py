@@ -9,11 +9,8 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,10 +21,9 @@ from sd3_light.budget.data_bytes import LATENT_STEP
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
-from sd3_light.tensor_file import read_header
+from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file
 
 REMEDY = "run `sd3-light cache CONFIG` to encode it again (or to fetch it again, if the cache is at a URL)"
-_ITEM_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 _FIELDS = {
     "sample_id": ("I64", 1),
     "moments": ("F16", 5),
@@ -41,23 +37,12 @@ _FIELDS = {
 """Name in the file -> (dtype, number of dimensions)."""
 
 
-@dataclass(frozen=True)
 class TensorSpan:
-    """The position of a tensor in a file."""
+    """The position of a tensor in its file."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes per index of the first dimension."""
-        return math.prod(self.shape[1:]) * _ITEM_BYTES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.shape[0] * self.row_bytes
+    def __init__(self, tensor: StoredTensor) -> None:
+        self.shape, self.nbytes, self.offset = tensor.shape, tensor.nbytes, tensor.spans[0].start
+        self.row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
 
 
 class RowOffsets(NamedTuple):
@@ -109,24 +94,19 @@ class ShardReader:
     def _layout(self) -> dict[str, TensorSpan]:
         size = os.fstat(self._file).st_size
         _expect(size == self.entry.bytes, f"it has {size} bytes, the manifest says {self.entry.bytes}")
-        with open(self._file, "rb", closefd=False) as file:
-            header = read_header(file)
-        _expect("shard" in header.metadata, "its metadata has no entry 'shard'")
-        shard_info = json.loads(header.metadata["shard"])
-        _expect(shard_info["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
-        fields = _fields(header.entries, header.start, size)
-        _check_shapes(fields, self.entry)
-        return fields
+        tensors, metadata = read_tensor_file(self.path)
+        _expect("shard" in metadata, "its metadata has no entry 'shard'")
+        _expect(json.loads(metadata["shard"])["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
+        _check_fields(tensors)
+        _check_shapes(tensors, self.entry)
+        return {name: TensorSpan(tensor) for name, tensor in tensors.items()}
 
     def _check_index(self) -> None:
         starts, captions = self._index["caption_start"], self._index["caption"]
         _expect(_is_rising(starts, len(captions), 1), "its caption counts are inconsistent")
         for name in TOKENS:
-            first_rows = self._index[f"{name}.start"]
-            _expect(
-                _is_rising(first_rows, self.fields[f"{name}.tokens"].shape[0], 0),
-                f"{name}: its token counts are inconsistent",
-            )
+            first_rows, end = self._index[f"{name}.start"], self.fields[f"{name}.tokens"].shape[0]
+            _expect(_is_rising(first_rows, end, 0), f"{name}: its token counts are inconsistent")
             in_range = int(captions.min()) >= 0 and int(captions.max()) < len(first_rows) - 1
             _expect(in_range, f"{name}: a caption index is out of range")
 
@@ -189,13 +169,11 @@ class ShardReader:
 
     def identity(self, row: int) -> int:
         """Return the id of a sample."""
-        number: int = self._ids[row]
-        return number
+        return self._ids[row]
 
     def num_captions(self, row: int) -> int:
         """Return the number of captions of a sample."""
-        count: int = self._caption_start[row + 1] - self._caption_start[row]
-        return count
+        return self._caption_start[row + 1] - self._caption_start[row]
 
     def width(self, field: str) -> int:
         """Return the width of an encoder's ``.tokens`` or ``.pooled``."""
@@ -234,28 +212,17 @@ def _expect(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _fields(entries: Mapping[str, Any], first: int, size: int) -> dict[str, TensorSpan]:
-    """Return the tensors of a header. They must have known names and dtypes and fill the file from ``first`` on."""
-    fields, spans = {}, []
-    for name, tensor in entries.items():
+def _check_fields(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError unless the names, dtypes and numbers of dimensions are those of a shard."""
+    for name, tensor in tensors.items():
         _expect(name in _FIELDS, f"it contains an unknown tensor {name!r}")
-        dtype, dimensions = _FIELDS[name]
-        shape, (begin, end) = tuple(map(int, tensor["shape"])), map(int, tensor["data_offsets"])
-        fits = tensor["dtype"] == dtype and len(shape) == dimensions and all(side >= 0 for side in shape)
-        _expect(fits, f"{name} is {tensor['dtype']} {list(shape)}")
-        field = TensorSpan(dtype, shape, first + begin)
-        _expect(end - begin == field.nbytes, f"{name} has {end - begin} bytes")
-        fields[name] = field
-        spans.append((begin, end))
-    missing = sorted(_FIELDS.keys() - fields.keys() - {"mask"})
+        fits = (tensor.dtype, len(tensor.shape)) == _FIELDS[name] and all(side >= 0 for side in tensor.shape)
+        _expect(fits, f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    missing = sorted(_FIELDS.keys() - tensors.keys() - {"mask"})
     _expect(not missing, f"it has no {', '.join(missing)}")
-    spans.sort()
-    gapless = all(left[1] == right[0] for left, right in pairwise(spans))
-    _expect(spans[0][0] == 0 and gapless and first + spans[-1][1] == size, "its tensors do not fill the file")
-    return fields
 
 
-def _check_shapes(fields: Mapping[str, TensorSpan], entry: ShardEntry) -> None:
+def _check_shapes(fields: Mapping[str, StoredTensor], entry: ShardEntry) -> None:
     """Raise ValueError unless shapes agree with the entry and with each other."""
     count = entry.count
     for name, rows in {"sample_id": count, "moments": count, "mask": count, "caption_start": count + 1}.items():

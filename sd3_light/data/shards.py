@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -49,18 +50,13 @@ class ShardContent:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by their names in the file."""
-        image = {"sample_id": self.sample_id, "moments": self.moments}
-        captions = {"caption_start": self.caption_start, "caption": self.caption}
-        mask = {} if self.mask is None else {"mask": self.mask}
-        return {name: tensor.contiguous() for name, tensor in {**image, **captions, **mask, **self.text}.items()}
+        values = {**vars(self), **self.text}
+        return {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a cached sample: a row of the Arrow file next to its shard.
-
-    ``image`` and ``mask`` are locations as `sources.location_text` writes them.
-    """
+    """The source of a sample, a row of the Arrow file; ``image`` and ``mask`` are written by `sources.locations`."""
 
     key: str
     fingerprint: str
@@ -72,38 +68,36 @@ class Origin:
 
 
 def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins: Sequence[Origin]) -> ShardEntry:
-    """Write a shard, its Arrow file and its manifest entry to ``folder``; return the entry with size and hash.
-
-    The shard file appears last, so that it never exists without the others.
-    """
-    count = len(content.sample_id)
-    assert count == len(origins) > 0
+    """Write a shard, its Arrow file and its manifest entry to ``folder``; return the entry with size and hash."""
+    assert len(content.sample_id) == len(origins) > 0
     # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
     metadata = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
-    path = folder / entry.file
+    columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
+    rows = {**columns, "sample_id": content.sample_id.tolist(), "captions": list(map(list, columns["captions"]))}
+    complete = asdict(replace(entry, count=len(origins)))
+    return ShardEntry(**write_files(folder / entry.file, content.tensors(), {"shard": metadata}, rows, complete))
+
+
+def write_files(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, Any], entry: dict[str, Any]
+) -> dict[str, Any]:
+    """Write tensors, an Arrow file of ``rows`` and an entry; return the entry with ``bytes`` and ``sha256``."""
+    # the tensors' file appears last, so that it never exists without the others
     with atomic_file(path) as temporary:
         try:
-            save_file(content.tensors(), temporary, {"shard": metadata})
+            save_file(tensors, temporary, metadata)
         except SafetensorError as error:
             raise OSError(0, str(error)) from error
         # read back from the file, so that the hash is that of the written bytes
-        entry = replace(entry, count=count, bytes=temporary.stat().st_size, sha256=file_sha256(temporary))
-        write_atomically(path.with_suffix(".arrow"), _origin_table(content.sample_id.tolist(), origins))
-        write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry)).encode())
+        entry = {**entry, "bytes": temporary.stat().st_size, "sha256": file_sha256(temporary)}
+        sink = pa.BufferOutputStream()
+        feather.write_feather(pa.table(rows), sink, compression="uncompressed")
+        write_atomically(path.with_suffix(".arrow"), sink.getvalue().to_pybytes())
+        write_atomically(path.with_suffix(".json"), json.dumps(entry).encode())
     return entry
-
-
-def _origin_table(ids: Sequence[int], origins: Sequence[Origin]) -> bytes:
-    columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
-    table = pa.table({**columns, "sample_id": ids, "captions": [list(captions) for captions in columns["captions"]]})
-    sink = pa.BufferOutputStream()
-    feather.write_feather(table, sink, compression="uncompressed")
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
 
 
 def read_origins(path: Path) -> list[Origin]:
     """Read the Arrow file next to a shard."""
-    rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()
-    names = tuple(Origin.__dataclass_fields__)
-    return [Origin(**{**{name: row[name] for name in names}, "captions": tuple(row["captions"])}) for row in rows]
+    table = feather.read_table(path.with_suffix(".arrow"), list(Origin.__dataclass_fields__), memory_map=False)
+    return [Origin(**{**row, "captions": tuple(row["captions"])}) for row in table.to_pylist()]

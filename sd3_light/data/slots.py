@@ -103,14 +103,10 @@ class SlotPool:
             size = max(os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
             os.ftruncate(self._files[slot], size)
             view = self._maps[slot] = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)
-            self._pin_view(view)
+            undo = self._pin(view.ctypes.data, size) if self._pin and os.getpid() == self._trainer else None
+            if undo is not None:  # unpinned when the last user of the view is freed, before its memory is
+                weakref.finalize(view, undo).atexit = False
         return view
-
-    def _pin_view(self, view: NDArray[np.uint8]) -> None:
-        """Pin a new view; it is unpinned when its last user is freed, before its memory is."""
-        undo = self._pin(view.ctypes.data, len(view)) if self._pin and os.getpid() == self._trainer else None
-        if undo is not None:
-            weakref.finalize(view, undo).atexit = False
 
 
 class Packer:

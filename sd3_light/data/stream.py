@@ -15,7 +15,6 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.data.batch import BatchRow, read_batch
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.memory import too_large
 from sd3_light.data.order import WINDOW, Order, Picks, Segment, WindowRange, build_order, open_shards, rank_slice
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import CaptionFeatures
@@ -73,9 +72,7 @@ class CachedDataset:
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
         self._prefetcher: threading.Thread | None = None
-        self._verifier: Verifier | None = None
-        if not store.verified:
-            self._verifier = Verifier(store.path(self.manifest.empty).parent, launched)
+        self._verifier = Verifier(store.path(self.manifest.empty).parent, launched)
         self._resident = self._read_all(processes) if in_memory else {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,10 +87,7 @@ class CachedDataset:
         window: int = WINDOW,
         small: str = "pad",
     ) -> Order:
-        """Build the order of this cache from the repeats per directory label and the global batch per resolution.
-
-        ``small`` is the config's ``small_buckets``: "drop" leaves out buckets with fewer occurrences than a batch.
-        """
+        """Build the order from repeats per directory label, the global batch per resolution and ``small_buckets``."""
         if unknown := sorted({shard.directory for shard in self.manifest.shards} - repeats.keys()):
             raise UserError(
                 f"the cache contains samples of {unknown[0]!r}, which is not in the dataset TOML (it has "
@@ -113,10 +107,7 @@ class CachedDataset:
         return order
 
     def empty_text(self) -> CaptionFeatures:
-        """Return the features of the empty caption: tokens [L, W] per encoder and pooled vectors [W].
-
-        A cache of real tokens has only the tokens of the empty string.
-        """
+        """Return the features of the empty caption, without padding if the cache has real tokens."""
         return self._readers([self.manifest.empty])[0].caption(0, 0)
 
     # --- batches ------------------------------------------------------------------------------
@@ -151,11 +142,10 @@ class CachedDataset:
 
     def _readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
         """Return readers of verified shards; beyond ``max_open`` the least recently used ones are closed."""
-        cached = [self._resident.get(entry.file) or self._open.get(entry.file) for entry in entries]
-        if None in cached and self._verifier is not None:
-            missing = [entry for entry, reader in zip(entries, cached, strict=True) if reader is None]
-            self._verifier.require((entry, self.store.path(entry)) for entry in missing)
-        readers = [reader or self._open_reader(entry) for entry, reader in zip(entries, cached, strict=True)]
+        missing = [entry for entry in entries if entry.file not in self._resident and entry.file not in self._open]
+        self._verifier.require((entry, self.store.path(entry)) for entry in missing)
+        self._open |= {entry.file: self._new_reader(entry) for entry in missing}
+        readers = [self._resident.get(entry.file) or self._open[entry.file] for entry in entries]
         for entry in entries:
             if entry.file in self._open:
                 self._open.move_to_end(entry.file)
@@ -163,20 +153,15 @@ class CachedDataset:
             self._open.popitem(last=False)
         return readers
 
-    def _open_reader(self, entry: ShardEntry) -> ShardReader:
-        reader = self._open[entry.file] = self._new_reader(entry)
-        return reader
-
     def _new_reader(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
         return open_shard(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
 
     def _read_all(self, processes: int) -> dict[str, ShardReader]:
-        if problem := too_large(sum(entry.bytes for entry in self.manifest.shards), processes):
+        if problem := self.manifest.too_large(processes):
             raise UserError(problem)
         readers = {}
         for entry in self.manifest.shards:
-            if self._verifier is not None:
-                self._verifier.require([(entry, self.store.path(entry))])
+            self._verifier.require([(entry, self.store.path(entry))])
             readers[entry.file] = self._new_reader(entry, in_memory=True)
         return readers
 
@@ -186,9 +171,8 @@ class CachedDataset:
             return True
         if self._prefetcher is not None and self._prefetcher.is_alive():
             return False
-        entries = [self.buckets[bucket].shards[segment] for segment in segments]
-        if self._verifier is not None:
-            entries = [entry for entry in entries if not self._verifier.is_verified(entry)]
+        shards = self.buckets[bucket].shards
+        entries = [shards[segment] for segment in segments if not self._verifier.is_verified(shards[segment])]
         if not entries:
             return True
         first = getpid() % len(entries)  # processes start at different shards
@@ -200,9 +184,7 @@ class CachedDataset:
     def _prefetch(self, entries: Sequence[ShardEntry]) -> None:
         for entry in entries:
             try:
-                path = self.store.path(entry)
-                if self._verifier is not None:
-                    self._verifier.prefetch((entry, path))
+                self._verifier.prefetch((entry, self.store.path(entry)))
             except (UserError, OSError):
                 return  # reported when the shard is read
 
@@ -226,23 +208,20 @@ class MicroBatches(InPlaceDataset):
     def fetch(self, item: int, allocate: AllocateBytes) -> CachedBatch:
         """Read a micro-batch; its tensors share one block of memory from ``allocate``."""
         step, micro = divmod(item, self.micro_batches)
-        size = self.order.batch_size(step)
-        start, stop = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
-        batch = self.data.read(self.order.picks(step, start, stop), self.order.seed, allocate)
-        self._prefetch_after(step)
+        part = rank_slice(self.order.batch_size(step), self.rank, self.world, micro, self.micro_batches)
+        batch = self.data.read(self.order.picks(step, *part), self.order.seed, allocate)
+        self._prefetch(self.order.next_windows(step, *self._rank_share(step)))
         return batch
 
     def prefetch_step(self, step: int) -> None:
         """Start to hash the shards of ``step`` in the background, for example while the model is loading."""
-        bucket = self.order.position(step)[1]
-        self.data.prefetch(bucket, self.order.segments_at(step, *self._rank_share(step)).tolist())
+        self._prefetch(self.order.windows_at(step, *self._rank_share(step)))
 
     def _rank_share(self, step: int) -> tuple[int, int]:
         """Return this rank's range of the global batch of ``step``, over all micro-batches."""
         return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
 
-    def _prefetch_after(self, step: int) -> None:
-        windows = self.order.next_windows(step, *self._rank_share(step))
+    def _prefetch(self, windows: WindowRange) -> None:
         if windows in self._prefetched:
             return
         if self.data.prefetch(windows.bucket, self.order.segments_in(windows).tolist()):

@@ -58,8 +58,10 @@ class Verifier:
 
     def is_verified(self, entry: ShardEntry) -> bool:
         """Return whether the shard was verified in this launch."""
-        if entry.file not in self._verified and self._markers is not None and _is_filled(self._markers / _name(entry)):
-            self._verified.add(entry.file)
+        if entry.file not in self._verified and self._markers is not None:
+            with suppress(OSError):  # no marker yet
+                if (self._markers / _name(entry)).stat().st_size > 0:
+                    self._verified.add(entry.file)
         return entry.file in self._verified
 
     def _check(self, shard: ShardFile, wait: bool) -> bool:
@@ -122,13 +124,6 @@ def _sweep(temp: Path) -> None:
 
 def _name(entry: ShardEntry) -> str:
     return blake2b(f"{entry.file}/{entry.sha256}".encode(), digest_size=16).hexdigest()
-
-
-def _is_filled(marker: Path) -> bool:
-    try:
-        return marker.stat().st_size > 0
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -68,11 +68,6 @@ def row_starts(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def rows_in_batch(lengths: Sequence[int], padded: int) -> NDArray[np.int64]:
-    """Return the rows of real tokens among the flattened rows [B x padded] of a batch, caption by caption."""
-    return np.concatenate([np.arange(index * padded, index * padded + length) for index, length in enumerate(lengths)])
-
-
-def rows_of_members(members: Sequence[int], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rows of the given captions among the concatenated rows of all captions."""
-    return np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of several ranges, such as the rows of captions, from the start and length of each."""
+    return np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])

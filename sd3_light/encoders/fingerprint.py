@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -63,12 +64,9 @@ def _read_memo(memo: Path | None) -> Hashes:
         hashes = {} if memo is None else json.loads(memo.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    valid = isinstance(hashes, dict) and all(isinstance(text, str) and _is_hash(text) for text in hashes.values())
+    values = hashes.values() if isinstance(hashes, dict) else [None]
+    valid = all(isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) for value in values)
     return hashes if valid else {}
-
-
-def _is_hash(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
 def _write_memo(memo: Path, hashes: Hashes) -> None:

@@ -4,7 +4,6 @@ Results are CPU tensors that are filled asynchronously. They are complete after 
 function returned by `FrozenParts.waiter` has returned.
 """
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sd3_light.encoders.batching import (
-    CaptionBatch,
-    image_batches,
-    length_batches,
-    padded_batches,
-    row_starts,
-    rows_in_batch,
-    rows_of_members,
-)
+from sd3_light.encoders.batching import CaptionBatch, image_batches, length_batches, padded_batches, ranges, row_starts
 from sd3_light.encoders.host_copies import AsyncHostCopies
 from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoders.text import TEXT_ENCODERS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
 from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.model.pipeline_folder import vae_shape
 
 STORED_DTYPE = torch.bfloat16
 """Dtype of text features in a shard."""
@@ -91,8 +83,7 @@ class FrozenParts:
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents, read from its config."""
-        config = json.loads((self.path / "vae" / "config.json").read_text(encoding="utf-8"))
-        return int(config["latent_channels"])
+        return vae_shape(self.path)[0]
 
     @property
     def one_at_a_time(self) -> bool:
@@ -117,10 +108,7 @@ class FrozenParts:
     # --- images ---------------------------------------------------------------------------------
 
     def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> Tensor:
-        """Encode uint8 pixels [B, H, W, 3] to fp16 moments [B, v, 2C, h, w] on the CPU.
-
-        With ``flip`` the second variant v holds the moments of the mirrored images.
-        """
+        """Encode uint8 pixels [B, H, W, 3] to fp16 moments [B, v, 2C, h, w] on the CPU; ``flip`` adds mirrored ones."""
         source = torch.as_tensor(pixels)
         batches = image_batches(len(source), source.shape[1], source.shape[2], self.batch_size)
         vae = self.part("vae")
@@ -147,10 +135,7 @@ class FrozenParts:
             return {name: TokenIds.of(self._tokenizers[name](captions, self.padded)) for name in TEXT_ENCODERS}
 
     def encode_captions(self, captions: Sequence[str] | CaptionTokens) -> dict[str, Tensor]:
-        """Encode distinct captions, or their ids from `tokenize`, to the text tensors of a shard.
-
-        These are ``ENCODER.tokens``, ``ENCODER.start`` and CLIP's ``ENCODER.pooled``, in bf16 on the CPU.
-        """
+        """Encode distinct captions, or their ids from `tokenize`, to the text tensors of a shard, on the CPU."""
         tokens = captions if isinstance(captions, Mapping) else self.tokenize(captions)
         features: dict[str, Tensor] = {}
         for name in TEXT_ENCODERS:
@@ -161,11 +146,12 @@ class FrozenParts:
         """Return the tensors of one encoder for its ids from `tokenize`."""
         features = {f"{name}.start": torch.from_numpy(ids.starts)}
         for batch in self.caption_batches(name, ids.lengths.tolist()):
-            rows = rows_of_members(batch.members, ids.starts)
+            members = list(batch.members)
+            rows = ranges(ids.starts[members], ids.lengths[members])
             tokens, pooled = self._encode_batch(name, batch, ids, rows)
             self._collect(features, f"{name}.tokens", tokens, len(ids.ids), rows)
             if pooled is not None:
-                self._collect(features, f"{name}.pooled", pooled, len(ids.lengths), np.array(batch.members))
+                self._collect(features, f"{name}.pooled", pooled, len(ids.lengths), np.array(members))
         return features
 
     def caption_batches(self, name: str, lengths: Sequence[int]) -> list[CaptionBatch]:
@@ -181,7 +167,7 @@ class FrozenParts:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the rows of real tokens, caption by caption, and CLIP's pooled vectors, on the device."""
         lengths = ids.lengths[list(batch.members)]
-        real_rows = rows_in_batch(lengths.tolist(), batch.length)
+        real_rows = ranges(np.arange(len(lengths)) * batch.length, lengths)
         filled = np.full(len(batch.members) * batch.length, self._tokenizers[name].pad_id)
         filled[real_rows] = ids.ids[rows]
         padded = self._to_device(torch.from_numpy(filled.reshape(-1, batch.length)))

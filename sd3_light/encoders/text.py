@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-TextFeatures = dict[str, Tensor]
 Texts = Mapping[str, Sequence[Tensor]]
 """One tensor per sample: ENCODER -> its tokens [L, W] without padding, ENCODER.pooled -> a vector [W]."""
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Shape and dtype -> an uninitialized tensor."""
 
 # name -> (model folder, tokenizer folder) of a diffusers SD3 folder
 TEXT_ENCODERS = {
@@ -62,17 +59,14 @@ def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype
     """Load a text encoder, frozen, with fused attention."""
     model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
     load: Callable[..., nn.Module] = model_class.from_pretrained
-    model = load(
-        diffusers_path / TEXT_ENCODERS[name][0], dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
+    folder = diffusers_path / TEXT_ENCODERS[name][0]
+    model = load(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
     return model.to(device).eval().requires_grad_(False)
 
 
 def encode_clip(model: nn.Module, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the second-to-last layer's tokens [B, L, W] and the pooled vector [B, W] at the first end token.
-
-    CLIP's attention is causal, so padding after the end token does not change the tokens before it.
-    """
+    """Return the second-to-last layer's tokens [B, L, W] and the pooled vector [B, W] at the first end token."""
+    # attention is causal, so padding after the end token does not change the tokens before it
     output = model(ids_BL, output_hidden_states=True)
     return output.hidden_states[-2], output.text_embeds
 
@@ -111,7 +105,9 @@ def unpad_text(features: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     return texts
 
 
-def join_text(texts: Texts, allocate: Allocate | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def join_text(
+    texts: Texts, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return SD3's (prompt_embeds [B, T, W], pooled_prompt_embeds [B, P], lengths [B]).
 
     A sample's T5 tokens directly follow its CLIP tokens, then zeros up to T, the longest sample's length. ``allocate``

@@ -50,11 +50,9 @@ def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> 
 
 @contextmanager
 def tf32_convolutions() -> Iterator[None]:
-    """Use deterministic TF32 convolutions on GPUs in this block, so that equal images give equal bytes.
-
-    TF32 has ten bits of mantissa, as many as the stored fp16.
-    """
+    """Use deterministic TF32 convolutions on GPUs in this block, so that equal images give equal bytes."""
     cudnn: Any = torch.backends.cudnn
+    # TF32 has ten bits of mantissa, as many as the stored fp16
     flags = {"allow_tf32": True, "benchmark": False, "deterministic": True}
     previous = {name: getattr(cudnn, name) for name in flags}
     try:

@@ -76,14 +76,8 @@ class FlowMatchSFTLoss:
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
         """Return t in (0, 1) per sample."""
         tokens = (clean.shape[-1] // 2) * (clean.shape[-2] // 2)
-        drawn = times_from_quantiles(
-            quantile.double().tolist(),
-            tokens,
-            self.timestep_sample_method,
-            self.sigmoid_scale,
-            self.shift,
-            self.flux_shift,
-        )
+        quantiles, method = quantile.double().tolist(), self.timestep_sample_method
+        drawn = times_from_quantiles(quantiles, tokens, method, self.sigmoid_scale, self.shift, self.flux_shift)
         return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
 
 

@@ -1,10 +1,14 @@
-"""The flow-matching objective: the path, its velocity, and the losses.
+"""The flow-matching objective: the path, its velocity, the losses, and losses by time.
 
 Every loss is a mean over samples of each sample's own mean, so averaging equal micro-batches is exact.
 """
 
 import torch
 from torch import Tensor
+
+NUM_BANDS = 10
+BAND_NAMES = tuple(f"{band / NUM_BANDS:.1f}-{(band + 1) / NUM_BANDS:.1f}" for band in range(NUM_BANDS))
+"""Bands of t, as trained (after any shift)."""
 
 
 def interpolate(clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -21,27 +25,31 @@ def velocity(clean: Tensor, noise: Tensor) -> Tensor:
 def flow_loss(
     predicted: Tensor, target: Tensor, mask: Tensor | None = None, pseudo_huber_c: float | None = None
 ) -> Tensor:
-    """Return the loss per sample [B]: squared or pseudo-Huber error, averaged over the sample's mask [B, H, W].
-
-    The mask is normalised: its sum does not change the weight of a sample.
-    """
+    """Return the loss per sample [B]: squared or pseudo-Huber error, averaged over the sample's mask [B, H, W]."""
     error = (predicted.float() - target.float()) ** 2
     if pseudo_huber_c is not None:
         # sqrt(e + c^2) - c, without the cancellation that loses errors smaller than c
         error = error / (torch.sqrt(error + pseudo_huber_c**2) + pseudo_huber_c)
     if mask is None:
         return error.flatten(1).mean(1)
+    # normalised: the sum of a mask does not change the weight of its sample
     weight = mask.float().unsqueeze(1)
     return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * error.shape[1])
 
 
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the loss per sample [B]: squared distance of the last text tokens from the (detached) target tokens.
-
-    It is averaged over the sample's first ``lengths`` tokens, or over all.
-    """
+    """Return the squared distance per sample [B] of text and detached target, over ``lengths`` tokens or all."""
     error = (text.float() - target.float().detach()) ** 2
     if lengths is None:
         return error.flatten(1).mean(1)
     is_real = torch.arange(text.shape[1], device=text.device) < lengths[:, None]
     return error.mean(2).masked_fill(~is_real, 0).sum(1) / lengths
+
+
+def sum_by_band(each_B: Tensor, time_B: Tensor) -> Tensor:
+    """Return [2, bands]: the sum of losses and the number of samples in each band of time in [0, 1]."""
+    band_B = (time_B * NUM_BANDS).long().clamp(0, NUM_BANDS - 1)
+    member_BN = band_B[:, None] == torch.arange(NUM_BANDS, device=band_B.device)
+    # where() instead of a product: a non-finite loss must stay in its band
+    losses_N = torch.where(member_BN, each_B.detach().float()[:, None], 0).sum(0)
+    return torch.stack([losses_N, member_BN.sum(0).float()])

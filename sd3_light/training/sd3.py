@@ -11,8 +11,10 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.data.loader import PreparedBatch
+from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
-from sd3_light.encoders.text import Allocate, TextFeatures, join_text, unpad_text
+from sd3_light.encoders.text import join_text, unpad_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
@@ -38,7 +40,7 @@ class InputPreparer:
     seed: int
     model: ModelConfig
     scale: LatentScale
-    empty_text: TextFeatures | None
+    empty_text: CaptionFeatures | None
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
@@ -50,7 +52,7 @@ class InputPreparer:
         return self.prepare_into(batch, None, timestep_quantile)
 
     def prepare_into(
-        self, batch: CachedBatch, allocate: Allocate | None, timestep_quantile: float | None = None
+        self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None = None
     ) -> PreparedBatch:
         """Like `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
         evaluation = timestep_quantile is not None
@@ -66,7 +68,7 @@ class InputPreparer:
             (velocity(clean, noise), None if mask is None else mask.float() / 255),
         )
 
-    def _text(self, batch: CachedBatch, evaluation: bool, allocate: Allocate | None = None) -> tuple[Tensor, ...]:
+    def _text(self, batch: CachedBatch, evaluation: bool, allocate: AllocateTensor | None = None) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
@@ -116,7 +118,7 @@ class LightSD3Pipeline:
     name = "sd3"
 
     def __init__(
-        self, model: ModelConfig, seed: int, empty_text: TextFeatures | None, start: WeightsStart | None = None
+        self, model: ModelConfig, seed: int, empty_text: CaptionFeatures | None, start: WeightsStart | None = None
     ) -> None:
         self.model = model
         self.transformer = starting_transformer(start or where_weights_start(model), seed)

@@ -11,8 +11,7 @@ read when the unit is built; `plan-DIGEST.json` has the counts and is written la
 
 import json
 import os
-import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,11 +25,10 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, fits
-from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source
-from sd3_light.data.building.chunks import is_end
-from sd3_light.data.building.claims import POLL_SECONDS, Claims
+from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source, is_end
+from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.sources import caption_variants
+from sd3_light.data.sources.captions import caption_variants
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.randomness import sample_id
 
@@ -142,14 +140,12 @@ def make_cache_plan(
     ]
     name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
-    while not _is_planned(path, catalogue.claims):
-        if not catalogue.claims.take(name):
-            time.sleep(POLL_SECONDS)
-            continue
-        if not _is_planned(path, catalogue.claims):
-            _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
-            _prune_plans(catalogue.folder)
-        catalogue.claims.release(name)
+
+    def write(_: str) -> None:
+        _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
+        _prune_plans(catalogue.folder)
+
+    catalogue.claims.divide([name], lambda _: _is_planned(path, catalogue.claims), write)
     try:
         os.utime(path)
         return CachePlan(path, catalogue, listings, recipe_digest)
@@ -162,11 +158,9 @@ def make_cache_plan(
 def _is_planned(path: Path, claims: Claims) -> bool:
     """Return whether a valid plan exists; with unreadable inputs, whether it was written during this run."""
     counts = path.with_suffix(".json")
-    if not counts.is_file():
-        return False
     try:
         rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
-    except (ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return False
     return "unreadable" not in rejected or claims.is_newer(counts)
 
@@ -185,15 +179,6 @@ def _last_use(path: Path) -> float:
         return 0.0
 
 
-@dataclass
-class _OpenUnit:
-    """A unit that is being filled."""
-
-    positions: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    fingerprints: list[str] = field(default_factory=list)
-
-
 _PLAN_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("file", "label", "fingerprint")),
@@ -207,7 +192,9 @@ _PLAN_SCHEMA = pa.schema(
 )
 
 _UnitKey = tuple[tuple[int, int], Bucket]
-"""(resolution, bucket) of an open unit."""
+"""(resolution, bucket) of a unit."""
+_Placed = tuple[int, int, str]
+"""Position in the catalogue, id and fingerprint of a sample."""
 
 
 class _Planner:
@@ -238,17 +225,17 @@ class _Planner:
     def _units(self, listings: Sequence[Listing]) -> Iterator[dict[str, Any]]:
         part_number = 0
         for listing in listings:
-            open_units: dict[_UnitKey, _OpenUnit] = {}
+            open_units: defaultdict[_UnitKey, list[_Placed]] = defaultdict(list)
             for part in listing.parts:
                 rows = self._catalogue.rows(part)
                 yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units)
                 part_number += 1
             for key, unit in open_units.items():
-                if unit.positions:
+                if unit:
                     yield _finish_unit(listing.source, key, unit)
 
     def _assign(
-        self, source: Source, first: int, rows: Sequence[InputRow], open_units: dict[_UnitKey, _OpenUnit]
+        self, source: Source, first: int, rows: Sequence[InputRow], open_units: defaultdict[_UnitKey, list[_Placed]]
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
             if row.reason:
@@ -259,18 +246,17 @@ class _Planner:
             for resolution, bucket, resize in fits(row.width, row.height, source.directory):
                 self._counts.cropped += resize.cropped_fraction > 0
                 self._counts.enlarged += resize.enlarged
-                unit = open_units.setdefault((resolution, bucket), _OpenUnit())
-                unit.positions.append(position)
-                unit.ids.append(member.identity)
-                unit.fingerprints.append(member.fingerprint)
-                if is_end(len(unit.positions), member.identity, self._shard_size):
+                unit = open_units[resolution, bucket]
+                unit.append((position, member.identity, member.fingerprint))
+                if is_end(len(unit), member.identity, self._shard_size):
                     yield _finish_unit(source, (resolution, bucket), unit)
-                    open_units[resolution, bucket] = _OpenUnit()
+                    open_units[resolution, bucket] = []
 
 
-def _finish_unit(source: Source, key: _UnitKey, unit: _OpenUnit) -> dict[str, Any]:
+def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict[str, Any]:
     (resolution, bucket), flip = key, source.directory.flip
-    fingerprint = _digest(*unit.fingerprints, str(bucket), str(flip))
+    positions, ids, fingerprints = zip(*unit, strict=True)
+    fingerprint = _digest(*fingerprints, str(bucket), str(flip))
     return {
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
         "label": source.label,
@@ -278,9 +264,9 @@ def _finish_unit(source: Source, key: _UnitKey, unit: _OpenUnit) -> dict[str, An
         "size": [bucket.width, bucket.height],
         "resolution": list(resolution),
         "flip": flip,
-        "count": len(unit.positions),
-        "places": unit.positions,
-        "ids": unit.ids,
+        "count": len(unit),
+        "places": positions,
+        "ids": ids,
     }
 
 

@@ -14,8 +14,7 @@ by the next run; until then the rows of their part are kept beside it.
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -27,12 +26,14 @@ import pyarrow.compute as pc
 import pyarrow.feather as feather
 
 from sd3_light.config import DirectoryConfig, UserError
-from sd3_light.data.building.chunks import chunks
-from sd3_light.data.building.claims import POLL_SECONDS, Claims
-from sd3_light.data.building.decode import Probe, SampleLocation, crashed_probe, probe_images
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import CRASHED_PROBE, Probe, SampleLocation, probe_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
-from sd3_light.data.sources import Record, Rejected, location_from_text, location_text, occurrences, scan, signature
+from sd3_light.data.sources.locations import location_from_text, location_text
+from sd3_light.data.sources.records import Record, Rejected, file_version
+from sd3_light.data.sources.scan import occurrences, scan
+from sd3_light.data.sources.signature import signature
 from sd3_light.files import atomic_file, sweep_files, write_atomically
 from sd3_light.randomness import sample_id
 
@@ -90,6 +91,27 @@ class Listing:
     rows: int
 
 
+def is_end(count: int, identity: int, max_items: int) -> bool:
+    """Return whether the item with this hash ends a chunk of ``count`` items.
+
+    The content decides, so that an inserted item changes one or two chunks. They have ``max_items // 4`` to
+    ``max_items`` items (the last may have fewer), a little over half of ``max_items`` on average.
+    """
+    return count >= max_items or (count >= max_items // 4 and identity % max(2, max_items // 3) == 0)
+
+
+def chunks(items: Iterable[T], identity: Callable[[T], int], max_items: int) -> Iterator[list[T]]:
+    """Yield the items in order, in chunks that end as `is_end` says."""
+    chunk: list[T] = []
+    for item in items:
+        chunk.append(item)
+        if is_end(len(chunk), identity(item), max_items):
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
 def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
     """Give each directory a unique label that does not depend on its position in the list."""
     numbers = occurrences(directories)
@@ -100,10 +122,7 @@ def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
 
 
 class Catalogue:
-    """The catalogue in a cache folder, filled by any number of processes at once.
-
-    ``share`` (rank, world) determines which items a process starts with, so that processes rarely collide.
-    """
+    """The catalogue in a cache folder. Any number of processes fill it; each starts at its ``share`` (rank, world)."""
 
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
         self.folder, self.claims, self._share = cache_dir / CATALOGUE_FOLDER, claims, share
@@ -113,10 +132,11 @@ class Catalogue:
         """List the sources that changed; ``on_listed`` is called with the number of new rows, part by part."""
         self._parts.mkdir(parents=True, exist_ok=True)
         listings: dict[str, Listing] = {}
-        self._divide_work(
-            {source.name: source for source in sources},
-            lambda name, source: self._is_listed(source, listings),
-            lambda name, source: self._list(source, on_listed),
+        by_name = {source.name: source for source in sources}
+        self.claims.divide(
+            rotate_to_share(list(by_name), self._share),
+            lambda name: self._is_listed(by_name[name], listings),
+            lambda name: self._list(by_name[name], on_listed),
         )
         return [listings[source.name] for source in sources]
 
@@ -128,11 +148,11 @@ class Catalogue:
     def probe_images(self, listings: Sequence[Listing], workers: int, on_probed: Callable[[int], None]) -> None:
         """Read every new image: store its size and content hash, or the reason why it cannot be used."""
         roots = {part: listing.source.root for listing in listings for part in listing.parts}
-        with WorkerPool(workers, probe_images, crashed_probe) as pool:
-            self._divide_work(
-                roots,
-                lambda part, root: self._is_probed(part),
-                lambda part, root: self._probe_part(part, root, pool, on_probed),
+        with WorkerPool(workers, probe_images, CRASHED_PROBE) as pool:
+            self.claims.divide(
+                rotate_to_share(list(roots), self._share),
+                self._is_probed,
+                lambda part: self._probe_part(part, roots[part], pool, on_probed),
             )
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:
@@ -155,25 +175,6 @@ class Catalogue:
                         path.unlink()
         for folder in (self.folder, self._parts):
             sweep_files(folder)
-
-    def _divide_work(
-        self, items: dict[str, Any], is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]
-    ) -> None:
-        """Do the items that no other process does and wait for the others; items of dead processes are taken over."""
-        names = rotate_to_share(list(items), self._share)
-        while names := [name for name in names if not self._try(name, items[name], is_done, do)]:
-            time.sleep(POLL_SECONDS)
-
-    def _try(self, name: str, item: Any, is_done: Callable[[str, Any], bool], do: Callable[[str, Any], None]) -> bool:
-        """Do an item unless it is done or claimed by another process. Return whether it is done now."""
-        if is_done(name, item):
-            return True
-        if not self.claims.take(name):
-            return False
-        if not is_done(name, item):
-            do(name, item)
-        self.claims.release(name)
-        return is_done(name, item)
 
     def _is_listed(self, source: Source, listings: dict[str, Listing]) -> bool:
         """Return whether any process has refreshed this listing since this run started."""
@@ -294,7 +295,7 @@ def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
     if isinstance(entry, Rejected):
         return InputRow(entry.key, image, reason=entry.reason, detail=entry.detail)
     try:
-        version = entry.image.version() + ("" if entry.mask is None else f"+{entry.mask.version()}")
+        version = file_version(entry.image.path) + ("" if entry.mask is None else f"+{file_version(entry.mask.path)}")
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
     return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions)

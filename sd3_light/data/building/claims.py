@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -83,6 +84,22 @@ class Claims:
         # another process may have taken it over while this one seemed dead: remove only our own claim
         if _read(self._path(name)) == self.owner:
             self._path(name).unlink(missing_ok=True)
+
+    def divide(self, names: Sequence[str], is_done: Callable[[str], bool], do: Callable[[str], None]) -> None:
+        """Do the items that no other process does and wait for the others; items of dead processes are taken over."""
+        while names := [name for name in names if not self._try(name, is_done, do)]:
+            time.sleep(POLL_SECONDS)
+
+    def _try(self, name: str, is_done: Callable[[str], bool], do: Callable[[str], None]) -> bool:
+        """Do an item unless it is done or claimed by another process. Return whether it is done now."""
+        if is_done(name):
+            return True
+        if not self.take(name):
+            return False
+        if not is_done(name):
+            do(name)
+        self.release(name)
+        return is_done(name)
 
     def is_newer(self, path: Path) -> bool:
         """Return whether a file was written after this context was entered."""

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, probe
-from sd3_light.data.sources import Location
+from sd3_light.data.sources.records import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,10 @@ class Decoded:
     detail: str = ""
 
 
+CRASHED_PROBE = Probe(reason="decoder_crashed", detail="while its header was read")
+CRASHED_DECODE = Decoded(reason="decoder_crashed")
+
+
 def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
     """Read each image once and return its size and hash."""
     return [_probe(location) for location in locations]
@@ -62,11 +66,6 @@ def _probe(location: SampleLocation) -> Probe:
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
     return Probe(width, height, content_digest(image, mask))
-
-
-def crashed_probe(location: SampleLocation) -> Probe:
-    """Return the result for an image whose header crashed the process."""
-    return Probe(reason="decoder_crashed", detail="while its header was read")
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -84,11 +83,6 @@ def _decode(task: DecodeTask) -> Decoded:
         return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
-
-
-def crashed_decode(task: DecodeTask) -> Decoded:
-    """Return the result for an image that crashed the process."""
-    return Decoded(reason="decoder_crashed")
 
 
 def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:

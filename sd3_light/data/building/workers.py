@@ -20,15 +20,11 @@ Result = TypeVar("Result")
 class WorkerPool(Generic[Task, Result]):
     """Runs ``work``, which maps a batch of tasks to a list of results, in ``count`` processes (0: in this one).
 
-    ``crashed`` returns the result of a task that kills its process. At most ``ahead`` batches are pending.
+    ``crashed`` is the result of a task that kills its process. At most ``ahead`` batches are pending.
     """
 
     def __init__(
-        self,
-        count: int,
-        work: Callable[[Sequence[Task]], list[Result]],
-        crashed: Callable[[Task], Result],
-        ahead: int | None = None,
+        self, count: int, work: Callable[[Sequence[Task]], list[Result]], crashed: Result, ahead: int | None = None
     ) -> None:
         self._count, self._work, self._crashed = count, work, crashed
         self.ahead = ahead or count + 1
@@ -80,9 +76,9 @@ class WorkerPool(Generic[Task, Result]):
         except BrokenProcessPool:
             # all pending batches were lost with the process: isolate the crash in this one, resubmit the others
             results = self._one_by_one(batch)
-            resubmitted = [(batch, self._submit(batch) if _was_lost(future) else future) for batch, future in pending]
-            pending.clear()
-            pending.extend(resubmitted)
+            for number, (batch, future) in enumerate(pending):
+                if future.done() and isinstance(future.exception(), BrokenProcessPool):
+                    pending[number] = batch, self._submit(batch)
             return results
 
     def _one_by_one(self, batch: Sequence[Task]) -> list[Result]:
@@ -92,13 +88,8 @@ class WorkerPool(Generic[Task, Result]):
                 try:
                     results += pool._submit([task]).result()
                 except BrokenProcessPool:
-                    results.append(self._crashed(task))
+                    results.append(self._crashed)
         return results
-
-
-def _was_lost(future: "Future[list[Result]]") -> bool:
-    """Return whether a batch was lost with its process."""
-    return future.done() and isinstance(future.exception(), BrokenProcessPool)
 
 
 def _new_pool(count: int) -> ProcessPoolExecutor:

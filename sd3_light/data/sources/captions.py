@@ -59,10 +59,7 @@ def named(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def texts(value: Any, column: str = "") -> tuple[str, ...]:
-    """Return the captions in a value of a table or a file: a text or a list of texts. Raises Reject.
-
-    ``column`` is the configured column, if the value comes from it.
-    """
+    """Return the captions in a value of a file or of the configured ``column``: a text or a list. Raises Reject."""
     if value is None or value == []:
         raise Reject("no_caption", f"no value in {column!r} (caption_column)" if column else "no value")
     entries = value if isinstance(value, list | tuple) else (value,)

@@ -16,10 +16,7 @@ _DECODER = json.JSONDecoder()
 
 
 def members(file: TextIO) -> Iterator[tuple[str | None, Any]]:
-    """Yield (key, value) for each member of an object, or (None, value) for each item of a list.
-
-    Raises ValueError for anything else, possibly after all members were yielded.
-    """
+    """Yield (key, value) per member of an object or (None, value) per item of a list. Raises ValueError, maybe late."""
     text = _Window(file)
     is_object = text.take("{[", "neither an object nor a list") == "{"
     closing = "}" if is_object else "]"

@@ -56,10 +56,8 @@ def is_folder(entry: "os.DirEntry[str]") -> bool:
 def depth_first(
     root: _Subfolder, kind: type[_Subfolder], visit: Callable[[_Subfolder], Iterator[_Item | _Subfolder]]
 ) -> Iterator[_Item]:
-    """Yield the items of ``visit(root)``; each folder (an instance of ``kind``) that it yields is visited in its place.
-
-    Not recursive: folders may be nested deeper than Python's stack allows.
-    """
+    """Yield the items of ``visit(root)``; each folder (an instance of ``kind``) among them is visited in its place."""
+    # not recursive: folders may be nested deeper than Python's stack allows
     visits = [visit(root)]
     while visits:
         for item in visits[-1]:

@@ -17,14 +17,13 @@ def location_text(location: Location | None, root: Path) -> str:
     match location:
         case None:
             return ""
-        case FileBytes(path):
-            fields: list[str | int] = [_shorten(path, root)]
-        case FileRange(path, offset, size):
-            fields = [_shorten(path, root), offset, size]
-        case ParquetCell(path, column, group, row):
-            fields = [_shorten(path, root), column, group, row]
+        case FileRange(_, offset, size):
+            rest: list[str | int] = [offset, size]
+        case ParquetCell(_, column, group, row):
+            rest = [column, group, row]
         case _:
-            raise AssertionError(f"{type(location).__name__} has no text form")
+            rest = []
+    fields = [_shorten(location.path, root), *rest]
     # names that are not UTF-8 contain surrogates, which need escapes
     is_plain = all(is_utf8(field) for field in fields if isinstance(field, str))
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=not is_plain)

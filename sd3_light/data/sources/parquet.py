@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, decode_text, texts
-from sd3_light.data.sources.records import ScanItem, file_version
+from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
@@ -47,10 +47,6 @@ class ParquetCell:
             raise Reject("changed_meanwhile", f"{self.path!r}: {error}") from error
         data = value.get("bytes") if isinstance(value, dict) else value
         return data or b""
-
-    def version(self) -> str:
-        """Return size and time of the Parquet file."""
-        return file_version(self.path)
 
 
 def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:

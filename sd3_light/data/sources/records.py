@@ -14,11 +14,12 @@ from sd3_light.data.preprocess import Reject
 class Location(Protocol):
     """The location of the bytes of one image. Small, immutable and picklable."""
 
+    @property
+    def path(self) -> str:
+        """The file that contains the bytes."""
+
     def read(self) -> bytes:
         """Read the bytes; raises Reject if that is not possible."""
-
-    def version(self) -> str:
-        """Return ``SIZE-MTIME_NS`` of the file that contains the bytes; raises Reject("unreadable")."""
 
 
 def file_version(path: str) -> str:
@@ -44,10 +45,6 @@ class FileBytes:
         except OSError as error:
             raise Reject("unreadable", str(error)) from error
 
-    def version(self) -> str:
-        """Return the file's size and time."""
-        return file_version(self.path)
-
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
@@ -69,10 +66,6 @@ class FileRange:
             raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before the end of its member")
         return data
 
-    def version(self) -> str:
-        """Return size and time of the file that contains the range."""
-        return file_version(self.path)
-
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -87,17 +80,10 @@ class Record:
     image: Location
     mask: Location | None = None
 
-    def read(self) -> bytes:
-        """Read the image file; raises Reject if that is not possible."""
-        return self.image.read()
-
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """An input that cannot be used: its key, a code of `preprocess.REASONS` and details.
-
-    ``image`` is the location of its image, if there is one to show.
-    """
+    """An input that cannot be used: a code of `preprocess.REASONS`, details, and the location of an image to show."""
 
     key: str
     reason: str

@@ -34,18 +34,21 @@ _Raw = tuple[str, Any]  # a row's position; then a dict, a TableRow or a Reject
 def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
     """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
     read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[path.suffix]
-    missing = _MissingColumns(columns)
+    num_objects, missing = 0, {column: key for key, column in _configured(columns)}
     try:
         for position, raw in read(path, columns):
             if isinstance(raw, Mapping):
-                missing.observe(raw)
+                num_objects += 1
+                missing = {column: key for column, key in missing.items() if named(raw, (column,)) is None}
             try:
                 yield _row(raw, columns)
             except Reject as reject:
                 yield BrokenRow(f"{path.name}:{position}", reject.detail)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise Reject("broken_table", str(error)) from error
-    missing.check()
+    if num_objects and missing:
+        names = ", ".join(f"{column!r} ({key})" for column, key in missing.items())
+        raise Reject("broken_table", f"no row has a value in {names}")
 
 
 def _row(raw: Any, columns: Columns) -> TableRow:
@@ -63,24 +66,6 @@ def _row(raw: Any, columns: Columns) -> TableRow:
         where = f" in {columns.image!r} (image_column)" if columns.image else ""
         raise Reject("broken_row", f"no file name{where}")
     return TableRow(name, value)
-
-
-class _MissingColumns:
-    """Detects configured columns that no row of a table has."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._missing = {column: key for key, column in _configured(columns)}
-        self._rows = 0
-
-    def observe(self, row: Mapping[str, Any]) -> None:
-        self._rows += 1
-        for column in [column for column in self._missing if named(row, (column,)) is not None]:
-            del self._missing[column]
-
-    def check(self) -> None:
-        if self._rows and self._missing:
-            names = ", ".join(f"{column!r} ({key})" for column, key in self._missing.items())
-            raise Reject("broken_table", f"no row has a value in {names}")
 
 
 def _configured(columns: Columns) -> list[tuple[str, str]]:
@@ -101,15 +86,11 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
         position = lines.position
         for line in lines:
             if line.strip():
-                yield position, _json_line(line)
+                try:
+                    yield position, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield position, Reject("broken_row", str(error))
             position = lines.position
-
-
-def _json_line(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Reject("broken_row", str(error))
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:

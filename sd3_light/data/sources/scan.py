@@ -1,7 +1,6 @@
 """Scan one directory of a dataset: a stream of records and rejects."""
 
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -57,9 +56,5 @@ def occurrences(directories: Iterable[DirectoryConfig]) -> tuple[int, ...]:
     As indices for `scan` they make keys unique. Unlike list positions they do not change when a directory of another
     name is added, so only its samples are new to the cache.
     """
-    counts: Counter[str] = Counter()
-    numbers = []
-    for directory in directories:
-        numbers.append(counts[directory.path.name])
-        counts[directory.path.name] += 1
-    return tuple(numbers)
+    names = [directory.path.name for directory in directories]
+    return tuple(names[:number].count(name) for number, name in enumerate(names))

@@ -14,10 +14,7 @@ from sd3_light.randomness import sample_id
 
 
 class ScanContext:
-    """One directory of the dataset during a scan. Names are relative to its root, with forward slashes.
-
-    ``columns`` are the configured columns, ``excluded`` the paths of masks, ``name_store`` keeps names on disk.
-    """
+    """One directory of the dataset during a scan. Names are relative to its root, with forward slashes."""
 
     def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore) -> None:
         self.columns = Columns(directory.image_column, directory.caption_column)
@@ -29,8 +26,7 @@ class ScanContext:
         self._masks = _Masks(directory, name_store)
         self._limit = round(directory.subsample_ratio * 2**63)
 
-    def key(self, name: str) -> str:
-        """Return the source key of ``name``."""
+    def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
     def sample(
@@ -40,7 +36,7 @@ class ScanContext:
 
         Captions are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
         """
-        key = self.key(name)
+        key = self._key(name)
         if not is_utf8(key):
             yield Rejected(_printable(key), "name_not_utf8", image=image)
         elif self._is_chosen(key):
@@ -52,13 +48,13 @@ class ScanContext:
 
     def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
         """Yield the reject of ``name``, unless subsampling leaves it out."""
-        key = _printable(self.key(name))
+        key = _printable(self._key(name))
         if self._is_chosen(key):
             yield Rejected(key, reason, _printable(detail), image)
 
     def reject_container(self, name: str, reason: str, detail: str = "") -> Rejected:
         """Return the reject of a container (folder, table, tar); never left out, as it affects many samples."""
-        return Rejected(_printable(self.key(name)), reason, _printable(detail))
+        return Rejected(_printable(self._key(name)), reason, _printable(detail))
 
     def _is_chosen(self, key: str) -> bool:
         return sample_id(key) < self._limit

@@ -41,11 +41,8 @@ _RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {".txt", ".tar", ".parqu
 _MODULUS = 1 << 128
 
 
-class _Rules(NamedTuple):
-    """How to list the entries of a folder, and which files are hashed."""
-
-    entries: Callable[[str], Iterator["os.DirEntry[str]"]]
-    is_relevant: Callable[[str], bool]
+_Entries = Callable[[str], Iterator["os.DirEntry[str]"]]
+"""Lists the entries of a folder."""
 
 
 class _HashedFolder(NamedTuple):
@@ -64,23 +61,23 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     total = _hash(f"version {SCAN_VERSION}\0{directory.path.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
-    total += _hash_path("path", directory.path, _Rules(lambda path: visible(path, excluded), _is_relevant))
-    masks = _Rules(_all_entries, is_image_name)
+    total += _hash_path("path", directory.path, partial(visible, excluded=excluded), _is_relevant)
     for key in ("mask_path", "default_mask_file"):
         path: Path | None = getattr(directory, key)
-        total += 0 if path is None else _hash_path(key, path, masks)
+        total += 0 if path is None else _hash_path(key, path, os.scandir, is_image_name)
     return f"{total % _MODULUS:032x}"
 
 
-def _hash_path(name: str, path: Path, rules: _Rules) -> int:
-    if path.is_dir():
-        return sum(
-            depth_first(_HashedFolder(name, str(path), frozenset()), _HashedFolder, partial(_hash_folder, rules))
-        )
-    return _hash_file(name, path.stat)
+def _hash_path(name: str, path: Path, entries: _Entries, is_relevant: Callable[[str], bool]) -> int:
+    if not path.is_dir():
+        return _hash_file(name, path.stat)
+    visit = partial(_hash_folder, entries, is_relevant)
+    return sum(depth_first(_HashedFolder(name, str(path), frozenset()), _HashedFolder, visit))
 
 
-def _hash_folder(rules: _Rules, folder: _HashedFolder) -> Iterator[int | _HashedFolder]:
+def _hash_folder(
+    entries: _Entries, is_relevant: Callable[[str], bool], folder: _HashedFolder
+) -> Iterator[int | _HashedFolder]:
     """Yield the hashes of a folder's files, and its folders. Link loops and unreadable folders are hashed too."""
     try:
         status = os.stat(folder.path)
@@ -89,11 +86,11 @@ def _hash_folder(rules: _Rules, folder: _HashedFolder) -> Iterator[int | _Hashed
             yield _hash(f"{folder.name}\0loop")
             return
         above = folder.above | {identity}
-        for entry in rules.entries(folder.path):
+        for entry in entries(folder.path):
             name = f"{folder.name}/{entry.name}"
             if is_folder(entry):
                 yield _HashedFolder(name, entry.path, above)
-            elif rules.is_relevant(entry.name):
+            elif is_relevant(entry.name):
                 yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
     except OSError as error:
         yield _hash(f"{folder.name}\0unreadable {error.errno}")
@@ -115,11 +112,6 @@ def _hash_sibling(name: str, path: str) -> int:
 
 def _is_relevant(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in _RELEVANT_SUFFIXES or name in TABLE_FILES
-
-
-def _all_entries(path: str) -> Iterator["os.DirEntry[str]"]:
-    with os.scandir(path) as entries:
-        yield from entries
 
 
 def _hash(text: str) -> int:

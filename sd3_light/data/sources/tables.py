@@ -10,7 +10,6 @@ import posixpath
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, texts
@@ -20,19 +19,8 @@ from sd3_light.data.sources.rows import BrokenRow, TableRow, read_rows
 Fetch = Callable[[], Sequence[str]]
 
 
-class Leftover(NamedTuple):
-    """A row of a table that was not used: broken, or without an image."""
-
-    name: str
-    reason: str
-    detail: str
-
-
 class CaptionTable:
-    """Captions by file name, relative to the table's folder. Several rows of one file are several captions.
-
-    Raises Reject if the file is not a table. Close it after use.
-    """
+    """Captions by file name, relative to the table's folder, one per row. Raises Reject if the file is not a table."""
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self._folder = os.fspath(path.parent)
@@ -53,7 +41,8 @@ class CaptionTable:
 
     def claim(self, name: str) -> Fetch | None:
         """Mark the rows of a file as used and return a function that fetches its captions; None if there are none."""
-        for candidate in _spellings(name):
+        full = _normal(name, "")
+        for candidate in (full, posixpath.splitext(full)[0]):  # a table may omit the suffix
             query = "SELECT value FROM rows WHERE error IS NULL AND name = ? ORDER BY rowid"
             values = self._rows.execute(query, (candidate,)).fetchall()
             if values:
@@ -61,16 +50,16 @@ class CaptionTable:
                 return lambda: [text for (value,) in values for text in texts(json.loads(value), self._column)]
         return None
 
-    def leftovers(self) -> Iterator[Leftover]:
-        """Yield the rows that could not be read; then the files without an image, each once."""
+    def leftovers(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (name, reason, detail) of the rows that could not be read; then of the files without an image, once."""
         for name, error in self._rows.execute("SELECT name, error FROM rows WHERE error IS NOT NULL ORDER BY rowid"):
-            yield Leftover(name, "broken_row", error)
+            yield name, "broken_row", error
         query = """
             SELECT name FROM rows AS row WHERE error IS NULL AND NOT used AND NOT EXISTS
             (SELECT 1 FROM rows AS other WHERE error IS NULL AND other.name = row.name AND other.rowid < row.rowid)
             ORDER BY rowid"""
         for (name,) in self._rows.execute(query):
-            yield Leftover(name, "missing_file", "")
+            yield name, "missing_file", ""
 
     def close(self) -> None:
         """Delete the temporary database."""
@@ -87,9 +76,3 @@ def _normal(name: str, folder: str) -> str:
     name = posixpath.normpath(name.strip().replace("\\", "/"))
     name = name.removeprefix(folder.rstrip("/") + "/")
     return unicodedata.normalize("NFC", name).encode("utf-8", "backslashreplace").decode()
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """Return the names that a table may use for the file: with and without the suffix."""
-    full = _normal(name, "")
-    return full, posixpath.splitext(full)[0]

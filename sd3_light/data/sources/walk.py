@@ -13,14 +13,7 @@ from pathlib import Path
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, decode_text
-from sd3_light.data.sources.listing import (
-    IMAGE_SUFFIXES,
-    TABLE_FILES,
-    UNREAD_SUFFIXES,
-    depth_first,
-    is_folder,
-    visible,
-)
+from sd3_light.data.sources.listing import IMAGE_SUFFIXES, TABLE_FILES, UNREAD_SUFFIXES, depth_first, is_folder, visible
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import FileBytes, ScanItem
@@ -54,7 +47,8 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
         if identity in folder.above:
             yield context.reject_container(folder.name.rstrip("/"), "folder_loop", folder.path)
             return
-        _list(context, folder.path, files, folders)
+        for entry in visible(folder.path, context.excluded):
+            (folders if is_folder(entry) else files).add(entry.name)
     except OSError as error:
         yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(error))
         return
@@ -75,11 +69,6 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
         folders.clear()
         for base, caption_table in tables:
             yield from _leftovers(context, folder.path, base, caption_table)
-
-
-def _list(context: ScanContext, path: str, files: NameSet, folders: NameSet) -> None:
-    for entry in visible(path, context.excluded):
-        (folders if is_folder(entry) else files).add(entry.name)
 
 
 def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> Iterator[ScanItem]:

@@ -22,18 +22,13 @@ class ShardStore(Protocol):
     """The shards of one cache. Can be sent to worker processes, forked or spawned."""
 
     manifest: Manifest
-    verified: bool
-    """Whether the store has compared shards with their hashes; if not, the reader does."""
 
     def path(self, entry: ShardEntry) -> Path:
         """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
 
 
 def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
-    """Return ``reader(path)`` of a shard; retry if another process evicted the file before ``reader`` opened it.
-
-    ``reader`` must raise FileNotFoundError if the file is missing, as `open` and safetensors do.
-    """
+    """Return ``reader(path)`` of a shard; retry if it raises FileNotFoundError because the file was just evicted."""
     for _ in range(_OPEN_TRIES):
         try:
             return reader(store.path(entry))
@@ -44,8 +39,6 @@ def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _O
 
 class LocalStore:
     """A local cache folder."""
-
-    verified = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,8 +60,6 @@ class RemoteStore:
     each shard again and again.
     """
 
-    verified = False  # shards from earlier launches are hashed again before they are read
-
     def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
         self.url = url
         self.manifest = load_remote_manifest(url)
@@ -83,10 +74,7 @@ class RemoteStore:
 
 
 def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
-    """Return the store of a cache at a local path or a URL.
-
-    Shards of a URL are stored in ``folder``; None uses a folder in the system's temp folder.
-    """
+    """Return the store of a local path or a URL; ``folder`` (None: in the temp folder) is for the shards of a URL."""
     if isinstance(location, Path):
         return LocalStore(location)
     return RemoteStore(location, folder or private_temp_folder(location), limit_bytes, window)

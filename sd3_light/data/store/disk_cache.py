@@ -135,10 +135,7 @@ def _touch(whole: Path, size: int) -> bool:
 
 @contextmanager
 def _claimed(part: Path) -> Iterator[BinaryIO | None]:
-    """Yield the file at ``part``, locked; None if it was renamed while this process waited.
-
-    The file is removed afterwards unless it was renamed.
-    """
+    """Yield the file at ``part``, locked, then remove it unless it was renamed; None if it was renamed meanwhile."""
     part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "r+b", opener=_creating) as file, _locked(file):
         if not _is_at(file, part):

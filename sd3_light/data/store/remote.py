@@ -14,33 +14,21 @@ PAUSES_SEC = (0.5, 2.0)
 """Delays before a failed download is retried."""
 
 
-def remote_manifest(url: str) -> Manifest | None:
-    """Return the manifest of the cache at a URL; None if there is none."""
+def load_remote_manifest(url: str) -> Manifest:
+    """Return the manifest of the cache at a URL; a UserError if there is none."""
     where = f"{url}/{MANIFEST}"
     try:
         with remote_filesystem(where) as (files, path):
             data: bytes = files.cat_file(path)
-    except RemoteNotFound:
-        return None
+    except RemoteNotFound as error:
+        raise UserError(
+            f"no cache at {url}: {where} does not exist; build it with a local cache_dir, then copy the folder there"
+        ) from error
     return Manifest.from_json(data, where)
 
 
-def load_remote_manifest(url: str) -> Manifest:
-    """Return the manifest of the cache at a URL; a UserError if there is none."""
-    manifest = remote_manifest(url)
-    if manifest is None:
-        raise UserError(
-            f"no cache at {url}: {url}/{MANIFEST} does not exist; build it with a local cache_dir, then copy the "
-            "folder there"
-        )
-    return manifest
-
-
 def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
-    """Download a URL to ``file``; a UserError unless size and hash are those of ``entry``.
-
-    A damaged or interrupted download is retried after each of ``PAUSES_SEC``.
-    """
+    """Download a URL to ``file``, with retries; a UserError unless size and hash are those of ``entry``."""
     for pause in (*PAUSES_SEC, None):
         try:
             size, digest = _copy(url, file, entry.bytes)

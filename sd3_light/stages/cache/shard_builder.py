@@ -18,7 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
 from sd3_light.data.building.catalogue import rotate_to_share, sample_location
 from sd3_light.data.building.claims import POLL_SECONDS, Claims
-from sd3_light.data.building.decode import Decoded, DecodeTask, Probe, crashed_decode, decode_images
+from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, Probe, decode_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -143,7 +143,7 @@ class ShardBuilder:
             return
         last_progress = time.monotonic()
         # one pool for all passes, forked before other threads start
-        with WorkerPool(self._train.caching_num_workers, decode_images, crashed_decode) as pool:
+        with WorkerPool(self._train.caching_num_workers, decode_images, CRASHED_DECODE) as pool:
             while remaining := self._pass(before := remaining, pool):
                 if len(remaining) < len(before):
                     last_progress = time.monotonic()

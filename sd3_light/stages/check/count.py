@@ -10,7 +10,9 @@ from sd3_light.data.buckets import Bucket, fits
 from sd3_light.data.building.catalogue import InputRow, Source, make_sources, read_last_listing
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.preprocess import Reject, probe
-from sd3_light.data.sources import Rejected, caption_variants, scan
+from sd3_light.data.sources.captions import caption_variants
+from sd3_light.data.sources.records import Rejected
+from sd3_light.data.sources.scan import scan
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.runlog import progress
 
@@ -72,7 +74,7 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
             yield InputRow(entry.key, reason=entry.reason)
             continue
         try:
-            width, height = probe(entry.read())
+            width, height = probe(entry.image.read())
         except Reject as reject:
             yield InputRow(entry.key, reason=reject.reason)
         else:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,8 +19,7 @@ from sd3_light.config import (
 from sd3_light.config.cross_checks import text_recon_problem
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
-from sd3_light.data.manifest import MANIFEST
-from sd3_light.data.memory import manifest_bytes, too_large
+from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model.linears import match_targets
 from sd3_light.model.pipeline_folder import (
@@ -301,9 +301,9 @@ def _memory_faults(loaded: LoadedConfig) -> Iterator[Fault]:
     folder = loaded.dataset.cache_dir
     if loaded.train.sd3_streaming_dataset or isinstance(folder, str):
         return
-    size = manifest_bytes(folder / MANIFEST)
-    if size is not None and (problem := too_large(size)):
-        yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, value="false")
+    with suppress(UserError):  # a missing or damaged manifest is reported elsewhere
+        if problem := Manifest.load(folder).too_large():
+            yield Fault(str(loaded.path), "sd3_streaming_dataset", problem, value="false")
 
 
 def _cannot_create(folder: Path) -> str | None:

@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from sd3_light.data.preprocess import Pixels, Reject, decode
-from sd3_light.data.sources import Location, location_from_text
+from sd3_light.data.sources.locations import location_from_text
+from sd3_light.data.sources.records import Location
 
 THUMBNAIL_SIDE = 160
 

@@ -19,7 +19,8 @@ from PIL import Image
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import assign_all, buckets_by_resolution, plan
 from sd3_light.data.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
-from sd3_light.data.sources import Record, Rejected, scan
+from sd3_light.data.sources.records import Record, Rejected
+from sd3_light.data.sources.scan import scan
 from tests.unit.data.inputs import (
     BLACK,
     BLUE,
@@ -283,7 +284,7 @@ CASES: dict[str, Case] = {
 
 def outcome(record: Record, here: DirectoryConfig) -> Used:
     """Process a record like the cache stage; raises Reject."""
-    data = record.read()
+    data = record.image.read()
     size = probe(data)
     (bucket,) = assign_all(*size, buckets_by_resolution(here))
     how = plan(*size, bucket)

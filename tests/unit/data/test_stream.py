@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.data import memory as memory_module
+from sd3_light.data import manifest as manifest_module
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
@@ -313,15 +313,6 @@ def test_a_damaged_shard_is_reported_when_it_is_read(make_cache: MakeCache) -> N
         steps_of(data, order_of(data))
 
 
-def test_shards_of_a_verifying_store_are_not_hashed(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make_cache()
-    monkeypatch.setattr(LocalStore, "verified", True)
-    path = data.store.path(data.manifest.shards[0])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    trusting = CachedDataset(LocalStore(path.parent.parent))
-    assert sorted(ids_of(steps_of(trusting, order_of(trusting)))) == list(range(1, 13))
-
-
 def test_the_next_windows_shards_are_hashed_in_the_background(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +353,6 @@ def test_prefetch_step_hashes_the_shards_of_a_step(make_cache: MakeCache) -> Non
     MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
     assert data._prefetcher is not None
     data._prefetcher.join()
-    assert data._verifier is not None
     verified = {number for number, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
     assert set(order.picks(0).segment.tolist()) <= verified
     assert len(verified) <= 3
@@ -418,11 +408,11 @@ def test_in_memory_data_does_not_need_the_files(make_cache: MakeCache) -> None:
 def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     size = sum(entry.bytes for entry in data.manifest.shards)
-    monkeypatch.setattr(memory_module, "available_memory", lambda: int(size / 0.8) + 1)
+    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) + 1)
     CachedDataset(data.store, in_memory=True)
     with pytest.raises(UserError, match=r"2 times on this machine.*sd3_streaming_dataset = true"):
         CachedDataset(data.store, in_memory=True, processes=2)
-    monkeypatch.setattr(memory_module, "available_memory", lambda: int(size / 0.8) - 2)
+    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) - 2)
     with pytest.raises(UserError, match="sd3_streaming_dataset = true"):
         CachedDataset(data.store, in_memory=True)
 

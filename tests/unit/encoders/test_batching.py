@@ -11,9 +11,8 @@ from sd3_light.encoders.batching import (
     image_batches,
     length_batches,
     padded_batches,
+    ranges,
     row_starts,
-    rows_in_batch,
-    rows_of_members,
 )
 
 
@@ -81,5 +80,6 @@ def test_real_rows_are_moved_from_a_batch_to_the_rows_of_all_captions() -> None:
     # captions 2 and 0, padded to four tokens; values are caption x 10 + token
     batch = np.array([20, 21, -1, -1, 0, 1, 2, -1])
     rows = np.full(6, -2)
-    rows[rows_of_members((2, 0), starts)] = batch[rows_in_batch([2, 3], 4)]
+    counts = np.array([2, 3])
+    rows[ranges(starts[[2, 0]], counts)] = batch[ranges(np.array([0, 4]), counts)]
     assert rows.tolist() == [0, 1, 2, -2, 20, 21]

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sd3_light.data.building import cache_plan, catalogue, chunks
+from sd3_light.data.building import cache_plan, catalogue
 from sd3_light.stages import cache
 from sd3_light.stages.cache.number_set import NumberSet
 
@@ -45,7 +45,7 @@ def memory() -> ModuleType:
 def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, int]]]:
     """Peak bytes of each stage for few and for many samples."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunks, cache_plan):
+        for module in (catalogue, cache_plan):
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)

@@ -2,11 +2,13 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault
+from sd3_light.data.manifest import CACHE_FORMAT, Manifest, ShardEntry
 from sd3_light.stages import check
 from sd3_light.stages.check import disk_faults
 
@@ -210,13 +212,17 @@ def test_a_cache_at_a_url_needs_a_protocol_and_a_local_folder(
 def test_a_cache_that_does_not_fit_into_memory_is_a_fault(files: Any, only_fault: Single) -> None:
     whole = 'sd3_streaming_dataset = false\ncache_dir = "cache"'
     assert disk_faults(files.load(top=whole)) == [], "there is no cache yet"
-    files.json("cache/manifest.json", {"shards": [{"bytes": 10**15}, {"bytes": 5}]})
+    entry = ShardEntry("a", "64x64", (64, 64), "set#0", 1, 5, "", "")
+    manifest = Manifest({}, (replace(entry, bytes=10**15), entry), entry)
+    files.json("cache/manifest.json", {"format": CACHE_FORMAT, **asdict(manifest)})
     assert disk_faults(files.load(top='cache_dir = "cache"')) == []
     fault = only_fault(top=whole)
     assert fault.key == "sd3_streaming_dataset"
     assert "takes 1000000.0 GB" in fault.problem
-    files.json("cache/manifest.json", {"shards": [{"bytes": 10**6}]})
+    files.json("cache/manifest.json", {"format": CACHE_FORMAT, **asdict(replace(manifest, shards=(entry,)))})
     assert disk_faults(files.load(top=whole)) == []
+    files.json("cache/manifest.json", {"shards": [{"bytes": 10**15}]})
+    assert disk_faults(files.load(top=whole)) == [], "a damaged manifest is reported by the cache stage"
 
 
 def test_require_raises_all_faults_in_one_report(files: Any) -> None:

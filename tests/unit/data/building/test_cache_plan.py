@@ -14,9 +14,9 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, fits
 from sd3_light.data.building import cache_plan as module
 from sd3_light.data.building import catalogue as catalogue_module
+from sd3_light.data.building import claims as claims_module
 from sd3_light.data.building.cache_plan import Unit
-from sd3_light.data.building.catalogue import make_sources
-from sd3_light.data.building.chunks import chunks
+from sd3_light.data.building.catalogue import chunks, make_sources
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.manifest_writer import sort_units
 from tests.unit.data.building.catalogues import (
@@ -37,7 +37,7 @@ SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 # --- contents of units ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.building import cache_plan as module
 from sd3_light.data.building import catalogue as catalogue_module
+from sd3_light.data.building import claims as claims_module
 from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
@@ -29,7 +30,7 @@ FORK = multiprocessing.get_context("fork")
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: 
             for path in aside.iterdir():
                 path.rename(cache / "catalogue" / path.name)
 
-        monkeypatch.setattr(module.time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
         assert unit_files(plan_for(cache, images)) == expected
     assert len(waits) == 1
 

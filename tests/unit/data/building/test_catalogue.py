@@ -11,6 +11,7 @@ import pytest
 
 from sd3_light.data import preprocess
 from sd3_light.data.building import catalogue as module
+from sd3_light.data.building import claims as claims_module
 from sd3_light.data.building import decode
 from sd3_light.data.building.catalogue import Catalogue, make_sources, sample_location
 from sd3_light.data.building.claims import Claims
@@ -35,7 +36,7 @@ from tests.unit.data.inputs import png as tiny
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(module, "PART_ROWS", 8)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 class RecordingProbe:

@@ -13,6 +13,7 @@ import pytest
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.building import catalogue as module
+from sd3_light.data.building import claims as claims_module
 from sd3_light.data.building import decode
 from sd3_light.data.building.catalogue import Catalogue, make_sources, rotate_to_share
 from sd3_light.data.building.claims import Claims
@@ -27,7 +28,7 @@ FORK = multiprocessing.get_context("fork")
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, so that thirty rows fill several."""
     monkeypatch.setattr(module, "PART_ROWS", 8)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 def name_of(location: SampleLocation) -> str:
@@ -130,7 +131,7 @@ def test_a_living_process_is_waited_for(images: Path, cache: Path, monkeypatch: 
                 if len(waits) == 2:
                     first.claims.release(part)
 
-            monkeypatch.setattr(module.time, "sleep", sleep)
+            monkeypatch.setattr(time, "sleep", sleep)
             second.probe_images(again, 0, ignore)
         assert len(waits) == 2
         assert first.count_unprobed(listings) == 0

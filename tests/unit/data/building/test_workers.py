@@ -15,6 +15,7 @@ from sd3_light.data.building.workers import WorkerPool
 
 FORK = multiprocessing.get_context("fork")
 DEADLY = (7, 8, 23)
+CRASHED = -1
 BATCHES = [list(range(start, start + 5)) for start in range(0, 40, 5)]
 DOUBLED = [[2 * number for number in batch] for batch in BATCHES]
 
@@ -27,10 +28,6 @@ def double_slowly(numbers: Sequence[int]) -> list[int]:
     """Double; the first of any three batches takes longest."""
     time.sleep(0.02 * (-numbers[0] % 3))
     return double(numbers)
-
-
-def negative(number: int) -> int:
-    return -number
 
 
 def exit_on_some(numbers: Sequence[int]) -> list[int]:
@@ -70,7 +67,7 @@ class CountedBatches:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_results_come_in_order(count: int) -> None:
-    with WorkerPool(count, double_slowly, negative) as workers:
+    with WorkerPool(count, double_slowly, CRASHED) as workers:
         assert list(workers.map(BATCHES)) == DOUBLED
         assert list(workers.map(BATCHES[:1])) == DOUBLED[:1], "a second time"
         assert list(workers.map([])) == []
@@ -79,7 +76,7 @@ def test_results_come_in_order(count: int) -> None:
 @pytest.mark.parametrize(("count", "ahead", "most"), [(0, None, 1), (1, None, 2), (2, None, 3), (2, 5, 5), (2, 1, 1)])
 def test_few_batches_are_prefetched(count: int, ahead: int | None, most: int) -> None:
     batches = CountedBatches()
-    with WorkerPool(count, double, negative, ahead) as workers:
+    with WorkerPool(count, double, CRASHED, ahead) as workers:
         results = workers.map(batches)
         assert batches.count == 0, "nothing is read before it is needed"
         for taken, _ in enumerate(results):
@@ -87,9 +84,9 @@ def test_few_batches_are_prefetched(count: int, ahead: int | None, most: int) ->
 
 
 def test_work_runs_in_processes_or_in_this_one() -> None:
-    with WorkerPool(0, process_of, negative) as workers:
+    with WorkerPool(0, process_of, CRASHED) as workers:
         assert set(*workers.map([[1, 2]])) == {os.getpid()}
-    with WorkerPool(2, process_of, negative) as workers:
+    with WorkerPool(2, process_of, CRASHED) as workers:
         used = {pid for pids in workers.map(BATCHES) for pid in pids}
         assert os.getpid() not in used
         assert 1 <= len(used) <= 2
@@ -99,9 +96,9 @@ def test_work_runs_in_processes_or_in_this_one() -> None:
 @pytest.mark.parametrize(("count", "ahead"), [(1, None), (2, 6)])
 def test_a_task_that_kills_its_process_is_isolated(work: Any, count: int, ahead: int | None) -> None:
     """Two such tasks in one batch, and one in another batch that was pending at the same time."""
-    with WorkerPool(count, work, negative, ahead) as workers:
+    with WorkerPool(count, work, CRASHED, ahead) as workers:
         results = list(workers.map(BATCHES))
-    assert results == [[-number if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
+    assert results == [[CRASHED if number in DEADLY else 2 * number for number in batch] for batch in BATCHES]
 
 
 def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
@@ -112,20 +109,20 @@ def batch_size_or_exit(numbers: Sequence[int]) -> list[int]:
 
 def test_only_the_batch_that_crashed_is_split() -> None:
     """Batches lost with it are resubmitted whole."""
-    with WorkerPool(1, batch_size_or_exit, negative, ahead=8) as workers:
+    with WorkerPool(1, batch_size_or_exit, CRASHED, ahead=8) as workers:
         results = list(workers.map(BATCHES))
-    assert results == [[5] * 5, [1, 1, -7, 1, 1], *([[5] * 5] * 6)]
+    assert results == [[5] * 5, [1, 1, CRASHED, 1, 1], *([[5] * 5] * 6)]
 
 
 def test_a_pool_works_after_a_crash() -> None:
-    with WorkerPool(1, exit_on_some, negative, ahead=1) as workers:
-        assert list(workers.map([[7]])) == [[-7]]
-        assert list(workers.map([[1], [8], [2]])) == [[2], [-8], [4]]
+    with WorkerPool(1, exit_on_some, CRASHED, ahead=1) as workers:
+        assert list(workers.map([[7]])) == [[CRASHED]]
+        assert list(workers.map([[1], [8], [2]])) == [[2], [CRASHED], [4]]
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_exception_in_the_work_is_raised(count: int) -> None:
-    with WorkerPool(count, fail_on_some, negative) as workers:
+    with WorkerPool(count, fail_on_some, CRASHED) as workers:
         results = workers.map(BATCHES)
         assert next(results) == DOUBLED[0]
         with pytest.raises(LookupError, match="seven"):
@@ -148,7 +145,7 @@ def touch_when_released(paths: Sequence[Path]) -> list[Path]:
 
 def test_closing_drops_batches_that_were_not_started(tmp_path: Path) -> None:
     """A process works on one batch and has two more in its queue that cannot be cancelled."""
-    workers = WorkerPool(1, touch_when_released, lambda path: path, ahead=20)
+    workers = WorkerPool(1, touch_when_released, tmp_path, ahead=20)
     _turns.release()
     results = workers.map([tmp_path / str(number)] for number in range(20))
     assert next(results) == [tmp_path / "0"]
@@ -161,7 +158,7 @@ def test_closing_drops_batches_that_were_not_started(tmp_path: Path) -> None:
 
 
 def keep_two_busy(pids: Any) -> None:
-    with WorkerPool(2, process_of, negative) as workers:
+    with WorkerPool(2, process_of, CRASHED) as workers:
         used = {pid for batch in workers.map(BATCHES) for pid in batch}
         assert workers._pool is not None
         pids.send(used | set(workers._pool._processes))

@@ -12,7 +12,10 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources import Record, Rejected, caption_variants, occurrences, scan, signature
+from sd3_light.data.sources.captions import caption_variants
+from sd3_light.data.sources.records import Record, Rejected
+from sd3_light.data.sources.scan import occurrences, scan
+from sd3_light.data.sources.signature import signature
 from sd3_light.randomness import sample_id
 from tests.unit.data.inputs import (
     captions,
@@ -49,7 +52,7 @@ def test_folders_are_walked_in_sorted_order(tmp_path: Path) -> None:
     items = scan_items(root)
     assert [item.key for item in items] == ["set#0/a.PNG", "set#0/b.jpg", "set#0/m/d.jpeg", "set#0/z/deep/c.webp"]
     assert captions(items) == {"a.PNG": ("a bird",), "b.jpg": ("bee",), "m/d.jpeg": ("",), "z/deep/c.webp": ("sea",)}
-    assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (2, 1, 4, 3)]
+    assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (2, 1, 4, 3)]
 
 
 def test_problems_in_a_folder_are_rejected_and_the_scan_continues(tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_a_folder_with_a_link_loop_is_scanned(tmp_path: Path) -> None:
     assert isinstance(item, Record)
     assert isinstance(broken, Record)
     with pytest.raises(Reject, match="unreadable"):
-        broken.read()
+        broken.image.read()
 
 
 def test_an_image_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_an_image_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
     assert isinstance(item, Record)
     (root / "a.jpg").unlink()
     with pytest.raises(Reject, match="unreadable"):
-        item.read()
+        item.image.read()
 
 
 def test_records_are_small_and_picklable(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.data.preprocess import Reject, decode
-from sd3_light.data.sources import Record, Rejected, scan
+from sd3_light.data.sources.records import Record, Rejected
+from sd3_light.data.sources.scan import scan
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
 
 # --- tars --------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
     ]
     assert captions(items)["00000.tar/000000000.jpg"] == ("text 000000000",)
     assert captions(items)["00000.tar/000000002.jpg"] == ("json 000000002",)
-    assert [item.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
+    assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
 
 
 def test_problems_in_a_tar_are_rejected(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
     assert isinstance(item, Record)
     path.write_bytes(path.read_bytes()[:520])
     with pytest.raises(Reject, match="truncated"):
-        item.read()
+        item.image.read()
 
 
 # --- Parquet -----------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def test_parquet_with_image_bytes(tmp_path: Path, columns: dict[str, Any], row_g
     random.Random(0).shuffle(order)
     for n, item in [*order[:20], *enumerate(items)]:
         assert isinstance(item, Record)
-        assert pickle.loads(pickle.dumps(item)).read() == png(n)
+        assert pickle.loads(pickle.dumps(item)).image.read() == png(n)
 
 
 def test_odd_parquet(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_odd_parquet(tmp_path: Path) -> None:
     }
     null = [item for item in items if isinstance(item, Record)][-1]
     with pytest.raises(Reject, match="empty_file"):
-        decode(null.read())
+        decode(null.image.read())
 
 
 # --- configured columns -----------------------------------------------------------------------
@@ -171,7 +172,7 @@ def test_parquet_reads_the_configured_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     (item,) = scan_items(tmp_path, image_column="photo", caption_column="long")
     assert isinstance(item, Record)
-    assert (item.captions, item.read()) == (("long",), png(1))
+    assert (item.captions, item.image.read()) == (("long",), png(1))
     for key, column, reason in (
         ("image_column", "nowhere", "no_image_column"),
         ("image_column", "number", "no_image_column"),

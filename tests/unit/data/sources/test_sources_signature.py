@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources import Location, Record, location_from_text, location_text, scan, signature
+from sd3_light.data.sources.locations import location_from_text, location_text
 from sd3_light.data.sources.parquet import ParquetCell
-from sd3_light.data.sources.records import FileBytes, FileRange
+from sd3_light.data.sources.records import FileBytes, FileRange, Location, Record, file_version
+from sd3_light.data.sources.scan import scan
+from sd3_light.data.sources.signature import signature
 from tests.unit.data.inputs import directory, png, structs, write_files, write_tar
 
 # --- locations --------------------------------------------------------------------------------
@@ -63,22 +65,22 @@ def test_scanned_locations_round_trip_and_have_a_version(tmp_path: Path) -> None
         assert location_from_text(location_text(item.mask, root), root) == item.mask
         moved = location_from_text(location_text(item.image, root), tmp_path / "moved")
         assert moved is not None
-        assert moved.read() == item.read()
+        assert moved.read() == item.image.read()
         file = root / item.key.split("/")[1]
-        assert item.image.version() == f"{file.stat().st_size}-{file.stat().st_mtime_ns}"
+        assert file_version(item.image.path) == f"{file.stat().st_size}-{file.stat().st_mtime_ns}"
 
 
 def test_versions_follow_the_file(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
     (item,) = scan(directory(path), 0)
     assert isinstance(item, Record)
-    before = item.image.version()
+    before = file_version(item.image.path)
     os.utime(path, ns=(1, 1))
-    assert item.image.version() == before.split("-")[0] + "-1"
+    assert file_version(item.image.path) == before.split("-")[0] + "-1"
     path.unlink()
     for location in (item.image, FileBytes(str(path)), ParquetCell(str(path), "image", 0, 0)):
         with pytest.raises(Reject, match="unreadable"):
-            location.version()
+            file_version(location.path)
 
 
 # --- signatures -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from sd3_light.data.store import (
 )
 from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.protocols import protocol_problem
-from sd3_light.data.store.remote import load_remote_manifest, remote_manifest
+from sd3_light.data.store.remote import load_remote_manifest
 
 SIZE = 1000
 COUNT = 8
@@ -164,7 +164,6 @@ def read(store: Any, number: int) -> bytes:
 def test_local_store_reads_its_folder(cache: Path) -> None:
     store = open_store(cache, None, 1)
     assert isinstance(store, LocalStore)
-    assert not store.verified
     assert store.manifest == Manifest.load(cache)
     assert read(store, 3) == content(3)
 
@@ -180,7 +179,6 @@ def test_local_store_reports_a_missing_shard(cache: Path) -> None:
 def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = open_store(s3.put(cache), tmp_path / "kept", 10**6)
     assert isinstance(store, RemoteStore)
-    assert not store.verified
     assert store.manifest == Manifest.load(cache)
     assert [read(store, number) for number in range(COUNT)] == [content(number) for number in range(COUNT)]
     assert open_shard(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
@@ -203,7 +201,8 @@ def test_other_protocols(cache: Path, tmp_path: Path) -> None:
         for number, url in enumerate([cache.as_uri(), "memory://place/cache", f"{web}/cache"]):
             store = open_store(url, tmp_path / f"kept-{number}", 10**6)
             assert read(store, number) == content(number)
-            assert remote_manifest(f"{url}-none") is None
+            with pytest.raises(UserError, match=r"^no cache at"):
+                load_remote_manifest(f"{url}-none")
 
 
 def test_a_cached_shard_is_not_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
@@ -504,7 +503,6 @@ def test_a_missing_object_is_reported(s3: S3, cache: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("place", ["s3://bucket/none", "s3://no-such-bucket/none"])
 def test_a_missing_cache_is_reported(s3: S3, tmp_path: Path, place: str) -> None:
-    assert remote_manifest(place) is None
     with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with a local cache_dir, then copy"):
         load_remote_manifest(place)
     with pytest.raises(UserError, match=r"^no cache at"):
@@ -515,7 +513,7 @@ def test_a_damaged_manifest_is_reported(s3: S3, cache: Path, tmp_path: Path) -> 
     text = (cache / "manifest.json").read_text()
     (cache / "manifest.json").write_text(text[:100])
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        remote_manifest(s3.put(cache))
+        load_remote_manifest(s3.put(cache))
     digest = re.search(r'"sha256": "(\w+)"', text)
     assert digest is not None
     (cache / "manifest.json").write_text(text.replace(digest[1], "../../elsewhere", 1))
@@ -525,7 +523,7 @@ def test_a_damaged_manifest_is_reported(s3: S3, cache: Path, tmp_path: Path) -> 
 
 def error_of(url: str) -> str:
     with pytest.raises(UserError) as caught:
-        remote_manifest(url)
+        load_remote_manifest(url)
     text = str(caught.value)
     assert "\n" not in text
     assert "secret-testing" not in text
@@ -557,7 +555,7 @@ def test_the_endpoint_can_come_from_fsspec_settings(s3: S3, cache: Path, monkeyp
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     monkeypatch.setitem(fsspec.config.conf, "s3", {})
     fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ENDPOINT_URL": s3.endpoint})
-    assert remote_manifest(url) == Manifest.load(cache)
+    assert load_remote_manifest(url) == Manifest.load(cache)
 
 
 def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
