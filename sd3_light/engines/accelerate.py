@@ -21,7 +21,7 @@ from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import loss_sums
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.engines.weight_layouts import Replicas, Shards, replicate
-from sd3_light.flow.bands import NUM_BANDS
+from sd3_light.flow.objective import NUM_BANDS
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sd3_light.flow.bands import NUM_BANDS
+from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
 
 MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]

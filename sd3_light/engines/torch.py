@@ -21,7 +21,7 @@ from sd3_light.engines.protocol import (
     sum_of_squares,
 )
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
-from sd3_light.flow.bands import sum_by_band
+from sd3_light.flow.objective import sum_by_band
 from sd3_light.optim.build import make_optimizer
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load import adapter_from_arguments
-from sd3_light.flow.bands import sum_by_band
 from sd3_light.flow.losses import FlowMatchSFTLoss
+from sd3_light.flow.objective import sum_by_band
 from sd3_light.flow.timesteps import open_interval
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.lora_layers import target_layers

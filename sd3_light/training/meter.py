@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sd3_light.engines.protocol import StepNumbers, StepResult
-from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS
+from sd3_light.flow.objective import BAND_NAMES, NUM_BANDS
 from sd3_light.system import host_bytes
 
 _GIB = 1 << 30

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.flow.bands import BAND_NAMES
+from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume

@@ -22,7 +22,7 @@ from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums, sum_of_squares
-from sd3_light.flow.bands import NUM_BANDS, sum_by_band
+from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 
 
 class _Stages(PipelineModule):

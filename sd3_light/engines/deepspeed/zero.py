@@ -15,7 +15,7 @@ from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
 from sd3_light.engines.torch import micro_losses
-from sd3_light.flow.bands import NUM_BANDS
+from sd3_light.flow.objective import NUM_BANDS
 
 
 class ZeroEngine(DeepSpeedBase):

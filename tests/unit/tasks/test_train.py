@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines import accelerate as engine_file
-from sd3_light.flow.bands import BAND_NAMES
+from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
 from tests.unit.tasks.toy import Images, Toy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd3_light.engines.protocol import StepNumbers, StepResult
-from sd3_light.flow.bands import BAND_NAMES, NUM_BANDS, sum_by_band
+from sd3_light.flow.objective import BAND_NAMES, NUM_BANDS, sum_by_band
 from sd3_light.training import meter
 from sd3_light.training.meter import Meter, Window
 
