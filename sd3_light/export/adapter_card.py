@@ -1,12 +1,12 @@
 """The model card of an adapter: what it is, its base model, and how to use it in diffusers and ComfyUI."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from sd3_light.config import AdapterConfig
+from sd3_light.export.export_spec import AdapterSpec
 
 _ADAPTER_CARD = """---
 {metadata}
@@ -47,14 +47,12 @@ _LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Lo
 {kind} in LyCORIS' layout, which diffusers does not read."""
 
 
-def adapter_card(
-    adapter: AdapterConfig, file: str, base: Path, facts: Mapping[str, Any], about: Mapping[str, Any]
-) -> str:
+def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["sd3", "sd3-light", adapter.type],
+        tags=["sd3", "sd3-light", spec.adapter.type],
         base_model=None,
         license="other",
         license_name="not-stated",
@@ -62,10 +60,10 @@ def adapter_card(
     )
     return _ADAPTER_CARD.format(
         metadata=str(data.to_yaml()).strip(),
-        title=_title(adapter),
-        table="\n".join(f"| {name} | {value} |" for name, value in _rows(adapter, base, facts, about)),
-        use=_use(adapter, file, base),
-        file=file,
+        title=_title(spec.adapter),
+        table="\n".join(f"| {name} | {value} |" for name, value in _rows(spec, facts)),
+        use=_use(spec),
+        file=spec.file,
     )
 
 
@@ -75,11 +73,10 @@ def _title(adapter: AdapterConfig) -> str:
     return {"lokr": "A LoKr", "loha": "A LoHa"}[adapter.type]
 
 
-def _rows(
-    adapter: AdapterConfig, base: Path, facts: Mapping[str, Any], about: Mapping[str, Any]
-) -> list[tuple[str, Any]]:
+def _rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    adapter, about = spec.adapter, spec.about
     rows: list[tuple[str, Any]] = [
-        ("base model", base_name(base)),
+        ("base model", spec.base_name),
         ("rank, alpha", f"{adapter.rank}, {adapter.alpha:g}" + (" (rsLoRA)" if adapter.use_rslora else "")),
         ("layers", ", ".join(f"`{name}`" for name in adapter.target_modules)),
         ("weights", facts.get("weights", "raw")),
@@ -91,13 +88,8 @@ def _rows(
     return [(name, str(value).replace("|", "\\|")) for name, value in rows]
 
 
-def base_name(base: Path) -> str:
-    """Return the name of the model in a denoiser's folder or file."""
-    return base.parent.name if base.name == "transformer" else base.name
-
-
-def _use(adapter: AdapterConfig, file: str, base: Path) -> str:
-    if adapter.type != "lora":
-        return _LYCORIS.format(file=file, kind=_title(adapter).removeprefix("A "))
-    comfy = _NO_COMFY if adapter.use_dora else _COMFY.format(file=file)
-    return _DIFFUSERS.format(base=base_name(base)) + "\n" + comfy
+def _use(spec: AdapterSpec) -> str:
+    if spec.adapter.type != "lora":
+        return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A "))
+    comfy = _NO_COMFY if spec.adapter.use_dora else _COMFY.format(file=spec.file)
+    return _DIFFUSERS.format(base=spec.base_name) + "\n" + comfy

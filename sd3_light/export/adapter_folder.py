@@ -1,7 +1,10 @@
-"""Adapter exports: a folder with one adapter file, its card and its proof."""
+"""Adapter exports: a folder with one adapter file, its card and its proof.
+
+LoKr and LoHa files have LyCORIS' layout, with ComfyUI's names for SD3; diffusers does not read them. As in LoRA files,
+the scale is multiplied into the first factor and ``alpha`` is the rank: every reader's scale is 1.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +14,50 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter_card import adapter_card, base_name
+from sd3_light.export.adapter_card import adapter_card
 from sd3_light.export.adapter_proof import AdapterModules, prove_adapter
-from sd3_light.export.export_spec import FACTS_FILE, ExportError, write_json
-from sd3_light.export.lora_file import from_peft, read_lora, write_lora
-from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
-from sd3_light.files import new_folder
+from sd3_light.export.export_spec import LYCORIS_FILE, AdapterSpec, ExportError, write_json, write_texts
+from sd3_light.export.lora_file import (
+    LoraLayout,
+    cast_tensors,
+    load_tensors,
+    own_metadata,
+    read_lora,
+    save_tensors,
+    write_lora,
+)
+from sd3_light.files import atomic_file, new_folder
 from sd3_light.model.adapter_layers import LycorisModule, lycoris_modules
-from sd3_light.model.lora_layers import LoraModule
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The file name that diffusers looks for in a LoRA folder."""
-LYCORIS_FILE = "adapter.safetensors"
+from sd3_light.model.lora_layers import from_peft
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on.
+def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
+    """Write and verify the folder ``out``, then rename it into place; an existing one is replaced.
 
-    ``facts`` are written to the file's metadata and `sd3_light.json`, ``about`` to the card; ``files`` are more text
-    files by name.
+    ``out`` appears only after a clean process has loaded the file and the base model computed with it what it computes
+    with the weights in memory.
     """
+    not_finite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if not_finite:
+        raise ExportError(f"nothing was saved: {not_finite[0]} contains NaN or infinity")
+    modules = adapter_modules(state, spec.adapter)
+    adapter = {"base": spec.base_name, "adapter": adapter_facts(spec.adapter)}
+    facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts, **adapter}
+    try:
+        with new_folder(out, replace=True) as temporary:
+            file = temporary / spec.file
+            write_adapter_file(file, modules, spec.adapter, spec.save_dtype, {**spec.facts, **adapter})
+            write_json(temporary / "proof.json", prove_adapter(file, modules, spec))
+            write_texts(temporary, spec, facts, adapter_card(spec, facts))
+    except UserError as error:  # the file cannot represent these weights
+        raise ExportError(str(error)) from error
+    return out
 
-    adapter: AdapterConfig
-    base: Path
-    transformer_config: Mapping[str, Any]
-    save_dtype: torch.dtype = torch.bfloat16
-    text: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def file(self) -> str:
-        """The name of the adapter file in the folder."""
-        return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
+def adapter_facts(adapter: AdapterConfig) -> dict[str, Any]:
+    """Return the adapter's settings for a file's metadata, as JSON without paths of the training machine."""
+    keys = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules", "base_bits")
+    return {key: adapter.model_dump(mode="json")[key] for key in keys}
 
 
 def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> AdapterModules:
@@ -55,64 +67,37 @@ def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> Adapt
     return lycoris_modules(state, config.rank, config.alpha)
 
 
+def write_adapter_file(
+    path: Path, modules: Any, adapter: AdapterConfig, save_dtype: torch.dtype, facts: Mapping[str, Any]
+) -> Path:
+    """Write an adapter's modules, by diffusers' layer names, to a file atomically; an existing file is replaced."""
+    if adapter.type == "lora":
+        layout: LoraLayout = "peft" if adapter.use_dora else "diffusers"
+        return write_lora(path, modules, layout=layout, save_dtype=save_dtype, facts=facts, replace_file=True)
+    tensors: dict[str, Tensor] = {}
+    names = {f"lycoris_{layer.replace('.', '_')}": layer for layer in modules}
+    for stem, layer in names.items():
+        factors = modules[layer].with_unit_scale().factors
+        tensors |= {f"{stem}.{factor}": tensor for factor, tensor in factors.items()}
+    saved = cast_tensors(tensors, save_dtype) | {f"{stem}.alpha": torch.tensor(float(adapter.rank)) for stem in names}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as temporary:
+        save_tensors(temporary, saved, {"layout": "lycoris", "facts": dict(facts), "layers": names})
+    return path
+
+
 def read_adapter(path: Path, kind: str) -> AdapterModules:
     """Read the adapter in a file, or in a folder that contains one."""
     if kind == "lora":
         return read_lora(path).modules
-    return read_lycoris(path / LYCORIS_FILE if path.is_dir() else path)
-
-
-def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
-    """Write and verify the folder ``out``, then rename it into place; an existing one is replaced.
-
-    ``out`` appears only after a clean process has loaded the file and the base model computed with it what it computes
-    with the weights in memory.
-    """
-    try:
-        return _write(out, state, spec)
-    except UserError as error:  # the file cannot represent these weights
-        raise ExportError(str(error)) from error
-
-
-def _write(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> Path:
-    not_finite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    if not_finite:
-        raise ExportError(f"nothing was saved: {not_finite[0]} contains NaN or infinity")
-    modules = adapter_modules(state, spec.adapter)
-    with new_folder(out, replace=True) as temporary:
-        file = temporary / spec.file
-        _write_file(file, modules, spec)
-        proof = prove_adapter(file, modules, spec.adapter, spec.base, spec.transformer_config, spec.save_dtype)
-        _write_texts(temporary, spec, proof)
-    return out
-
-
-def _write_file(path: Path, modules: AdapterModules, spec: AdapterSpec) -> None:
-    facts = _facts(spec)
-    lora = {name: module for name, module in modules.items() if isinstance(module, LoraModule)}
-    lycoris = {name: module for name, module in modules.items() if isinstance(module, LycorisModule)}
-    if lora:
-        layout: Any = "peft" if spec.adapter.use_dora else "diffusers"
-        write_lora(path, lora, layout=layout, save_dtype=spec.save_dtype, facts=facts)
-    else:
-        write_lycoris(path, lycoris, spec.adapter.rank, spec.save_dtype, facts)
-
-
-def adapter_facts(adapter: AdapterConfig) -> dict[str, Any]:
-    """Return the adapter's settings for a file's metadata, as JSON without paths of the training machine."""
-    keys = ("type", "rank", "alpha", "use_rslora", "use_dora", "target_modules", "base_bits")
-    return {key: adapter.model_dump(mode="json")[key] for key in keys}
-
-
-def _facts(spec: AdapterSpec) -> dict[str, Any]:
-    return {**spec.facts, "base": base_name(spec.base), "adapter": adapter_facts(spec.adapter)}
-
-
-def _write_texts(folder: Path, spec: AdapterSpec, proof: Mapping[str, Any]) -> None:
-    facts = {"sd3_light": __version__, "text": dict(spec.text), **_facts(spec)}
-    write_json(folder / FACTS_FILE, facts)
-    write_json(folder / "proof.json", proof)
-    for name, content in spec.files.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    card = adapter_card(spec.adapter, spec.file, spec.base, facts, spec.about)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    path = path / LYCORIS_FILE if path.is_dir() else path
+    tensors, metadata = load_tensors(path)
+    layers = own_metadata(metadata, path).get("layers", {})
+    modules: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        stem, _, factor = key.partition(".")
+        if stem not in layers:
+            raise UserError(f"{path}: its metadata does not name the layer of {stem}; pass a file written by sd3-light")
+        if factor != "alpha":
+            modules.setdefault(layers[stem], {})[factor] = tensor
+    return {layer: LycorisModule(factors) for layer, factors in modules.items()}

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
 
 from sd3_light.config import AdapterConfig
 from sd3_light.export import proof_process
+from sd3_light.export.export_spec import AdapterSpec
 from sd3_light.export.lora_fusing import baked
-from sd3_light.export.proof import ProofError, fixed_inputs, run_clean_process
+from sd3_light.export.proof import compare_outputs, fixed_inputs, run_clean_process
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, load_lycoris
 from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.random_weights import transformer_from_state
 
 _LARGE = 1_000_000_000
 """From this many parameters on, both sides hold the base in bf16; the effect of the file is the same."""
@@ -28,36 +29,26 @@ TOLERANCE = 1e-4
 AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
-def prove_adapter(
-    file: Path,
-    modules: AdapterModules,
-    adapter: AdapterConfig,
-    base: Path,
-    config: Mapping[str, Any],
-    save_dtype: torch.dtype,
-) -> dict[str, Any]:
+def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dict[str, Any]:
     """Reload the file in a clean process; compare the denoiser's output with that of ``modules`` on the same base.
 
-    ``config`` are the denoiser's constructor arguments. Returns the record that is written to the export, including
-    how much the adapter changes the output.
+    Returns the record that is written to the export, including how much the adapter changes the output.
     """
-    start = time.perf_counter()
+    start, config, kind = time.perf_counter(), spec.transformer_config, spec.adapter.type
     inputs, dtype = fixed_inputs(config, real_text=False), "bfloat16" if _is_large(config) else "float32"
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
-        folder = str(_as_folder(base, Path(work)))
-        request = {"adapter": adapter.type, "base": folder, "base_dtype": dtype}
+        folder = str(_as_folder(spec.base, Path(work)))
+        request = {"adapter": kind, "base": folder, "base_dtype": dtype}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
         denoiser = proof_process.load_base(folder, getattr(torch, dtype))
-    _apply(denoiser, modules, adapter, save_dtype)
+    _apply(denoiser, modules, spec.adapter, spec.save_dtype)
     expected = proof_process.denoise(denoiser, inputs)
-    difference = (reloaded["output"] - expected).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
-        raise ProofError(f"the reloaded adapter's output differs by {difference}")
+    difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
     return {
         **{name: version(name) for name in ("diffusers", "peft", "torch", "safetensors")},
-        "loaded_by": "load_lora_weights of stock diffusers" if adapter.type == "lora" else "LyCORIS' formulas",
-        "base": base.name,
+        "loaded_by": "load_lora_weights of stock diffusers" if kind == "lora" else "LyCORIS' formulas",
+        "base": spec.base.name,
         "layers": len(modules),
         "max_difference": difference,
         "change_of_output": (reloaded["output"] - reloaded["plain"]).abs().max().item(),
@@ -75,11 +66,7 @@ def _as_folder(base: Path, work: Path) -> Path:
     """Return the denoiser's folder; that of a single file is written for the proof."""
     if base.is_dir():
         return base
-    config, state = transformer_from_single_file(base)
-    with torch.device("meta"):
-        denoiser = SD3Transformer2DModel(**config)
-    denoiser.load_state_dict(state, strict=True, assign=True)
-    denoiser.save_pretrained(work / "base")
+    transformer_from_state(*transformer_from_single_file(base)).save_pretrained(work / "base")
     return work / "base"
 
 

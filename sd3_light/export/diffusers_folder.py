@@ -11,13 +11,14 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
+from sd3_light.export import real_pipeline
 from sd3_light.export.card import model_card
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json
+from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
-from sd3_light.export.real_text import add_pipeline
 from sd3_light.files import new_folder
 from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.model.random_weights import transformer_from_state
 from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
 
@@ -102,9 +103,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
     link_parts(spec.base, folder, FROZEN, series=out.parent)
-    with torch.device("meta"):
-        denoiser = SD3Transformer2DModel(**spec.transformer_config)
-    denoiser.load_state_dict(dict(weights), strict=True, assign=True)
+    denoiser = transformer_from_state(spec.transformer_config, weights)
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
     flow_scheduler(spec.shift, spec.flux_shift).save_pretrained(folder / "scheduler")
     index = read_json(spec.base / "model_index.json")
@@ -113,11 +112,26 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     write_json(folder / "model_index.json", index)
     add_pipeline(folder, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}
-    write_json(folder / FACTS_FILE, facts)
-    for name, content in spec.files.items():
-        (folder / name).write_text(content, encoding="utf-8")
     about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _dtype_name(spec.save_dtype)}
-    (folder / "README.md").write_text(model_card(spec, facts, about), encoding="utf-8")
+    write_texts(folder, spec, facts, model_card(spec, facts, about))
+
+
+def add_pipeline(folder: Path, text: Mapping[str, Any]) -> None:
+    """Add or remove a folder's own pipeline, for users without this package, according to its text policy.
+
+    With real tokens, the folder gets `pipeline.py` (a copy of `real_pipeline`, which this package never runs) and
+    `model_index.json` gets its two settings; with padded tokens, the base's settings are removed.
+    """
+    path = folder / "model_index.json"
+    settings = ("t5_max_length", "uncond_text")
+    index = {key: value for key, value in read_json(path).items() if key not in settings}
+    if text.get("text_tokens") == "real":
+        # where diffusers looks for it (``custom_pipeline="pipeline"``)
+        (folder / "pipeline.py").write_bytes(Path(real_pipeline.__file__).read_bytes())
+        index |= {key: text[key] for key in settings}
+    # stock diffusers refuses to open a folder that names a custom class
+    index["_class_name"] = "StableDiffusion3Pipeline"
+    write_json(path, index)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

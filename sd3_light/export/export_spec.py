@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+from sd3_light.config import AdapterConfig
+
 FACTS_FILE = "sd3_light.json"
 TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
-MAX_SHARD = "10GB"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The file name that diffusers looks for in a LoRA folder."""
+LYCORIS_FILE = "adapter.safetensors"
 
 
 class ExportError(Exception):
@@ -35,12 +39,36 @@ class ExportSpec:
     facts: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    max_shard_size: str = MAX_SHARD
+    max_shard_size: str = "10GB"
 
     @property
     def real_text(self) -> bool:
         """Whether the model was trained on real text tokens."""
         return bool(self.text.get("text_tokens") == "real")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec(ExportSpec):
+    """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on."""
+
+    adapter: AdapterConfig
+
+    @property
+    def file(self) -> str:
+        """The name of the adapter file in the folder."""
+        return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base model, from its denoiser's folder or file."""
+        return self.base.parent.name if self.base.name == "transformer" else self.base.name
+
+
+def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], card: str) -> None:
+    """Write the text files of an export: its facts, the files of the spec and the card."""
+    write_json(folder / FACTS_FILE, facts)
+    for name, content in {**spec.files, "README.md": card}.items():
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.export_spec import first_few
+from sd3_light.export.export_spec import LORA_FILE, first_few
 from sd3_light.export.lora_fusing import (
     Padding,
     Ranks,
@@ -30,13 +30,13 @@ from sd3_light.export.lora_fusing import (
     unpad_names,
 )
 from sd3_light.export.lora_names import Role, find_layers, read_key
-from sd3_light.files import new_file, refuse_existing, write_errors
+from sd3_light.files import atomic_file, new_file, refuse_existing, write_errors
 from sd3_light.model.lora_layers import LoraModule, lora_scale
 from sd3_light.tensor_file import METADATA_KEY
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
-_FOLDER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+_FOLDER_FILES = (LORA_FILE, "adapter_model.safetensors")
 _Scales = Callable[[str, int], float]
 
 
@@ -59,25 +59,35 @@ def write_lora(
     save_dtype: torch.dtype = torch.float32,
     padding: Padding | None = None,
     facts: Mapping[str, Any] | None = None,
+    replace_file: bool = False,
 ) -> Path:
-    """Write ``modules`` to a new file atomically; an existing file is an error.
+    """Write ``modules`` to a file atomically; an existing file is an error unless ``replace_file``.
 
     ``"diffusers"`` works in stock diffusers and ComfyUI, ``"kohya"`` in ComfyUI and programs of that family, ``"peft"``
     is ``"diffusers"`` with DoRA magnitudes, which only diffusers reads. ``padding`` is for a LoRA that is used with a
     padded single file. ``facts`` (JSON) are written to the metadata.
     """
-    check_new_lora(path)
+    if not replace_file:
+        check_new_lora(path)
     _check(modules, layout)
     if padding is not None:
         modules = pad_names(modules, padding)
     tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
     alphas = {key: tensor for key, tensor in tensors.items() if key.endswith(".alpha")}
     saved = cast_tensors({key: tensors[key] for key in tensors if key not in alphas}, save_dtype) | alphas
-    metadata: dict[str, Any] = {"version": __version__, "layout": layout, "facts": dict(facts or {})}
+    metadata: dict[str, Any] = {"layout": layout, "facts": dict(facts or {})}
     metadata |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
-    with write_errors(path), new_file(path) as temporary:
-        save_file(saved, temporary, {METADATA_KEY: json.dumps(metadata, sort_keys=True, ensure_ascii=False)})
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (atomic_file if replace_file else new_file)(path) as temporary:
+            save_tensors(temporary, saved, metadata)
     return path
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write a safetensors file with our metadata."""
+    text = json.dumps({"version": __version__, **metadata}, sort_keys=True, ensure_ascii=False)
+    save_file(tensors, path, {METADATA_KEY: text})
 
 
 def check_new_lora(path: Path) -> None:
@@ -150,11 +160,6 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 # --- reading -----------------------------------------------------------------------------------
 
 
-def from_peft(state: Mapping[str, Tensor], alpha: float, use_rslora: bool = False) -> dict[str, LoraModule]:
-    """Return the LoRA in the state dict of a peft model."""
-    return _modules(state, lambda _, rank: lora_scale(rank, alpha, use_rslora), {})
-
-
 def read_lora(path: Path, padding: Padding | None = None) -> LoadedLora:
     """Read a LoRA of diffusers, peft, kohya or ComfyUI; unknown keys are errors that name them.
 
@@ -163,14 +168,9 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoadedLora:
     padded single file; files written here record it.
     """
     file = _lora_in(path)
+    tensors, metadata = load_tensors(file)
+    own = own_metadata(metadata, file)
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({error}); pass a .safetensors file") from error
-    try:
-        own = _own_metadata(metadata)
         _require_numbers(tensors)
         modules = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
         padding = padding or (Padding(*own["padding"]) if "padding" in own else None)
@@ -178,6 +178,15 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoadedLora:
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoadedLora(modules, own.get("facts", {}))
+
+
+def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of an adapter's file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read as safetensors ({error}); pass a .safetensors file") from error
 
 
 def diffusers_tensors(path: Path) -> dict[str, Tensor]:
@@ -194,15 +203,15 @@ def _lora_in(path: Path) -> Path:
     return files[0]
 
 
-def _own_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata that `write_lora` wrote, with checked types; empty for other programs' files."""
-    own = _json(metadata.get(METADATA_KEY, "{}"), METADATA_KEY)
+def own_metadata(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Return the metadata that `save_tensors` wrote, with checked types; empty for other programs' files."""
+    own = _json(metadata.get(METADATA_KEY, "{}"), f"{file}: {METADATA_KEY}")
     ranks, padding = own.get("ranks", {}), own.get("padding", [1, 1])
     lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
     valid = all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in lists)
     valid = valid and [len(numbers) for numbers in lists] == [2, *[3] * len(ranks)]
     if not valid or not isinstance(own.get("facts", {}), dict):
-        raise UserError(f"its metadata {METADATA_KEY!r} is damaged; write the file again")
+        raise UserError(f"{file}: its metadata {METADATA_KEY!r} is damaged; write the file again")
     return own
 
 

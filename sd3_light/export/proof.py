@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from sd3_light.export import proof_process
 from sd3_light.export.export_spec import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, ExportSpec
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.model.random_weights import transformer_from_state
 from sd3_light.sampling.scheduler import flow_scheduler
 
 _LIBRARIES = ("diffusers", "transformers", "torch", "safetensors")
@@ -55,8 +56,8 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
         **{name: version(name) for name in _LIBRARIES},
         "pipeline": "pipeline.py of this folder" if spec.real_text else "StableDiffusion3Pipeline",
         "tensors": len(weights),
-        "max_difference": _difference("the reloaded model's output", reloaded["output"], expected["output"], 1e-5),
-        "picture_max_difference": _difference(
+        "max_difference": compare_outputs("the reloaded model's output", reloaded["output"], expected["output"], 1e-5),
+        "picture_max_difference": compare_outputs(
             "an image of the reloaded pipeline", reloaded["image"], expected["image"], _IMAGE_TOLERANCE
         ),
         "weights_sha256": combined_digest(digests),
@@ -113,10 +114,7 @@ def run_clean_process(
 
 def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the same outputs from the weights in memory, the base's frozen parts and training's scheduler."""
-    with torch.device("meta"):
-        denoiser = SD3Transformer2DModel(**spec.transformer_config)
-    denoiser.load_state_dict(dict(weights), strict=True, assign=True)
-    denoiser.eval()
+    denoiser = transformer_from_state(spec.transformer_config, weights)
     pipe = StableDiffusion3Pipeline(
         transformer=denoiser,
         scheduler=flow_scheduler(spec.shift, spec.flux_shift),
@@ -150,7 +148,8 @@ def _compare_weights(actual: Mapping[str, str], expected: Mapping[str, str]) -> 
         raise ProofError(f"reloaded weights differ in value: {changed[:5]}")
 
 
-def _difference(subject: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:
+def compare_outputs(subject: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:
+    """Return the largest difference; more than ``tolerance`` of the largest value is a ProofError."""
     if actual.shape != expected.shape:
         raise ProofError(f"{subject} has shape {list(actual.shape)}, not {list(expected.shape)}")
     difference = (actual - expected).abs().max().item()

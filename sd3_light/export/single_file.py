@@ -12,12 +12,11 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import read_facts
+from sd3_light.export.diffusers_folder import add_pipeline, read_facts
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, TEXT_ENCODER_FOLDERS, first_few
 from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import ProofError
-from sd3_light.export.real_text import add_pipeline
 from sd3_light.export.single_names import padded_config, unpad
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
 from sd3_light.export.single_parts import (

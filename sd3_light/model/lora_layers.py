@@ -91,6 +91,18 @@ def lora_modules(transformer: nn.Module) -> dict[str, LoraModule]:
     return modules
 
 
+def from_peft(state: Mapping[str, Tensor], alpha: float, use_rslora: bool = False) -> dict[str, LoraModule]:
+    """Return layer name -> LoRA update, from weights with the names of a peft model in memory."""
+    modules = {}
+    for name, down in state.items():
+        layer, mark, _ = name.partition(f".lora_A.{ADAPTER}.")
+        if mark:
+            up = state[f"{layer}.lora_B.{ADAPTER}.weight"]
+            magnitude = state.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight")
+            modules[layer] = LoraModule(down, up, lora_scale(len(down), alpha, use_rslora), magnitude)
+    return modules
+
+
 @torch.no_grad()
 def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None:
     """Copy the weights of ``modules`` into the model's LoRA, which has the same layers, shapes and kind.

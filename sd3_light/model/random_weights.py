@@ -1,7 +1,8 @@
-"""Random initial weights for training from scratch."""
+"""Build a denoiser, with random initial weights for training from scratch or with given weights."""
 
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,14 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from sd3_light.randomness import sample_id, stream
+
+
+def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> SD3Transformer2DModel:
+    """Return a denoiser that holds the tensors of ``state`` themselves."""
+    with torch.device("meta"):
+        transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
+    transformer.load_state_dict(dict(state), strict=True, assign=True)
+    return transformer.eval()
 
 
 def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:

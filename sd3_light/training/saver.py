@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
-from sd3_light.export.adapter_folder import AdapterSpec, write_adapter
+from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
-from sd3_light.export.export_spec import ExportError, ExportSpec
+from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
 from sd3_light.model.start import WeightsStart
 from sd3_light.training.card_facts import card_facts
 

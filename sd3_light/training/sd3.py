@@ -21,7 +21,7 @@ from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.model.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import stream
 from sd3_light.training.saver import model_config, model_spec
@@ -157,7 +157,8 @@ def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:
     """Return the denoiser before the first step, in float32 (law 4)."""
     if start.file is not None:
-        return _from_single_file(start.file)
+        config, state = transformer_from_single_file(start.file)
+        return transformer_from_state(config, {name: tensor.float() for name, tensor in state.items()})
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
     options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
@@ -168,12 +169,3 @@ def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DMode
             f"the weights in {start.folder} do not match its config.json: {mismatches[0]}; download or export it again"
         )
     return transformer
-
-
-def _from_single_file(path: Path) -> SD3Transformer2DModel:
-    config, state = transformer_from_single_file(path)
-    with torch.device("meta"):
-        transformer = SD3Transformer2DModel(**config)
-    wide = {name: tensor.float() for name, tensor in state.items()}
-    transformer.load_state_dict(wide, strict=True, assign=True)
-    return transformer.eval()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.export import adapter_folder as export_adapter
-from sd3_light.export.adapter_folder import AdapterSpec, adapter_modules, read_adapter, write_adapter
-from sd3_light.export.export_spec import ExportError
+from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
+from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
 from sd3_light.model.random_weights import new_transformer
@@ -53,7 +53,9 @@ def trained(base: Path, config: AdapterConfig) -> dict[str, Tensor]:
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> AdapterSpec:
     config = AdapterConfig.model_validate({"rank": 4, "target_modules": ["attn.to_q", "norm1.linear"], **keys})
-    return AdapterSpec(config, base, TINY, dtype, facts={"weights": "ema", "step": 7}, files={"config.toml": "x"})
+    return AdapterSpec(
+        base, TINY, dtype, facts={"weights": "ema", "step": 7}, files={"config.toml": "x"}, adapter=config
+    )
 
 
 SLOW = ("loha", "lora-dora")  # each proof starts a process
@@ -103,13 +105,13 @@ def test_a_file_with_another_effect_is_not_published(
     """The proof detects a wrong scale."""
     spec = spec_of(base, alpha=8.0)
     weights = trained(base, spec.adapter)
-    real = export_adapter._write_file
+    real = export_adapter.write_adapter_file
 
-    def wrong_scale(path: Path, modules: Any, spec: AdapterSpec) -> None:
-        wrong: Any = adapter_modules(weights, spec.adapter.model_copy(update={"alpha": 4.0}))
-        real(path, wrong, spec)
+    def wrong_scale(path: Path, modules: Any, adapter: AdapterConfig, *rest: Any) -> None:
+        wrong: Any = adapter_modules(weights, adapter.model_copy(update={"alpha": 4.0}))
+        real(path, wrong, adapter, *rest)
 
-    monkeypatch.setattr(export_adapter, "_write_file", wrong_scale)
+    monkeypatch.setattr(export_adapter, "write_adapter_file", wrong_scale)
     with pytest.raises(ProofError, match="output differs by"):
         write_adapter(tmp_path / "out", weights, spec)
     assert list(tmp_path.iterdir()) == []

@@ -385,10 +385,10 @@ def test_names_configs_and_outputs_are_compared() -> None:
     with pytest.raises(ProofError, match=r"config.json says num_layers = 24, not 15"):
         proof_module._compare_config({"num_layers": 24}, {"num_layers": 15})
     output = torch.full((3,), 2.0)
-    assert proof_module._difference("it", output, output, 1e-5) == 0.0
+    assert proof_module.compare_outputs("it", output, output, 1e-5) == 0.0
     for other in (output + 1e-3, torch.full((3,), float("nan")), torch.zeros(2)):
         with pytest.raises(ProofError, match=r"it (differs by|has shape)"):
-            proof_module._difference("it", other, output, 1e-5)
+            proof_module.compare_outputs("it", other, output, 1e-5)
 
 
 def test_the_proof_casts_one_layer_at_a_time_and_restores_the_weights() -> None:

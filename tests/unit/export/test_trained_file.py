@@ -7,7 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from sd3_light.config import SIZES, AdapterConfig
-from sd3_light.export import trained_file
+from sd3_light.export import adapter_folder
 from sd3_light.export.trained_file import write_trained
 
 
@@ -33,7 +33,7 @@ def test_a_failed_save_keeps_the_earlier_lora(tmp_path: Path, monkeypatch: pytes
     def fail(*_: object, **__: object) -> Path:
         raise OSError("no space left")
 
-    monkeypatch.setattr(trained_file, "write_lora", fail)
+    monkeypatch.setattr(adapter_folder, "write_lora", fail)
     with pytest.raises(OSError, match="no space left"):
         write_trained(path, lora_state(3.0), transformer, adapter)
     assert path.read_bytes() == replaced
