@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sd3_light.model.fast import products
 from sd3_light.model.fast.fp8 import Fp8Rows, Operand, RowForm
 from sd3_light.model.fast.operations import operations
 from sd3_light.model.fast.reference import PendingUpdate
 from sd3_light.model.fast.row_plan import RowPlan, Rows
 from sd3_light.model.fast.sample_attention import attend
-from sd3_light.model.fast.weights import LinearCopy, StreamWeights, WeightCopies
+from sd3_light.model.fast.weights import LinearCopy, StreamWeights, WeightCopies, weight_grad
 
 Keep = Literal["all", "products", "inputs"]
 """What a block keeps for its backward pass: everything; the results of products and attention, while norms, GELU and
@@ -90,13 +89,12 @@ class _Attention:
         for leaf in self.leaves:
             leaf.untyped_storage().resize_(0)
 
-    def restore(self, ops: ModuleType, streams: Any, saved: list[_Activations], heads: int, plan: RowPlan) -> None:
+    def restore(self, streams: "Streams", saved: list[_Activations], heads: int, plan: RowPlan) -> None:
         """Recompute the leaves."""
         for leaf in self.leaves:
             leaf.untyped_storage().resize_(leaf.numel() * leaf.itemsize)
-        norms = (streams[0].norms, streams[1].norms)
         # through `data`, so that autograd does not count it as an in-place change
-        ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan, tuple(leaf.data for leaf in self.leaves))
+        _join(streams, saved, heads, plan, tuple(leaf.data for leaf in self.leaves))
 
 
 class FastBlock(torch.autograd.Function):
@@ -106,16 +104,17 @@ class FastBlock(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: RowPlan,
-        streams: tuple[StreamWeights, StreamWeights],
+        weights: tuple[StreamWeights, StreamWeights],
         heads: int,
         options: BlockOptions,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        """``tensors``: x, y, bias, gate, modulation and out bias of each stream; then all parameters, for autograd."""
-        inputs = (tensors[:6], tensors[6:12])
-        outputs, saved, attention = _compute(plan, streams, heads, options, inputs)
+        """``tensors``: the six inputs of each stream (see `_Stream`); then all parameters, for autograd."""
+        image = _Stream(weights[0], tensors[:6], plan.image, options)
+        text = _Stream(weights[1], tensors[6:12], plan.text, options)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.streams, ctx.heads, ctx.options, ctx.inputs = plan, streams, heads, options, inputs
+        ctx.plan, ctx.heads, ctx.streams = plan, heads, (image, text)
+        outputs, saved, attention = _compute(plan, ctx.streams, heads)
         if options.keep == "products":
             attention.free()
             for activations in saved:
@@ -127,109 +126,56 @@ class FastBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return gradients in the order of the inputs."""
-        plan, streams, options, inputs = ctx.plan, ctx.streams, ctx.options, ctx.inputs
-        ops, rows = operations(grads[0].device), (plan.image, plan.text)
-        if ctx.saved is None:
-            ctx.saved = _compute(plan, streams, ctx.heads, options, inputs, recompute=True)[1:]
-        saved, attention = ctx.saved
-        ctx.saved = ctx.inputs = None
-        if options.keep == "products":
-            attention.restore(ops, streams, saved, ctx.heads, plan)
-            for stream, acts, row in zip(streams, saved, rows, strict=True):
-                acts.attended = None if stream.out is None else ops.gather_rows(attention.joined.detach(), row)
-        tails = [
-            _tail_backward(ops, stream, values, row, acts, grads[2 * number : 2 * number + 2], options)
-            if stream.out is not None
-            else _TailGrads(None, torch.zeros_like(acts.x1), [], [])
-            for number, (stream, values, row, acts) in enumerate(zip(streams, inputs, rows, saved, strict=True))
-        ]
+        plan, heads, streams = ctx.plan, ctx.heads, ctx.streams
+        saved, attention = ctx.saved or _compute(plan, streams, heads, recompute=True)[1:]
+        ctx.saved = ctx.streams = None
+        ops = streams[0].ops
+        if streams[0].options.keep == "products":
+            attention.restore(streams, saved, heads, plan)
+            for stream, acts in zip(streams, saved, strict=True):
+                if stream.weights.out is not None:
+                    acts.attended = ops.gather_rows(attention.joined.detach(), stream.rows)
+        tails = [streams[0].tail_backward(saved[0], grads[:2]), streams[1].tail_backward(saved[1], grads[2:])]
         grad_joined = ops.scatter_rows(tails[0].attended, tails[1].attended, plan).view_as(attention.joined)
         leaf_grads = torch.autograd.grad(attention.joined, attention.leaves, grad_joined)
         grad_qkv = tuple(part.contiguous() for part in leaf_grads)
         del attention, grad_joined, leaf_grads
         input_grads: list[Any] = []
         weight_grads: list[Tensor] = []
-        for stream, values, row, acts, tail in zip(streams, inputs, rows, saved, tails, strict=True):
-            of_inputs, of_weights = _head_backward(ops, stream, values, row, acts, tail, grad_qkv, ctx.heads, options)
+        for stream, acts, tail in zip(streams, saved, tails, strict=True):
+            of_inputs, of_weights = stream.head_backward(acts, tail, grad_qkv, heads)
             input_grads += of_inputs
             weight_grads += of_weights
         return (None, None, None, None, *input_grads, *weight_grads)
 
 
 def _compute(
-    plan: RowPlan,
-    streams: tuple[StreamWeights, StreamWeights],
-    heads: int,
-    options: BlockOptions,
-    inputs: Any,
-    recompute: bool = False,
+    plan: RowPlan, streams: "Streams", heads: int, recompute: bool = False
 ) -> tuple[tuple[Tensor, ...], list[_Activations], _Attention]:
     """Return (outputs, activations for the backward pass, attention); ``recompute`` skips products that only the
     outputs need."""
-    ops, rows = operations(inputs[0][0].device), (plan.image, plan.text)
+    options = streams[0].options
     form = options.form(is_kept=recompute or options.keep == "all")
-    saved = [
-        _head(ops, stream, values, row, options, form)
-        for stream, values, row in zip(streams, inputs, rows, strict=True)
-    ]
-    qkv = ops.join((saved[0].qkv, saved[1].qkv), (streams[0].norms, streams[1].norms), heads, plan)
+    saved = [stream.head(form) for stream in streams]
+    qkv = _join(streams, saved, heads, plan)
     with torch.enable_grad():
         query, key, value = (part.detach().requires_grad_() for part in qkv)
         joined = attend(query, key, value, plan, options.attention)
     outputs: list[Tensor] = []
-    for stream, values, row, acts in zip(streams, inputs, rows, saved, strict=True):
-        if stream.out is not None:
-            outputs += _tail(ops, stream, values, row, acts, joined.detach(), recompute, options, form)
+    for stream, acts in zip(streams, saved, strict=True):
+        outputs += stream.tail(acts, joined.detach(), recompute, form)
     return tuple(outputs), saved, _Attention((query, key, value), joined)
 
 
-def _pending(values: Any) -> PendingUpdate | None:
-    _, y, bias, gate, *_ = values
-    return None if y is None else (y, bias, gate)
+def _join(
+    streams: "Streams", saved: list[_Activations], heads: int, plan: RowPlan, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    norms = (streams[0].weights.norms, streams[1].weights.norms)
+    return streams[0].ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan, out)  # type: ignore[no-any-return]
 
 
 def _plain_or_none(rows: Operand) -> Tensor | None:
     return rows.plain if isinstance(rows, Fp8Rows) else rows
-
-
-def _head(
-    ops: ModuleType, stream: StreamWeights, values: Any, rows: Rows, options: BlockOptions, form: RowForm
-) -> _Activations:
-    """Run the first half of a stream: the norm and the qkv product."""
-    modulation = values[4]
-    if stream.out is None:  # the last text's norm has scale before shift
-        scale, shift = modulation.chunk(2, dim=1)
-    else:
-        shift, scale = modulation.chunk(5, dim=1)[:2]
-    x1, h1 = ops.residual_norm(values[0], _pending(values), scale, shift, rows, form)
-    return _Activations(x1, _plain_or_none(h1), products.forward(stream.qkv, h1, True, options.fast_sums))
-
-
-def _tail(
-    ops: ModuleType,
-    stream: StreamWeights,
-    values: Any,
-    rows: Rows,
-    acts: _Activations,
-    joined: Tensor,
-    recompute: bool,
-    options: BlockOptions,
-    form: RowForm,
-) -> tuple[Tensor, ...]:
-    """Run the second half of a stream: add the attention output, then the feed-forward, which stays pending."""
-    assert stream.out is not None and stream.up is not None and stream.down is not None
-    gate, shift, scale = values[4].chunk(5, dim=1)[2:]
-    attended = ops.gather_rows(joined, rows, form)
-    acts.attended = _plain_or_none(attended)
-    acts.a = products.forward(stream.out, attended, False, options.fast_sums)
-    x2, h2 = ops.residual_norm(acts.x1, (acts.a, values[5], gate), scale, shift, rows, form)
-    acts.x2, acts.h2 = x2.detach(), _plain_or_none(h2)  # detached: a node that holds its own output is a cycle
-    acts.u = products.forward(stream.up, h2, True, options.fast_sums)
-    if recompute:  # GELU's backward pass recomputes g
-        return ()
-    g = ops.gelu(acts.u, form)
-    acts.g = _plain_or_none(g)
-    return x2, products.forward(stream.down, g, False, options.fast_sums)
 
 
 @dataclass
@@ -243,56 +189,104 @@ class _TailGrads:
     out_bias: Tensor | None = None
 
 
-def _tail_backward(
-    ops: ModuleType, stream: StreamWeights, values: Any, rows: Rows, acts: Any, grads: Any, options: BlockOptions
-) -> _TailGrads:
-    assert stream.out is not None and stream.up is not None and stream.down is not None
-    form, fast, float32 = options.form(is_kept=True), options.fast_sums, options.float32_gradients
-    gx, df = grads[0], grads[1] if form == "plain" else ops.round_rows(grads[1])
-    gate, shift, scale = values[4].chunk(5, dim=1)[2:]
-    dg = products.input_grad(stream.down, df, fast)
-    du, g, up_bias = ops.gelu_backward(dg, acts.u, acts.g is None, form)
-    del dg
-    down = products.weight_grad(df, acts.g if g is None else g, float32)
-    acts.g = acts.u = g = None
-    dh2 = products.input_grad(stream.up, du, fast)
-    pending, shift_or_none = (acts.a, values[5], gate), shift if acts.h2 is None else None
-    dx, da, dscale, dshift, dgate, out_bias, h2 = ops.residual_norm_backward(
-        dh2, gx, acts.x2, pending, scale, rows, shift_or_none, form
-    )
-    up = products.weight_grad(du, acts.h2 if h2 is None else h2, float32)
-    del du, dh2
-    out = products.weight_grad(da, acts.attended, float32)
-    acts.x2 = acts.h2 = acts.a = acts.attended = None
-    attended = products.input_grad(stream.out, da, fast)
-    return _TailGrads(dx, attended, [dgate, dshift, dscale], [out, up, up_bias, down], out_bias)
+@dataclass(frozen=True)
+class _Stream:
+    """One stream of a block; ``inputs``: x, pending product, its bias and gate, modulation, bias of the out projection.
+
+    The head is the first half, norm and qkv product. The tail adds the attention output and runs the feed-forward.
+    """
+
+    weights: StreamWeights
+    inputs: Any
+    rows: Rows
+    options: BlockOptions
+
+    @property
+    def ops(self) -> ModuleType:
+        """The operations for the stream's device."""
+        return operations(self.inputs[0].device)
+
+    @property
+    def pending(self) -> PendingUpdate | None:
+        """The update that the previous block left."""
+        _, y, bias, gate, *_ = self.inputs
+        return None if y is None else (y, bias, gate)
+
+    @property
+    def head_modulation(self) -> list[Tensor]:
+        """Scale and shift of the first norm; the last text has no others, in this order."""
+        modulation: Tensor = self.inputs[4]
+        is_last = self.weights.out is None
+        return list(modulation.chunk(2, dim=1) if is_last else modulation.chunk(5, dim=1)[1::-1])
+
+    def head(self, form: RowForm) -> _Activations:
+        """Run the norm and the qkv product."""
+        x1, h1 = self.ops.residual_norm(self.inputs[0], self.pending, *self.head_modulation, self.rows, form)
+        return _Activations(x1, _plain_or_none(h1), self.weights.qkv.forward(h1, True, self.options.fast_sums))
+
+    def tail(self, acts: _Activations, joined: Tensor, recompute: bool, form: RowForm) -> tuple[Tensor, ...]:
+        """Return the stream and its product that stays pending; nothing for the last text."""
+        weights, ops, fast = self.weights, self.ops, self.options.fast_sums
+        if weights.out is None or weights.up is None or weights.down is None:
+            return ()
+        gate, shift, scale = self.inputs[4].chunk(5, dim=1)[2:]
+        attended = ops.gather_rows(joined, self.rows, form)
+        acts.attended = _plain_or_none(attended)
+        acts.a = weights.out.forward(attended, False, fast)
+        x2, h2 = ops.residual_norm(acts.x1, (acts.a, self.inputs[5], gate), scale, shift, self.rows, form)
+        acts.x2, acts.h2 = x2.detach(), _plain_or_none(h2)  # detached: a node that holds its own output is a cycle
+        acts.u = weights.up.forward(h2, True, fast)
+        if recompute:  # GELU's backward pass recomputes g
+            return ()
+        g = ops.gelu(acts.u, form)
+        acts.g = _plain_or_none(g)
+        return x2, weights.down.forward(g, False, fast)
+
+    def tail_backward(self, acts: Any, grads: tuple[Tensor, ...]) -> _TailGrads:
+        """Return the gradients of the second half; zeros for the last text."""
+        weights, ops, options = self.weights, self.ops, self.options
+        if weights.out is None or weights.up is None or weights.down is None:
+            return _TailGrads(None, torch.zeros_like(acts.x1), [], [])
+        form, fast, float32 = options.form(is_kept=True), options.fast_sums, options.float32_gradients
+        gx, df = grads[0], grads[1] if form == "plain" else ops.round_rows(grads[1])
+        gate, shift, scale = self.inputs[4].chunk(5, dim=1)[2:]
+        dg = weights.down.input_grad(df, fast)
+        du, g, up_bias = ops.gelu_backward(dg, acts.u, acts.g is None, form)
+        del dg
+        down = weight_grad(df, acts.g if g is None else g, float32)
+        acts.g = acts.u = g = None
+        dh2 = weights.up.input_grad(du, fast)
+        pending, shift_or_none = (acts.a, self.inputs[5], gate), shift if acts.h2 is None else None
+        dx, da, dscale, dshift, dgate, out_bias, h2 = ops.residual_norm_backward(
+            dh2, gx, acts.x2, pending, scale, self.rows, shift_or_none, form
+        )
+        up = weight_grad(du, acts.h2 if h2 is None else h2, float32)
+        del du, dh2
+        out = weight_grad(da, acts.attended, float32)
+        acts.x2 = acts.h2 = acts.a = acts.attended = None
+        attended = weights.out.input_grad(da, fast)
+        return _TailGrads(dx, attended, [dgate, dshift, dscale], [out, up, up_bias, down], out_bias)
+
+    def head_backward(
+        self, acts: Any, tail: _TailGrads, grad_qkv: tuple[Tensor, ...], heads: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Return (gradients of the stream's six inputs, gradients of its parameters)."""
+        ops, qkv, form = self.ops, self.weights.qkv, self.options.form(is_kept=True)
+        dqkv, bias, norms = ops.join_backward(grad_qkv, acts.qkv, self.weights.norms, heads, self.rows, form)
+        dh1 = qkv.input_grad(dqkv, self.options.fast_sums)
+        scale, shift = self.head_modulation
+        dx, dy, dscale, dshift, dgate, dbias, h1 = ops.residual_norm_backward(
+            dh1, tail.x, acts.x1, self.pending, scale, self.rows, shift if acts.h1 is None else None
+        )
+        weight = weight_grad(dqkv, acts.h1 if h1 is None else h1, self.options.float32_gradients)
+        first = [dscale, dshift] if self.weights.out is None else [dshift, dscale]
+        modulation = torch.cat([*first, *tail.modulation], dim=1).to(self.inputs[4].dtype)
+        gate = None if dgate is None else dgate.to(self.inputs[3].dtype)
+        of_weights = [*qkv.split(weight), *qkv.split(bias), *tail.weights, *(norms or ())]
+        return [dx, dy, dbias, gate, modulation, tail.out_bias], of_weights
 
 
-def _head_backward(
-    ops: ModuleType,
-    stream: StreamWeights,
-    values: Any,
-    rows: Rows,
-    acts: Any,
-    tail: _TailGrads,
-    grad_qkv: tuple[Tensor, ...],
-    heads: int,
-    options: BlockOptions,
-) -> tuple[list[Any], list[Any]]:
-    """Return (gradients of the stream's six inputs, gradients of its parameters)."""
-    dqkv, bias, norms = ops.join_backward(grad_qkv, acts.qkv, stream.norms, heads, rows, options.form(is_kept=True))
-    dh1 = products.input_grad(stream.qkv, dqkv, options.fast_sums)
-    is_last = stream.out is None
-    scale, shift = values[4].chunk(2, dim=1) if is_last else values[4].chunk(5, dim=1)[1::-1]
-    dx, dy, dscale, dshift, dgate, dbias, h1 = ops.residual_norm_backward(
-        dh1, tail.x, acts.x1, _pending(values), scale, rows, shift if acts.h1 is None else None
-    )
-    weight = products.weight_grad(dqkv, acts.h1 if h1 is None else h1, options.float32_gradients)
-    first = [dscale, dshift] if is_last else [dshift, dscale]
-    modulation = torch.cat([*first, *tail.modulation], dim=1).to(values[4].dtype)
-    gate = None if dgate is None else dgate.to(values[3].dtype)
-    of_weights = [*stream.qkv.split(weight), *stream.qkv.split(bias), *tail.weights, *(norms or ())]
-    return [dx, dy, dbias, gate, modulation, tail.out_bias], of_weights
+Streams = tuple[_Stream, _Stream]
 
 
 # --- around the blocks -------------------------------------------------------------------------
@@ -331,7 +325,7 @@ class Modulation(torch.autograd.Function):
         """``parameters``: the weights, then the biases, for autograd."""
         ctx.linear, ctx.options = linear, options
         ctx.save_for_backward(time)
-        return products.forward(linear, time, True, False)
+        return linear.forward(time, True, False)
 
     @staticmethod
     @once_differentiable
@@ -339,8 +333,8 @@ class Modulation(torch.autograd.Function):
         """Return gradients in the order of the inputs."""
         (time,) = ctx.saved_tensors
         linear = ctx.linear
-        weight, bias = products.weight_grad(grad, time, ctx.options.float32_gradients), grad.float().sum(0)
-        return None, None, products.input_grad(linear, grad, False), *linear.split(weight), *linear.split(bias)
+        weight, bias = weight_grad(grad, time, ctx.options.float32_gradients), grad.float().sum(0)
+        return None, None, linear.input_grad(grad, False), *linear.split(weight), *linear.split(bias)
 
 
 def modulate(weights: WeightCopies, time_BD: Tensor, options: BlockOptions) -> Tensor:

@@ -14,23 +14,10 @@ from torch import Tensor
 
 from sd3_light.model.fast import kernels_fp8, reference
 from sd3_light.model.fast.fp8 import Operand, RowForm
-from sd3_light.model.fast.kernels_fp8 import RowOutput, by_row, round_rows, round_weight, store_rows
+from sd3_light.model.fast.kernels_fp8 import TUNING, RowOutput, by_row, round_rows, store_rows
+from sd3_light.model.fast.kernels_fp8 import round_weight as round_weight
 from sd3_light.model.fast.reference import EPS, HeadNorms, PendingUpdate
 from sd3_light.model.fast.row_plan import RowPlan, Rows
-from sd3_light.model.fast.tuning import TUNING
-
-__all__ = [
-    "gather_rows",
-    "gelu",
-    "gelu_backward",
-    "join",
-    "join_backward",
-    "residual_norm",
-    "residual_norm_backward",
-    "round_rows",
-    "round_weight",
-    "scatter_rows",
-]  # fmt: skip
 
 ROWS_PER_PROGRAM = 32
 """Rows that one program walks when it sums over rows."""

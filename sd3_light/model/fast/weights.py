@@ -14,7 +14,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
+from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, Operand, multiply, plain_rows
 from sd3_light.model.fast.operations import operations
 
 
@@ -22,7 +22,7 @@ from sd3_light.model.fast.operations import operations
 class LinearCopy:
     """One product of a block: copies of its bias and weight, and the modules that they are copied from.
 
-    For fp8 products ``fp8`` replaces ``weight``.
+    For fp8 products ``fp8`` replaces ``weight``. ``fast_sums``: see `fp8.multiply`.
     """
 
     weight: Tensor | None
@@ -30,9 +30,34 @@ class LinearCopy:
     modules: tuple[nn.Linear, ...]
     fp8: Fp8Weight | None = None
 
+    def forward(self, rows: Operand, biased: bool, fast_sums: bool) -> Tensor:
+        """Return rows weight^T (+ bias)."""
+        bias = self.bias if biased else None
+        if isinstance(rows, Fp8Rows):
+            assert self.fp8 is not None
+            return multiply(rows, self.fp8.forward, bias, self.bias.dtype, fast_sums)
+        assert self.weight is not None
+        return torch.mm(rows, self.weight.t()) if bias is None else torch.addmm(bias, rows, self.weight.t())
+
+    def input_grad(self, grad: Operand, fast_sums: bool) -> Tensor:
+        """Return grad weight, the gradient of the product's input rows."""
+        if isinstance(grad, Fp8Rows):
+            assert self.fp8 is not None
+            return multiply(grad, self.fp8.backward, None, self.bias.dtype, fast_sums)
+        assert self.weight is not None
+        return torch.mm(grad, self.weight)
+
     def split(self, rows: Tensor) -> list[Tensor]:
         """Split a gradient of the stacked weight or bias into those of the parameters."""
         return list(rows.split([module.out_features for module in self.modules]))
+
+
+def weight_grad(grad: Operand, rows: Operand, float32: bool) -> Tensor:
+    """Return grad^T rows, the gradient of a weight; never in fp8. ``float32``: do not round to the compute dtype."""
+    grad, rows = plain_rows(grad), plain_rows(rows)
+    if float32 and grad.is_cuda and grad.dtype != torch.float32:
+        return torch.mm(grad.t(), rows, out_dtype=torch.float32)
+    return torch.mm(grad.t(), rows)
 
 
 @dataclass(frozen=True)

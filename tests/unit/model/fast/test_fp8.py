@@ -12,7 +12,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast import products, reference
+from sd3_light.model.fast import reference
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, multiply, plain_rows, to_form
@@ -94,7 +94,7 @@ def test_weights_are_rounded_from_float32_at_each_refresh() -> None:
     assert 0.01 < relative_distance(qkv.fp8.backward.dequantized(), exact.t()) < 0.04
     assert weights.modulation.weight is not None, "modulation is not rounded"
     rows = normal(4, exact.shape[1])
-    product = products.forward(qkv, reference.round_rows(rows), biased=True, fast_sums=True)
+    product = qkv.forward(reference.round_rows(rows), biased=True, fast_sums=True)
     assert product.dtype == torch.bfloat16
     assert relative_distance(product.float(), rows @ exact.t() + qkv.bias.float()) < 0.06
 
