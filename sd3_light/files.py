@@ -28,9 +28,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- replace a file ---------------------------------------------------------------------------
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file with `atomic_file`."""
     with atomic_file(path) as temporary:
@@ -60,9 +57,6 @@ def atomic_unsynced_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-# --- create a file or folder under a free name ------------------------------------------------
 
 
 def refuse_existing(path: Path) -> None:
@@ -152,9 +146,6 @@ def swap_folder(new: Path, path: Path, aside: Path) -> None:
         if exists:
             os.replace(aside, path)
         raise
-
-
-# --- leftovers of killed processes ------------------------------------------------------------
 
 
 def sweep_files(folder: Path) -> None:

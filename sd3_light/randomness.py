@@ -5,6 +5,7 @@ Every draw is a pure function of ``(seed, purpose, epoch, repeat, sample id)``. 
 has to be saved.
 """
 
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -43,10 +44,6 @@ class _Key(ISeedSequence):
         return np.array(self.words, dtype=np.uint64)
 
 
-_PURPOSES: dict[str, int] = {}
-
-
+@cache
 def _purpose_key(purpose: str) -> int:
-    if purpose not in _PURPOSES:
-        _PURPOSES[purpose] = sample_id(f"purpose/{purpose}")
-    return _PURPOSES[purpose]
+    return sample_id(f"purpose/{purpose}")

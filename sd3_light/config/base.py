@@ -201,11 +201,6 @@ def known_values(annotation: Any) -> tuple[str, ...]:
     return tuple(str(value) for value in get_args(bare)) if get_origin(bare) is Literal else ()
 
 
-def _bounds(notes: tuple[Any, ...]) -> str:
-    limits = [(sign, getattr(note, name)) for kind, name, sign in _BOUNDS for note in notes if isinstance(note, kind)]
-    return " and ".join(f"{sign} {limit}" for sign, limit in limits)
-
-
 def describe_type(annotation: Any) -> str:
     """Describe the values that a type allows."""
     bare, notes = unwrap_annotation(annotation)
@@ -218,8 +213,8 @@ def describe_type(annotation: Any) -> str:
         return _describe_list(bare, notes)
     if table_type(bare) is not None:
         return "a table"
-    bounds = _bounds(notes)
-    return _SCALARS[bare] + (f" {bounds}" if bounds else "")
+    limits = [(sign, getattr(note, name)) for kind, name, sign in _BOUNDS for note in notes if isinstance(note, kind)]
+    return " ".join([_SCALARS[bare], " and ".join(f"{sign} {limit}" for sign, limit in limits)]).rstrip()
 
 
 def _describe_list(bare: Any, notes: tuple[Any, ...]) -> str:

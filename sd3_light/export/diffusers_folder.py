@@ -1,7 +1,10 @@
 """A complete diffusers folder, made of the denoiser's weights and the frozen parts it was trained with."""
 
+import filecmp
 import math
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.export import real_pipeline
 from sd3_light.export.card import model_card
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
-from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import prove
 from sd3_light.files import new_folder
 from sd3_light.model.pipeline_folder import missing_parts
@@ -39,9 +41,6 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
         proof = prove(temporary, spec, weights)
         write_json(temporary / "proof.json", proof)
     return out
-
-
-# --- weights ----------------------------------------------------------------------------------
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
@@ -98,9 +97,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- parts ------------------------------------------------------------------------------------
-
-
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
     link_parts(spec.base, folder, FROZEN, series=out.parent)
     denoiser = transformer_from_state(spec.transformer_config, weights)
@@ -141,3 +137,37 @@ def read_facts(folder: Path) -> dict[str, Any]:
     if not isinstance(facts.get("text", {}), dict):
         raise UserError(f"{path}: its entry `text` is not a JSON object; export the folder again")
     return facts
+
+
+def link_parts(base: Path, folder: Path, parts: Iterable[str], series: Path) -> None:
+    """Put frozen parts of ``base`` into ``folder`` as hard links, or as copies where the file system cannot link.
+
+    A copy is made once: later folders of ``series`` link to the copy in an earlier one.
+    """
+    for part in parts:
+        (folder / part).mkdir()
+        for path in sorted((base / part).iterdir()):
+            if path.is_file():
+                _link_or_copy(path, folder / part / path.name, series)
+
+
+def _link_or_copy(source: Path, target: Path, series: Path) -> None:
+    source = source.resolve()  # a hub cache contains symbolic links
+    if _link(source, target):
+        return
+    for earlier in sorted(series.glob(f"*/{target.parent.name}/{target.name}")):
+        copy, original = earlier.stat(), source.stat()
+        is_copy = (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns)
+        if is_copy and _link(earlier, target):
+            return
+    shutil.copy2(source, target)  # keeps the modification time, which identifies the copy later
+    if not filecmp.cmp(source, target, shallow=False):
+        raise OSError(f"{target} differs from {source} after copying")
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True

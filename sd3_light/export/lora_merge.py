@@ -10,7 +10,7 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_names import find_layers
-from sd3_light.export.single_parts import read_part_folder
+from sd3_light.export.single_parts import read_part
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
 
@@ -44,7 +44,7 @@ def denoiser_state(folder: Path) -> dict[str, Tensor]:
     """
     path = denoiser_folder(folder)
     folder_size(path)  # reports an invalid config
-    _, stored = read_part_folder(path, "transformer")
+    _, stored = read_part(path, "transformer")
     state = {name: tensor.load().float() for name, tensor in stored.items()}
     not_finite = [name for name, tensor in state.items() if not is_finite(tensor)]
     if not_finite:

@@ -29,7 +29,7 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
     policy = read_text_policy(folder)
     folder_size(folder / "transformer")  # reports an invalid config
-    read_part(folder, "transformer")  # reports missing or wrong weights
+    read_part(folder / "transformer", "transformer")  # reports missing or wrong weights
     try:
         pipe = _load(folder, policy)
     except _LOAD_ERRORS as error:

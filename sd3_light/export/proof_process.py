@@ -30,9 +30,6 @@ _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _OTHER_PARTS = ("vae", *_TEXT_ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3")
 
 
-# --- compute ----------------------------------------------------------------------------------
-
-
 @contextmanager
 def compute_in_float32(model: nn.Module) -> Iterator[None]:
     """Compute in float32 inside the block with weights stored in half precision: one layer is cast at a time."""
@@ -99,9 +96,6 @@ def _digest(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {content.hexdigest()}"
 
 
-# --- an exported folder -----------------------------------------------------------------------
-
-
 def load_pipeline(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
     """Load the folder's pipeline without text encoders: the stock class, or the one in the folder's own file."""
     options = {
@@ -119,9 +113,6 @@ def _check_folder(folder: Path, request: dict[str, Any], inputs: dict[str, Tenso
     report = {"weights": digests(pipe.transformer.state_dict()), "config": dict(pipe.transformer.config)}
     attention = {"text_lengths": inputs["text_lengths"]} if request["real_text"] else None
     return report, {"output": denoise(pipe.transformer, inputs), "image": sample_image(pipe, inputs, attention)}
-
-
-# --- an adapter file --------------------------------------------------------------------------
 
 
 def load_base(base: str, dtype: torch.dtype) -> SD3Transformer2DModel:
@@ -165,9 +156,6 @@ def _lycoris_update(factors: dict[str, Tensor]) -> Tensor:
         for i in (1, 2)
     )
     return torch.kron(first, second) * scale
-
-
-# --- the script -------------------------------------------------------------------------------
 
 
 def _main(path: str, folder: str) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.diffusers_folder import add_pipeline, read_facts
+from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, TEXT_ENCODER_FOLDERS, first_few
 from sd3_light.export.lora_fusing import Padding
-from sd3_light.export.part_links import link_parts
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_names import padded_config, unpad
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
@@ -32,8 +31,7 @@ from sd3_light.export.single_parts import (
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.model.pipeline_folder import missing_parts
-from sd3_light.model.single_file_config import config_of_shapes
-from sd3_light.model.start import folder_size, read_json
+from sd3_light.model.start import config_of_shapes, folder_size, read_json
 from sd3_light.tensor_file import METADATA_KEY, StoredTensor, same, write_tensor_file
 
 SUFFIX = ".safetensors"
@@ -128,8 +126,8 @@ def read_single_file(path: Path, base: Path | None, out: Path, keep_pads: bool =
     with write_errors(out), new_folder(out) as temporary:
         _write_folder(temporary, content, base)
         _require_same(_read_parts(temporary, content.model.tensors), content.model, out)
-        if base is not None:
-            _require_complete(temporary, base)
+        if base is not None and (missing := missing_parts(temporary, transformer=True)):
+            raise UserError(f"{base} lacks {first_few(missing)}, and so does the file; pass a complete folder")
     return Conversion(out, content.notes)
 
 
@@ -252,7 +250,7 @@ def _config_of(part: str, metadata: Mapping[str, Any], base: Path | None) -> Par
 
 
 def _read_parts(folder: Path, parts: Iterable[str]) -> Model:
-    contents = {part: read_part(folder, part) for part in parts}
+    contents = {part: read_part(folder / part, part) for part in parts}
     configs = {part: config for part, (config, _) in contents.items()}
     return Model(configs, {part: tensors for part, (_, tensors) in contents.items()})
 
@@ -268,16 +266,11 @@ def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> Non
         (folder / _SCHEDULER.parent).mkdir()
         _write_config(folder / _SCHEDULER, content.metadata["scheduler"])
     if base is not None:
-        _complete(folder, base)
+        shutil.copyfile(base / _INDEX, folder / _INDEX)
+        parts = (*FROZEN, str(_SCHEDULER.parent))
+        missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
+        link_parts(base, folder, missing, series=folder.parent)
         add_pipeline(folder, dict(content.metadata.get("facts") or {}).get("text", {}))
-
-
-def _complete(folder: Path, base: Path) -> None:
-    """Add the parts of a pipeline that the file did not contain from ``base``."""
-    shutil.copyfile(base / _INDEX, folder / _INDEX)
-    parts = (*FROZEN, str(_SCHEDULER.parent))
-    missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
-    link_parts(base, folder, missing, series=folder.parent)
 
 
 def _write_config(path: Path, data: Mapping[str, Any]) -> None:
@@ -286,13 +279,6 @@ def _write_config(path: Path, data: Mapping[str, Any]) -> None:
 
 
 # --- checks -----------------------------------------------------------------------------------
-
-
-def _require_complete(folder: Path, base: Path) -> None:
-    """Raise a UserError if neither the file nor ``base`` contains all parts of a pipeline."""
-    missing = missing_parts(folder, transformer=True)
-    if missing:
-        raise UserError(f"{base} lacks {first_few(missing)}, and so does the file; pass a complete folder")
 
 
 def _require_same(written: Model, source: Model, out: Path) -> None:

@@ -16,9 +16,6 @@ Tensors = Mapping[str, StoredTensor]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-# --- the denoiser -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Rule:
     """A tensor of the single file and the diffusers tensors whose rows it contains; ``swap``: with swapped halves."""
@@ -114,8 +111,6 @@ def fused_shapes(stock: Shapes, config: Mapping[str, Any]) -> dict[str, tuple[in
     return {name: tensor.shape for name, tensor in fuse(tensors, config).items()}
 
 
-# --- identity blocks -------------------------------------------------------------------------
-
 _STOCK_BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 
 
@@ -156,8 +151,6 @@ def _renumbered(name: str, old: int, new: int) -> str:
     prefix = f"transformer_blocks.{old}."
     return f"transformer_blocks.{new}." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
-
-# --- the VAE ----------------------------------------------------------------------------------
 
 _VAE = (  # applied in this order
     (r"\.conv_norm_out\.", r".norm_out."),

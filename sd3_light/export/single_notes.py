@@ -7,7 +7,7 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.single_parts import PROJECTION, Model, PartConfig
-from sd3_light.model.single_file_config import HEAD_WIDTH
+from sd3_light.model.start import HEAD_WIDTH
 
 _WIDTHS = (("joint_attention_dim", 4096, "text width"), ("pooled_projection_dim", 2048, "pooled text width"))
 _FULL_SIZE = {

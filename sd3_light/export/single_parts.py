@@ -24,9 +24,8 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.pipeline_folder import missing_weights
-from sd3_light.model.single_file_config import DENOISER_PREFIX
-from sd3_light.model.start import WEIGHTS_STEM, read_json
+from sd3_light.model.pipeline_folder import missing_weights, weight_files
+from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM, read_json
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
 
 PartConfig = dict[str, Any]
@@ -54,9 +53,6 @@ class Model:
 def weights_stem(part: str) -> str:
     """Return the stem of the part's weight files in a folder."""
     return "model" if part in TEXT_ENCODER_FOLDERS else WEIGHTS_STEM
-
-
-# --- what a config requires -------------------------------------------------------------------
 
 
 def expected_shapes(part: str, config: Mapping[str, Any], where: str = "a model") -> dict[str, tuple[int, ...]]:
@@ -99,19 +95,14 @@ def require_shapes(tensors: Tensors, shapes: Shapes, where: str) -> None:
         raise UserError(f"{where} does not match its config: {first_few(problems, 5, '; ')}. Nothing was written")
 
 
-# --- folders ----------------------------------------------------------------------------------
-
-
 def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTensor]]:
-    """Return config and tensors of a part of a diffusers folder; an incomplete part is a UserError."""
-    return read_part_folder(folder / part, part)
-
-
-def read_part_folder(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTensor]]:
-    """Like `read_part`, for the part's own folder."""
-    config = read_json(folder / "config.json")
+    """Return config and tensors of a part from its own folder; an incomplete part is a UserError."""
+    config, stem = read_json(folder / "config.json"), weights_stem(part)
+    missing = list(missing_weights(folder, stem))
+    if missing:
+        raise UserError(f"{folder} lacks {', '.join(missing)}; pass a complete folder")
     tensors: dict[str, StoredTensor] = {}
-    for file in _weight_files(folder, weights_stem(part)):
+    for file in weight_files(folder, stem):
         file_tensors, _ = open_tensors(file)
         repeated = tensors.keys() & file_tensors.keys()
         if repeated:
@@ -119,16 +110,6 @@ def read_part_folder(folder: Path, part: str) -> tuple[PartConfig, dict[str, Sto
         tensors.update(file_tensors)
     require_shapes(tensors, expected_shapes(part, config, str(folder)), str(folder))
     return config, tensors
-
-
-def _weight_files(folder: Path, stem: str) -> list[Path]:
-    missing = list(missing_weights(folder, stem))
-    if missing:
-        raise UserError(f"{folder} lacks {', '.join(missing)}; pass a complete folder")
-    single = folder / f"{stem}.safetensors"
-    if single.is_file():
-        return [single]
-    return [folder / name for name in sorted({*read_json(folder / f"{single.name}.index.json")["weight_map"].values()})]
 
 
 def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -139,9 +120,6 @@ def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         raise UserError(f"cannot read {path}: {error.strerror}; pass a safetensors file") from error
     except ValueError as error:
         raise UserError(f"{path} is not a complete safetensors file ({error}); download or write it again") from error
-
-
-# --- conversion -------------------------------------------------------------------------------
 
 
 def to_single_file(model: Model, blocks: int) -> dict[str, StoredTensor]:

@@ -51,7 +51,9 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
         if is_adapter_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
     if config.type == "lora" and config.dtype == "float32":
-        _compute_in_float32(transformer)
+        for name, module in transformer.named_modules():
+            if is_lora_name(f"{name}.") and type(module) is nn.Linear:
+                module.__class__ = _Float32Linear
     return names
 
 
@@ -75,12 +77,6 @@ class _Float32Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
             return super().forward(input.float())
-
-
-def _compute_in_float32(transformer: nn.Module) -> None:
-    for name, module in transformer.named_modules():
-        if is_lora_name(f"{name}.") and type(module) is nn.Linear:
-            module.__class__ = _Float32Linear
 
 
 def _adapter_layers(transformer: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
@@ -122,9 +118,6 @@ class AdapterDropout:
         torch.default_generator.manual_seed(number)
         if device.type == "cuda":
             torch.cuda.manual_seed(number)
-
-
-# --- LoKr and LoHa -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The files of a complete SD3 folder in diffusers' layout, and the shapes in its config files. Weights are not read."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,22 +59,18 @@ def missing_denoiser(folder: Path) -> tuple[str, ...]:
 
 def missing_weights(folder: Path, stem: str) -> Iterator[str]:
     """Yield the missing safetensors files: the one of that stem, or those that its index names."""
-    index = folder / f"{stem}.safetensors.index.json"
-    if (folder / f"{stem}.safetensors").is_file():
-        return
-    if not index.is_file():
-        yield f"{stem}.safetensors"
-        return
-    files = sorted(set(_weight_map(index).values()))
-    yield from (file for file in files if not (folder / file).is_file())
+    yield from (file.name for file in weight_files(folder, stem) if not file.is_file())
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor -> file from the index of a model in several files."""
+def weight_files(folder: Path, stem: str) -> list[Path]:
+    """Return the safetensors files of a model, existing or not: the one of that stem, or those that its index names."""
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [single]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} has no weight_map of file names; download or write the folder again")
-    return weight_map
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
@@ -113,14 +108,9 @@ def vae_shape(folder: Path) -> tuple[int, int]:
 
 
 def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
-    """Yield (name, number of values) of all tensors of a part such as `vae`, from the headers of its default files."""
-    for path in _default_files(part):
-        with open(path, "rb") as file:
-            entries = read_header(file).entries
-        yield from ((name, math.prod(entry["shape"])) for name, entry in entries.items())
-
-
-def _default_files(part: Path) -> list[Path]:
-    for index in part.glob("*.safetensors.index.json"):  # the index of a variant has another ending
-        return [part / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
-    return [path for name in ("model", "diffusion_pytorch_model") if (path := part / f"{name}.safetensors").is_file()]
+    """Yield (name, number of values) of all tensors of a part such as `vae`, from the headers of its files."""
+    for path in (*weight_files(part, "model"), *weight_files(part, WEIGHTS_STEM)):
+        if path.is_file():
+            with open(path, "rb") as file:
+                entries = read_header(file).entries
+            yield from ((name, math.prod(entry["shape"])) for name, entry in entries.items())

@@ -33,7 +33,8 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
         raise UserError(
             f"adapter.base_bits = {bits}: the denoiser already has an adapter; load it without one, or write 16"
         )
-    names = [name for name, module in transformer.named_modules() if type(module) is nn.Linear and _in_list(name)]
+    linears = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
+    names = [name for name in linears if any(part.isdecimal() for part in name.split("."))]
     if not names:
         raise UserError(f"adapter.base_bits = {bits}: the denoiser has no block with a linear layer; write 16")
     for name in names:
@@ -42,10 +43,6 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
     model: Any = transformer
     setattr(model, f"is_loaded_in_{bits}bit", True)  # peft chooses its layers by this attribute
     return len(names)
-
-
-def _in_list(name: str) -> bool:
-    return any(part.isdecimal() for part in name.split("."))
 
 
 def _quantized(layer: Any, bits: int, device: torch.device | None) -> nn.Module:

@@ -66,7 +66,7 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
     if is_single_file(out):
         raise UserError(f"{out}: merging writes a folder; pass a folder name and convert it with `sd3-light convert`")
     _require_folder(model)
-    config, stored = read_part(model, "transformer")
+    config, stored = read_part(model / "transformer", "transformer")
     save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
     state = merge_loras(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
     try:

@@ -289,9 +289,6 @@ class _Stream:
 Streams = tuple[_Stream, _Stream]
 
 
-# --- around the blocks -------------------------------------------------------------------------
-
-
 class FinalNorm(torch.autograd.Function):
     """The denoiser's last norm: adds the pending update to the stream, then norms, scales and shifts it."""
 

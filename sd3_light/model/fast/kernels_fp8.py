@@ -67,9 +67,6 @@ def store_rows(values, plain, eight, scales, rows, at, is_row, mask, PLAIN: tl.c
         tl.store(scales + rows, scale, mask=is_row)
 
 
-# --- existing rows -----------------------------------------------------------------------------
-
-
 @triton.jit
 def _round_rows(source, eight, scales, count, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
     rows = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
@@ -99,9 +96,6 @@ def _round_into(rows: Tensor, target: Fp8Rows) -> None:
     )
 
 
-# --- GELU --------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _gelu(u, plain, eight, scales, F: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr, EIGHT: tl.constexpr):
     row = tl.program_id(0)
@@ -124,9 +118,6 @@ def gelu(u: Tensor, form: RowForm) -> Any:
     output, block = RowOutput(count, width, u, form), triton.next_power_of_2(width)
     _gelu[(count,)](u, *output.pointers, F=width, BLOCK=block, **output.flags, **TUNING["gelu_fp8"])
     return output.operand()
-
-
-# --- weights -----------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Attention within each sample, over rows of samples packed one after another."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -31,22 +30,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, backend: st
     if plan.text_index is None or (plan.length is not None and not query.is_cuda):
         assert plan.length is not None
         batched = [part.unflatten(0, (plan.samples, plan.length)).transpose(1, 2) for part in (query, key, value)]
-        with _backends(backend, query.is_cuda):
+        backends = _PRIORITY if backend is None else BACKENDS[backend]
+        with sdpa_kernel(backends, set_priority=backend is None) if query.is_cuda else nullcontext():
             return F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1).contiguous()
     if is_half:
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(query, key, value, plan.starts, plan.starts, plan.longest, plan.longest)  # type: ignore[return-value]
     return _masked(query, key, value, plan)
-
-
-@contextmanager
-def _backends(name: str | None, is_cuda: bool) -> Iterator[None]:
-    if not is_cuda:
-        yield
-        return
-    with sdpa_kernel(_PRIORITY if name is None else BACKENDS[name], set_priority=name is None):
-        yield
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
+from sd3_light.export import diffusers_folder, proof_process, real_pipeline
 from sd3_light.export import diffusers_folder as folder_module
-from sd3_light.export import part_links, proof_process, real_pipeline
 from sd3_light.export import proof as proof_module
 from sd3_light.export.diffusers_folder import checked_copy, read_facts, write_folder
 from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec
@@ -228,7 +228,7 @@ def test_without_links_parts_are_copied_once_per_series(
             raise OSError(18, "Invalid cross-device link")
         link(source, target)
 
-    monkeypatch.setattr(part_links.os, "link", within_a_disk)
+    monkeypatch.setattr(diffusers_folder.os, "link", within_a_disk)
     first, second = (write_folder(tmp_path / "series" / name, state, spec(demo_parts)) for name in ("step-1", "step-2"))
     for part in FROZEN:
         for path in (demo_parts / part).iterdir():
@@ -249,7 +249,7 @@ def test_a_changed_frozen_part_is_not_linked_to_an_earlier_export(
             raise OSError(18, "Invalid cross-device link")
         link(source, target)
 
-    monkeypatch.setattr(part_links.os, "link", within_a_disk)
+    monkeypatch.setattr(diffusers_folder.os, "link", within_a_disk)
     write_folder(tmp_path / "series" / "step-1", state, spec(base))
     (base / "vae" / "config.json").write_text((base / "vae" / "config.json").read_text() + " ")
     second = write_folder(tmp_path / "series" / "step-2", state, spec(base))

@@ -21,7 +21,7 @@ from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import read_single_file, transformer_from_single_file, write_single_file
 from sd3_light.export.single_names import denoiser_rules, fuse, vae_name
 from sd3_light.export.single_parts import expected_shapes
-from sd3_light.model.single_file_config import config_of_shapes
+from sd3_light.model.start import config_of_shapes
 from sd3_light.tensor_file import zeros
 
 TINY = replace(SIZES["tiny2"], pos_embed_max_size=8)
