@@ -108,10 +108,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder; when the block succeeds, rename it to ``path``, otherwise remove it.
-
-    An existing ``path`` is a UserError, or with ``replace`` it is removed after the rename.
-    """
+    """Yield a new folder and rename it to ``path`` on success; an existing one is an error unless ``replace``."""
     with scratch_folder(path) as temporary:
         yield temporary
         if replace:

@@ -68,10 +68,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def header_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the start of a safetensors file whose values follow in this order; a tensor is (name, dtype, shape).
-
-    The library writes several metadata entries in random order: use one entry so that equal files are equal bytes.
-    """
+    """Return the start of a safetensors file whose values follow in this order; a tensor is (name, dtype, shape)."""
     entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:

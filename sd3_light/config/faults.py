@@ -39,10 +39,7 @@ class Fault:
 
 
 class ConfigFaults(UserError):
-    """All faults of a config in one report (law 7).
-
-    ``partial`` is the config with placeholders for its faulty keys, so that later checks can add their faults.
-    """
+    """All faults of a config in one report (law 7); ``partial`` is the config with placeholders for faulty keys."""
 
     def __init__(self, faults: Sequence[Fault], partial: object = None):
         self.faults = tuple(faults)

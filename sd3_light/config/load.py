@@ -169,10 +169,7 @@ def _batch_size_faults(
 
 
 def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterConfig:
-    """Validate the arguments of ``caller`` as the `[adapter]` table; the first fault is a UserError.
-
-    Relative paths start at the working directory.
-    """
+    """Validate the arguments of ``caller`` as the `[adapter]` table. Relative paths start at the working directory."""
     base = Path.cwd()
     for fault in check_table(AdapterConfig, values, file_kind="train", file=caller, base=base, table="adapter").faults:
         raise UserError(str(fault))
@@ -183,10 +180,7 @@ def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterCon
 
 
 def resolved_toml(loaded: LoadedConfig) -> str:
-    """Return TOML text that `load_config` reads back as an equal config, apart from its own path.
-
-    Defaults are filled in, paths are absolute, secrets are removed.
-    """
+    """Return TOML text without secrets that `load_config` reads back as an equal config, apart from its own path."""
     return tomli_w.dumps(_plain_table(loaded.train.model_dump()))
 
 

@@ -44,10 +44,7 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """Copy weights and buffers to the CPU in ``save_dtype``, after checking names, shapes and dtypes.
-
-    They must be float32, as in training, or ``save_dtype`` already; the copies must be finite.
-    """
+    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite."""
     with torch.device("meta"):
         expected = SD3Transformer2DModel(**spec.transformer_config).state_dict()
     _raise_problems(_mismatches(state, expected, spec.save_dtype))
@@ -140,10 +137,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def link_parts(base: Path, folder: Path, parts: Iterable[str], series: Path) -> None:
-    """Put frozen parts of ``base`` into ``folder`` as hard links, or as copies where the file system cannot link.
-
-    A copy is made once: later folders of ``series`` link to the copy in an earlier one.
-    """
+    """Put parts of ``base`` into ``folder`` as hard links, or as copies that later folders of ``series`` link to."""
     for part in parts:
         (folder / part).mkdir()
         for path in sorted((base / part).iterdir()):

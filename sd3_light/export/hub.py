@@ -24,10 +24,7 @@ def check_push(repo: str, api: HfApi | None = None) -> None:
 
 
 def push(folder: Path, repo: str, api: HfApi | None = None) -> str:
-    """Upload an export as a model repository, created if needed, and return its address.
-
-    One commit, so the repository never contains half of it; files that only an earlier export had are deleted.
-    """
+    """Upload an export as a model repository in one commit, created if needed, and return its address."""
     api = api or HfApi()
     with _hub_errors(repo, f"the export is complete: {folder}; retry with `hf upload {repo} {folder}`"):
         address = api.create_repo(repo, exist_ok=True)
@@ -36,6 +33,7 @@ def push(folder: Path, repo: str, api: HfApi | None = None) -> str:
             folder_path=folder,
             commit_message="Upload an export of sd3-light",
             ignore_patterns=list(_PRIVATE),
+            # files that only an earlier export had
             delete_patterns=["*.safetensors", "*.json", "*.py", *_PRIVATE],
         )
     return str(address)

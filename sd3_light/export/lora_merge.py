@@ -38,10 +38,7 @@ def merge_loras(model: Path | StateDict, loras: Sequence[tuple[LoraModules, floa
 
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
-    """Load the weights and buffers of the denoiser in a diffusers folder, in float32.
-
-    Missing or non-finite tensors are a UserError. (diffusers would fill gaps with random weights.)
-    """
+    """Load a diffusers folder's denoiser in float32; missing or non-finite tensors are a UserError."""
     path = denoiser_folder(folder)
     folder_size(path)  # reports an invalid config
     _, stored = read_part(path, "transformer")

@@ -21,10 +21,7 @@ TextRows = tuple[Tensor, Tensor]
 
 
 class RealTextAttention:
-    """Stock joint attention with text rows beyond a sample's ``text_lengths`` masked.
-
-    Without lengths, or without text, it is the stock processor.
-    """
+    """Stock joint attention; with ``text_lengths`` the text rows beyond a sample's length are masked."""
 
     def __init__(self) -> None:
         self.stock = JointAttnProcessor2_0()

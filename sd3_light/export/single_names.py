@@ -122,10 +122,7 @@ def padded_config(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def pad(stock: Tensors, shapes: Shapes, true_blocks: int, blocks: int) -> dict[str, StoredTensor]:
-    """Add all-zero blocks before the last block: their zero gates make them the identity.
-
-    ``shapes`` are those of the padded config.
-    """
+    """Add zero blocks before the last one: zero gates make them the identity. ``shapes`` are the padded ones."""
     renumbered = {_renumbered(name, true_blocks - 1, blocks - 1): tensor for name, tensor in stock.items()}
     dtype = stock["proj_out.weight"].dtype
     return {name: renumbered[name] if name in renumbered else zeros(dtype, shape) for name, shape in shapes.items()}

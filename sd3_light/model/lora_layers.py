@@ -57,10 +57,7 @@ def lora_scale(rank: int, alpha: float, use_rslora: bool = False) -> float:
 
 
 def target_layers(transformer: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the linear layers that end with one of ``target_modules``, in the model's order.
-
-    A target may be a shell pattern: ``transformer_blocks.[0-7].attn.to_*``.
-    """
+    """Return the linear layers whose names end with a target (or shell pattern), in the model's order."""
     modules = dict(transformer.named_modules())
     for target in target_modules:
         hits = [name for name in modules if matches_target(name, target)]
@@ -105,10 +102,7 @@ def from_peft(state: Mapping[str, Tensor], alpha: float, use_rslora: bool = Fals
 
 @torch.no_grad()
 def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None:
-    """Copy the weights of ``modules`` into the model's LoRA, which has the same layers, shapes and kind.
-
-    The model's scale stays, so ``up`` is divided by it. Raises UserError, without changes, if a layer does not match.
-    """
+    """Copy ``modules`` into the model's LoRA, which keeps its scale; a mismatch is a UserError, without changes."""
     own = lora_modules(transformer)
     problems = [f"{name} is not in the file" for name in own if name not in modules]
     problems += [f"{name} has no adapter in the model" for name in modules if name not in own]

@@ -20,10 +20,7 @@ def real_text_mask(lengths_B: Tensor, num_text: int, num_image: int) -> Tensor:
 
 
 class MaskedJointAttention:
-    """Runs the stock processor if there is no mask or no text, otherwise the same attention with the mask.
-
-    A masked key has weight zero, whatever its value; the outputs of masked text rows are meaningless.
-    """
+    """The stock processor with a mask of visible keys; the outputs of masked text rows are meaningless."""
 
     def __init__(self) -> None:
         self.stock = JointAttnProcessor2_0()
@@ -68,10 +65,7 @@ def mask_attention(transformer: SD3Transformer2DModel) -> None:
 
 @contextmanager
 def use_masked_attention(transformer: SD3Transformer2DModel) -> Iterator[None]:
-    """Make the transformer apply masks inside the context; restore its previous processors afterwards.
-
-    Pass a mask from `real_text_mask` as ``joint_attention_kwargs={"attention_mask": mask}``.
-    """
+    """Make the transformer apply masks (`real_text_mask`) inside the context; restore its processors afterwards."""
     previous = dict(transformer.attn_processors)
     mask_attention(transformer)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -84,9 +85,10 @@ def stream_images(
         if exact:
             yield from _generate_exactly(pipe, full, policy, batch_size, threads)
             return
+        encode_batch = partial(encode, pipe, policy=policy)
         for indices in _batches(full, batch_size):
             batch = [full[index] for index in indices]
-            yield list(zip(indices, _generate_batch(pipe, batch, policy, encode), strict=True))
+            yield list(zip(indices, _generate_batch(pipe, batch, policy, encode_batch), strict=True))
 
 
 def size_fault(pipe: "StableDiffusion3Pipeline", width: int, height: int) -> str | None:
@@ -128,12 +130,20 @@ def _generate_exactly(
     pipes: SimpleQueue[StableDiffusion3Pipeline] = SimpleQueue()
     for _ in range(workers):
         pipes.put(_copy_pipeline(pipe))
-    texts = _TextCache()
+    lock = Lock()  # tokenizers change their settings in each call
+
+    @lru_cache(_CACHED_TEXTS)
+    def encode_one(text: str) -> EncodedText:
+        return encode(pipe, [text], policy)[0]
+
+    def encode_each(texts: Sequence[str]) -> list[EncodedText]:
+        with lock:
+            return [encode_one(text) for text in texts]
 
     def generate_one(index: int) -> NumberedImages:
         own_pipe = pipes.get()
         try:
-            (image,) = _generate_batch(own_pipe, [requests[index]], policy, texts.encode)
+            (image,) = _generate_batch(own_pipe, [requests[index]], policy, encode_each)
             return [(index, image)]
         finally:
             pipes.put(own_pipe)
@@ -155,26 +165,6 @@ def _copy_pipeline(pipe: "StableDiffusion3Pipeline") -> "StableDiffusion3Pipelin
     return own_pipe
 
 
-class _TextCache:
-    """Encodes texts one at a time and keeps the most recently used."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, EncodedText] = {}
-        self._lock = Lock()  # tokenizers change their settings in each call
-
-    def encode(self, pipe: "StableDiffusion3Pipeline", texts: Sequence[str], policy: TextPolicy) -> list[EncodedText]:
-        """Like `texts.encode`, but each text is encoded alone. Thread-safe."""
-        with self._lock:
-            return [self._encode_one(pipe, text, policy) for text in texts]
-
-    def _encode_one(self, pipe: "StableDiffusion3Pipeline", text: str, policy: TextPolicy) -> EncodedText:
-        encoded = self._texts.pop(text, None) or encode(pipe, [text], policy)[0]
-        self._texts[text] = encoded  # moves it to the end: the least recently used is first
-        for oldest in list(self._texts)[:-_CACHED_TEXTS]:
-            del self._texts[oldest]
-        return encoded
-
-
 def _cores() -> int:
     """Return the cores for this process: its share among the processes of its launcher on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -192,19 +182,21 @@ def _torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Encode = Callable[["StableDiffusion3Pipeline", Sequence[str], TextPolicy], list[EncodedText]]
-
-
 @torch.no_grad()
 def _generate_batch(
-    pipe: "StableDiffusion3Pipeline", batch: Sequence[ImageRequest], policy: TextPolicy, encoder: Encode
+    pipe: "StableDiffusion3Pipeline",
+    batch: Sequence[ImageRequest],
+    policy: TextPolicy,
+    encoder: Callable[[Sequence[str]], list[EncodedText]],
 ) -> list[Image.Image]:
     """Generate requests of equal size, steps and guidance."""
     steps, guidance = batch[0].steps, batch[0].guidance
     assert steps is not None and guidance is not None
-    texts = encoder(pipe, [request.prompt for request in batch], policy)
-    if guidance > 1:
-        texts = [*_negatives(pipe, batch, texts, policy, encoder), *texts]
+    texts = encoder([request.prompt for request in batch])
+    if guidance > 1 and policy.uncond_text == "zero":
+        texts = [*(unconditional_text(text, policy.text_tokens) for text in texts), *texts]
+    elif guidance > 1:
+        texts = [*encoder([request.negative_prompt for request in batch]), *texts]
     # latents get the dtype of the text, and the VAE must accept it
     text = batch_texts(texts, texts[0].tokens.device, pipe.vae.dtype)
     if policy.text_tokens == "padded":
@@ -213,19 +205,6 @@ def _generate_batch(
     num_image = (batch[0].width // step) * (batch[0].height // step)
     mask = real_text_mask(text.lengths, text.tokens.shape[1], num_image)
     return run_pipeline(pipe, batch, text, steps, guidance, {"attention_mask": mask})
-
-
-def _negatives(
-    pipe: "StableDiffusion3Pipeline",
-    batch: Sequence[ImageRequest],
-    texts: Sequence[EncodedText],
-    policy: TextPolicy,
-    encoder: Encode,
-) -> list[EncodedText]:
-    """Return one negative text per request, for guidance."""
-    if policy.uncond_text == "zero":
-        return [unconditional_text(text, policy.text_tokens) for text in texts]
-    return encoder(pipe, [request.negative_prompt for request in batch], policy)
 
 
 def run_pipeline(

@@ -52,10 +52,7 @@ COLUMNS = tuple(field.name for field in fields(PromptRow) if field.name != "wher
 
 
 def read_prompt_rows(path: Path) -> list[PromptRow]:
-    """Read a prompt file: CSV if its name ends in .csv, else one prompt per line (empty lines are skipped).
-
-    One error reports all faults of the file with their lines.
-    """
+    """Read a prompt file: CSV if its name ends in .csv, else one prompt per line. One error reports all its faults."""
     if not path.is_file():
         raise UserError(f"--file: {path} does not exist")
     try:

@@ -19,10 +19,7 @@ PNG_FACTS = "sd3_light"
 
 
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> None:
-    """Write a PNG atomically, with the metadata as text chunks: strings as they are, other values as JSON.
-
-    `PIL.Image.open(path).text` reads them back.
-    """
+    """Write a PNG atomically, with the metadata as text chunks: strings as they are, other values as JSON."""
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -32,10 +32,7 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
 
 
 def why_stock_on_device(config: TrainConfig, device: str) -> str | None:
-    """Return why this machine cannot run the fast blocks, or None.
-
-    With ``fast = true`` a CPU runs their torch reference: slower than the stock blocks, for tests.
-    """
+    """Return why this machine cannot run the fast blocks, or None. `fast = true` runs a torch reference on CPUs."""
     if device == "cuda":
         return None if importlib.util.find_spec("triton") else "Triton is not installed"
     return None if config.fast is True else "there is no GPU"

@@ -388,17 +388,13 @@ def _scatter(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
 
 
-def _scatter_stream(source: Tensor, rows: Rows, target: Tensor) -> None:
-    width, tuning = source[0].numel(), TUNING["copy"]
-    grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
-    block = triton.next_power_of_2(width)
-    _scatter[grid](source, rows.joined_index, target, rows.count, D=width, BLOCK=block, **tuning)
-
-
 def scatter_rows(image: Tensor, text: Tensor, plan: RowPlan) -> Tensor:
     """See `reference.scatter_rows`."""
     assert image.is_contiguous() and text.is_contiguous()
     joined = image.new_empty(plan.capacity, *image.shape[1:])
-    _scatter_stream(image, plan.image, joined)
-    _scatter_stream(text, plan.text, joined)
+    width, tuning = image[0].numel(), TUNING["copy"]
+    for source, rows in ((image, plan.image), (text, plan.text)):
+        grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
+        block = triton.next_power_of_2(width)
+        _scatter[grid](source, rows.joined_index, joined, rows.count, D=width, BLOCK=block, **tuning)
     return joined

@@ -123,10 +123,7 @@ def join(
     plan: RowPlan,
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return queries, keys and values of both streams joined, [joined rows, H, E] each; queries and keys are normed.
-
-    They are written to ``out`` if it is given.
-    """
+    """Return normed queries and keys, and values, of both streams joined: [rows, H, E] each, in ``out`` if given."""
     parts: list[list[Tensor]] = []
     for stream, pair in zip(qkv, norms, strict=True):
         query, key, value = stream.unflatten(1, (3, heads, -1)).unbind(1)

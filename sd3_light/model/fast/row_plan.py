@@ -65,10 +65,7 @@ class RowPlan:
 def make_plan(
     samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device
 ) -> RowPlan:
-    """Return the plan for samples of ``num_image`` image tokens and ``num_text`` text tokens each.
-
-    With ``lengths``, sample i has only its first ``lengths[i]`` text tokens.
-    """
+    """Return the plan for ``num_image`` image and ``num_text`` text tokens per sample, or ``lengths`` text tokens."""
     if lengths is None:
         return _padded_plan(samples, num_image, num_text, device)
     return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)

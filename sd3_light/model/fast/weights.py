@@ -83,10 +83,7 @@ class StreamWeights:
 
 
 class WeightCopies:
-    """The copies for a whole denoiser; with ``fp8`` the blocks' products are in fp8.
-
-    Call ``refresh`` after each change of the parameters.
-    """
+    """The copies for a denoiser; ``fp8``: in fp8 for its blocks. Call ``refresh`` after the parameters change."""
 
     def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, fp8: bool = False) -> None:
         self._copies: list[Tensor] = []
