@@ -40,9 +40,6 @@ _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
 
 
-# --- header -----------------------------------------------------------------------------------
-
-
 class Header(NamedTuple):
     """A parsed header: tensor name -> {"dtype", "shape", "data_offsets"}, the metadata, and where the values start."""
 
@@ -79,9 +76,6 @@ def header_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Ma
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # values start at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-# --- tensors on disk --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -188,9 +182,6 @@ def same(first: StoredTensor, second: StoredTensor) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     return all(left == right for left, right in zip(first.chunks(), second.chunks(), strict=True))
-
-
-# --- files ------------------------------------------------------------------------------------
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:

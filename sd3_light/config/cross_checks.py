@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 from sd3_light.config.faults import Fault
@@ -10,12 +11,7 @@ from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import SIZES, chosen_size_name
 
-
-def _fault(
-    key: str, problem: str, value: str | None = None, allowed: str | None = None, hint: str | None = None
-) -> Fault:
-    """Build a fault without a file; the caller fills it in."""
-    return Fault("", key, problem, value, allowed, hint)
+_fault = partial(Fault, "")  # without a file; the caller fills it in
 
 
 def _num_blocks(model: ModelConfig) -> int | None:

@@ -89,11 +89,8 @@ def _default(field: FieldInfo) -> str:
 
 def _size_rows() -> Iterator[str]:
     for size in SIZES.values():
-        dual = (
-            f"{size.dual_attention_layers[0]} to {size.dual_attention_layers[-1]}"
-            if size.dual_attention_layers
-            else "no"
-        )
+        layers = size.dual_attention_layers
+        dual = f"{layers[0]} to {layers[-1]}" if layers else "no"
         shape = f"{size.num_layers} | {size.num_heads} x {size.head_dim} = {size.width}"
         text = f"{size.text_width} | {size.pooled_width} | {size.sample_size} | {size.pos_embed_max_size}"
         norm = "yes" if size.qk_norm else "no"

@@ -14,7 +14,7 @@ from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import AdapterConfig
-from sd3_light.config.schema_train import ALIASES, BatchSize, Resolution, TrainConfig, named_entry
+from sd3_light.config.schema_train import ALIASES, BatchSize, TrainConfig, named_entry
 from sd3_light.config.sizes import SIZES
 from sd3_light.config.toml_file import SET, apply_overrides, read_toml
 from sd3_light.config.unsupported import pop_unsupported
@@ -145,8 +145,12 @@ def _joint_faults(
     sizes |= {size: "size_buckets" for directory in directories for size in directory.size_buckets or ()}
     key = "eval_micro_batch_size_per_gpu" if dataset else "micro_batch_size_per_gpu"
     written_key = key if key in train.config.model_fields_set else "micro_batch_size_per_gpu"
-    if not train.faulty_keys & {key, written_key}:
-        yield from _batch_size_faults(getattr(train.config, key), sorted(sizes), written_key, file, toml)
+    batch_size: BatchSize = getattr(train.config, key)
+    if not isinstance(batch_size, int) and not train.faulty_keys & {key, written_key}:
+        for width, height in sorted(sizes.keys() - dict(batch_size).keys()):
+            side = str(width) if width == height else f"[{width}, {height}]"
+            problem, hint = f"has no size for the resolution {side} of {toml}", f"add [{side}, SIZE]"
+            yield Fault(file, written_key, problem, hint=hint)
     model_size = train.config.model.size
     if model_size is None or train.faulty_keys & {"model", "model.size"}:
         return
@@ -155,17 +159,6 @@ def _joint_faults(
         if max(width, height) > limit:
             problem = f"the position table of size {model_size} ends at {limit} px"
             yield Fault(str(toml), name, problem, value=f"[{width}, {height}]", hint="choose another model.size")
-
-
-def _batch_size_faults(
-    batch_size: BatchSize, resolutions: list[Resolution], key: str, file: str, toml: Path
-) -> Iterator[Fault]:
-    if isinstance(batch_size, int):
-        return
-    for width, height in resolutions:
-        if (width, height) not in dict(batch_size):
-            side = str(width) if width == height else f"[{width}, {height}]"
-            yield Fault(file, key, f"has no size for the resolution {side} of {toml}", hint=f"add [{side}, SIZE]")
 
 
 def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterConfig:

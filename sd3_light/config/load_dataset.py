@@ -137,22 +137,16 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
         yield Fault(
             file, key(name), "min_ar is greater than max_ar", value=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
         )
-    yield from _shuffle_faults(
-        source, {**defaults, **own}, key("cache_shuffle_num"), key("cache_shuffle_delimiter"), file
-    )
-
-
-def _shuffle_faults(
-    source: _Source, values: dict[str, Any], num_key: str, delimiter_key: str, file: str
-) -> Iterator[Fault]:
+    values = {**defaults, **own}
     if source.faulty_keys & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
         return
     tags, num = values.get("shuffle_tags"), values.get("cache_shuffle_num")
     delimiter = values.get("cache_shuffle_delimiter")
     if num and not tags and delimiter is None:
+        problem = "nothing defines how captions are split"
         hint = "write shuffle_tags = true, or give cache_shuffle_delimiter"
-        yield Fault(file, num_key, "nothing defines how captions are split", value=format_value(num), hint=hint)
+        yield Fault(file, key("cache_shuffle_num"), problem, value=format_value(num), hint=hint)
     if delimiter is not None and not tags and not num:
         problem = "has no effect without shuffle_tags or cache_shuffle_num"
         hint = "write shuffle_tags = true, or remove it"
-        yield Fault(file, delimiter_key, problem, value=format_value(delimiter), hint=hint)
+        yield Fault(file, key("cache_shuffle_delimiter"), problem, value=format_value(delimiter), hint=hint)

@@ -24,22 +24,13 @@ from sd3_light.config.base import (
     invalid_value,
 )
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
-from sd3_light.config.sizes import SIZES
+from sd3_light.config.sizes import IMAGE_ATTENTION, SIZES, TEXT_ATTENTION
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
 _OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
 OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
-LORA_TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
+LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
 
 
 def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:

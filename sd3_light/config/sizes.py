@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]
 """(inputs, outputs) of a linear layer."""
+IMAGE_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,13 @@ class ModelSize:
         """Return the linear layers of a block; the last one has no text output, so no text feed-forward and gates."""
         width, last, dual = self.width, number == self.num_layers - 1, number in self.dual_attention_layers
         square = (width, width)
-        image, text = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
         layers = {
             "norm1.linear": (width, (9 if dual else 6) * width),
             "norm1_context.linear": (width, (2 if last else 6) * width),
-            **{f"attn.{name}": square for name in (*image, *text[: 3 if last else 4])},
+            **{f"attn.{name}": square for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION[: 3 if last else 4])},
         }
         if dual:
-            layers |= {f"attn2.{name}": square for name in image}
+            layers |= {f"attn2.{name}": square for name in IMAGE_ATTENTION}
         for stream in ("ff",) if last else ("ff", "ff_context"):
             layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
         return layers

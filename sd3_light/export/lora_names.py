@@ -38,13 +38,6 @@ _REFUSED = {
 }
 
 
-class Key(NamedTuple):
-    """A parsed key of a LoRA file: ``layer`` as spelled there, without prefix, and the tensor's role."""
-
-    layer: str
-    role: Role
-
-
 class Layers(NamedTuple):
     """The diffusers layers that a name refers to: one, or three whose rows are concatenated in a fused weight."""
 
@@ -53,8 +46,8 @@ class Layers(NamedTuple):
     """The single-file name if that naming was used: the halves of some weights are swapped there."""
 
 
-def read_key(key: str) -> Key:
-    """Parse a key; an unknown key is an error that names it."""
+def read_key(key: str) -> tuple[str, Role]:
+    """Return a key's layer, as spelled there without prefix, and its role; an unknown key is an error that names it."""
     for pattern, reason in _REFUSED.items():
         if re.search(pattern, key):
             raise UserError(f"{key} {reason}")
@@ -63,7 +56,7 @@ def read_key(key: str) -> Key:
         raise UserError(f"{key} is not a key of a LoRA (lora_A, lora_B, lora_down, lora_up, alpha)")
     layer = match["stem"]
     prefix = _PREFIX.match(layer)
-    return Key(layer[prefix.end() :] if prefix else layer, _ROLES[match["role"]])
+    return layer[prefix.end() :] if prefix else layer, _ROLES[match["role"]]
 
 
 def find_layers(layer: str) -> Layers | None:

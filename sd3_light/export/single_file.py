@@ -246,9 +246,6 @@ def _config_of(part: str, metadata: Mapping[str, Any], base: Path | None) -> Par
     return config
 
 
-# --- folders ----------------------------------------------------------------------------------
-
-
 def _read_parts(folder: Path, parts: Iterable[str]) -> Model:
     contents = {part: read_part(folder / part, part) for part in parts}
     configs = {part: config for part, (config, _) in contents.items()}
@@ -276,9 +273,6 @@ def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> Non
 def _write_config(path: Path, data: Mapping[str, Any]) -> None:
     """Write JSON as diffusers and transformers write their configs, so that equal configs are equal bytes."""
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-# --- checks -----------------------------------------------------------------------------------
 
 
 def _require_same(written: Model, source: Model, out: Path) -> None:

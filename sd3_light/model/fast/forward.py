@@ -1,6 +1,6 @@
 """Run the whole denoiser through the fast blocks, with the stock module's weights, inputs and outputs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sd3_light.config import size_from_transformer_config
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
 from sd3_light.model.fast.row_plan import RowPlan, make_plan
@@ -26,23 +27,11 @@ def why_stock(transformer: SD3Transformer2DModel) -> str | None:
         return f"the head width {config.attention_head_dim} is not a power of two"
     if config.qk_norm not in (None, "rms_norm"):
         return f"its qk-norm is {config.qk_norm!r}"
-    if any(type(module) is not nn.Linear for module in _linears(transformer)):
+    linears = size_from_transformer_config(config, "denoiser").linear_layers()
+    names = [name for name in linears if name.startswith(("transformer_blocks.", "norm_out."))]
+    if any(type(transformer.get_submodule(name)) is not nn.Linear for name in names):
         return "the linear layers of its blocks are wrapped (adapters)"
     return None
-
-
-def _linears(transformer: SD3Transformer2DModel) -> Iterator[nn.Module]:
-    for block in transformer.transformer_blocks:
-        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
-            yield getattr(block.attn, name)
-        yield block.attn.to_out[0]
-        yield from (block.norm1.linear, block.norm1_context.linear)
-        for feed in (block.ff, block.ff_context):
-            if feed is not None:
-                yield from (feed.net[0].proj, feed.net[2])
-        if not block.context_pre_only:
-            yield block.attn.to_add_out
-    yield transformer.norm_out.linear
 
 
 class FastDenoiser:
