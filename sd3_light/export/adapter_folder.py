@@ -14,8 +14,8 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter_card import adapter_card
 from sd3_light.export.adapter_proof import AdapterModules, prove_adapter
+from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import LYCORIS_FILE, AdapterSpec, ExportError, write_json, write_texts
 from sd3_light.export.lora_file import (
     LoraLayout,

@@ -35,7 +35,9 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
     Returns the record that is written to the export, including how much the adapter changes the output.
     """
     start, config, kind = time.perf_counter(), spec.transformer_config, spec.adapter.type
-    inputs, dtype = fixed_inputs(config, real_text=False), "bfloat16" if _is_large(config) else "float32"
+    inputs, width = fixed_inputs(config, real_text=False), config["num_attention_heads"] * config["attention_head_dim"]
+    # parameters per block: 24 width**2 of weights, 12 of modulation
+    dtype = "bfloat16" if 36 * config["num_layers"] * width**2 > _LARGE else "float32"
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
         folder = str(_as_folder(spec.base, Path(work)))
@@ -55,11 +57,6 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
         "sha256": file_sha256(file),
         "seconds": round(time.perf_counter() - start, 2),
     }
-
-
-def _is_large(config: Mapping[str, Any]) -> bool:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return bool(36 * config["num_layers"] * width**2 > _LARGE)  # per block: 24 width**2 of weights, 12 of modulation
 
 
 def _as_folder(base: Path, work: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The model card of an exported folder, in the format of the Hugging Face hub."""
+"""The cards of exported models and adapters, in the format of the Hugging Face hub."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from sd3_light.export.export_spec import ExportSpec
+from sd3_light.config import AdapterConfig
+from sd3_light.export.export_spec import AdapterSpec, ExportSpec
 
 _MODEL_CARD = """---
 {metadata}
@@ -67,6 +68,44 @@ file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the 
 _INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
 _NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
 
+_ADAPTER_CARD = """---
+{metadata}
+---
+
+# {title} trained with SD3-Light
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+{use}
+
+`proof.json` records that a clean process loaded `{file}` on its base model and computed what the trained weights
+compute.
+
+## Licence
+
+Not stated. Fill in `license` at the top of this file before you publish. The base model keeps its own licence.
+"""
+
+_DIFFUSERS = """In diffusers, on its base model:
+
+```python
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+pipe = StableDiffusion3Pipeline.from_pretrained("{base}", dtype=torch.float32)
+pipe.load_lora_weights("this folder")
+image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images[0]
+```
+"""
+_COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
+_NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
+_LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1. It is a
+{kind} in LyCORIS' layout, which diffusers does not read."""
+
 
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """Return the card as Markdown. ``facts`` are those of `sd3_light.json`; ``about`` adds data, sizes and scores."""
@@ -94,15 +133,13 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
         )
         for name, metric, value in _results(about)
     ]
-    licence_fields: dict[str, Any] = dict(licence or _NO_LICENCE)
-    data = ModelCardData(
-        library_name="diffusers",
-        pipeline_tag="text-to-image",
-        tags=["sd3", "flow-matching", "sd3-light"],
-        model_name=about.get("name", "sd3-light") if results else None,
-        eval_results=results or None,
-        **licence_fields,
-    )
+    name = about.get("name", "sd3-light") if results else None
+    tags = ["sd3", "flow-matching", "sd3-light"]
+    return _front_matter(tags, model_name=name, eval_results=results or None, **(licence or _NO_LICENCE))
+
+
+def _front_matter(tags: list[str], **fields: Any) -> str:
+    data = ModelCardData(library_name="diffusers", pipeline_tag="text-to-image", tags=tags, **fields)
     return str(data.to_yaml()).strip()
 
 
@@ -160,3 +197,42 @@ def _licence_of(base: Path) -> dict[str, str]:
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
     licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
     return licence if licence.get("license") and licence.get("license_name") != "not-stated" else {}
+
+
+def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
+    """Return the card of an adapter as Markdown."""
+    return _ADAPTER_CARD.format(
+        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE),
+        title=_title(spec.adapter),
+        table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
+        use=_adapter_use(spec),
+        file=spec.file,
+    )
+
+
+def _title(adapter: AdapterConfig) -> str:
+    if adapter.type == "lora":
+        return "A DoRA" if adapter.use_dora else "A LoRA"
+    return {"lokr": "A LoKr", "loha": "A LoHa"}[adapter.type]
+
+
+def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    adapter, about = spec.adapter, spec.about
+    rows: list[tuple[str, Any]] = [
+        ("base model", spec.base_name),
+        ("rank, alpha", f"{adapter.rank}, {adapter.alpha:g}" + (" (rsLoRA)" if adapter.use_rslora else "")),
+        ("layers", ", ".join(f"`{name}`" for name in adapter.target_modules)),
+        ("weights", facts.get("weights", "raw")),
+        ("optimizer steps", facts.get("step", 0)),
+        ("samples seen", facts.get("samples", 0)),
+    ]
+    rows += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
+    rows += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
+    return [(name, str(value).replace("|", "\\|")) for name, value in rows]
+
+
+def _adapter_use(spec: AdapterSpec) -> str:
+    if spec.adapter.type != "lora":
+        return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A "))
+    comfy = _NO_COMFY if spec.adapter.use_dora else _COMFY.format(file=spec.file)
+    return _DIFFUSERS.format(base=spec.base_name) + "\n" + comfy

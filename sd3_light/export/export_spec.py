@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from sd3_light.config import AdapterConfig
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
 FACTS_FILE = "sd3_light.json"
-TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers looks for in a LoRA folder."""

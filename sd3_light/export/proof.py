@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sd3_light.encoders.vae import load_vae
 from sd3_light.export import proof_process
-from sd3_light.export.export_spec import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, ExportSpec
+from sd3_light.export.export_spec import ExportSpec
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
-from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, missing_parts
 from sd3_light.model.random_weights import transformer_from_state
 from sd3_light.sampling.scheduler import flow_scheduler
 

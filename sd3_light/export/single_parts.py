@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.export_spec import TEXT_ENCODER_FOLDERS, first_few
+from sd3_light.export.export_spec import first_few
 from sd3_light.export.single_names import (
     Shapes,
     Tensors,
@@ -24,7 +24,7 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.pipeline_folder import missing_weights, weight_files
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_weights, weight_files
 from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM, read_json
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
 
@@ -150,23 +150,18 @@ def from_single_file(part: str, tensors: Tensors, config: PartConfig, where: str
     if part == "vae":
         stock_names = {vae_name(stock, _levels(config)): stock for stock in shapes}
         renamed = {stock_names.get(name, name): tensor for name, tensor in tensors.items()}
-        tensors = {name: _matrix(tensor, shapes.get(name)) for name, tensor in renamed.items()}
-    if part == "text_encoder" and PROJECTION not in tensors:
-        tensors = {**tensors, PROJECTION: _identity(tensors, shapes[PROJECTION])}
+        matrices = {
+            name: tensor.reshaped(shapes[name])  # 1x1 convolutions in the file
+            for name, tensor in renamed.items()
+            if name in shapes and tensor.shape == (*shapes[name], 1, 1)
+        }
+        tensors = {**renamed, **matrices}
+    if part == "text_encoder" and PROJECTION not in tensors:  # readers of single files do not apply CLIP-L's projection
+        dtype = DTYPES[next(iter(tensors.values())).dtype]
+        tensors = {**tensors, PROJECTION: stored(torch.eye(*shapes[PROJECTION]).to(dtype))}
     require_shapes(tensors, shapes, where)
     return dict(tensors)
 
 
 def _levels(config: PartConfig) -> int:
     return len(config.get("block_out_channels") or (64,))
-
-
-def _matrix(tensor: StoredTensor, shape: tuple[int, ...] | None) -> StoredTensor:
-    """Convert a 1x1 convolution to the matrix that diffusers expects."""
-    return tensor.reshaped(shape) if shape is not None and tensor.shape == (*shape, 1, 1) else tensor
-
-
-def _identity(tensors: Tensors, shape: tuple[int, ...]) -> StoredTensor:
-    """Return an identity matrix: readers of single files do not apply CLIP-L's projection."""
-    dtype = next(iter(tensors.values())).dtype
-    return stored(torch.eye(*shape).to(DTYPES[dtype]))

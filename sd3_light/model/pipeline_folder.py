@@ -31,16 +31,13 @@ class FolderPart:
             yield from (f"{self.name}/{file}".removeprefix("./") for file in missing_weights(part, self.weights))
 
 
-_TOKENIZER = ("tokenizer.json", "vocab.json", "spiece.model")
+TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 REQUIRED_PARTS = (
     FolderPart(".", ("model_index.json",)),
     FolderPart("vae", ("config.json",), WEIGHTS_STEM),
-    FolderPart("text_encoder", ("config.json",), "model"),
-    FolderPart("text_encoder_2", ("config.json",), "model"),
-    FolderPart("text_encoder_3", ("config.json",), "model"),
-    FolderPart("tokenizer", _TOKENIZER),
-    FolderPart("tokenizer_2", _TOKENIZER),
-    FolderPart("tokenizer_3", _TOKENIZER),
+    *(FolderPart(name, ("config.json",), "model") for name in TEXT_ENCODER_FOLDERS),
+    *(FolderPart(name, ("tokenizer.json", "vocab.json", "spiece.model")) for name in TOKENIZER_FOLDERS),
     FolderPart("scheduler", ("scheduler_config.json",)),
 )
 TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
@@ -75,8 +72,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
     """Return the shape of the text features of a folder's encoders; missing keys have transformers' defaults."""
-    names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in names)
+    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in TEXT_ENCODER_FOLDERS)
     return TextShape(
         clip_tokens=tokenizer_length(folder / "tokenizer") or CLIP_TOKENS,
         t5_tokens=t5_max_length,
@@ -97,7 +93,7 @@ def tokenizer_length(folder: Path) -> int | None:
 
 def clip_positions(folder: Path) -> int:
     """Return the maximum input length of both CLIP encoders."""
-    configs = (read_json(folder / name / "config.json") for name in ("text_encoder", "text_encoder_2"))
+    configs = (read_json(folder / name / "config.json") for name in TEXT_ENCODER_FOLDERS[:2])
     return min(int(config.get("max_position_embeddings", CLIP_TOKENS)) for config in configs)
 
 

@@ -35,25 +35,20 @@ def check_sampler(name: str) -> None:
 def use_sampler(pipe: "StableDiffusion3Pipeline", name: str) -> None:
     """Replace a pipeline's scheduler with this sampler, with the same shift."""
     check_sampler(name)
-    pipe.scheduler = _sampler(pipe.scheduler, name)
-
-
-def _sampler(scheduler: Any, name: str) -> Any:
+    scheduler = pipe.scheduler
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         kind = type(scheduler).__name__
         raise UserError(f"the model's scheduler is a {kind}; only FlowMatchEulerDiscreteScheduler is supported")
     config = scheduler.config
     if name == "euler":
-        return scheduler
+        return
     unsupported = [key for key in _EULER_ONLY if config.get(key)]
     if unsupported:
         raise UserError(
             f"--sampler {name}: the model's scheduler sets {', '.join(unsupported)}, which only euler supports; "
             "use --sampler euler"
         )
-    if name == "heun":
-        return _heun(config)
-    return _dpm(config)
+    pipe.scheduler = _heun(config) if name == "heun" else _dpm(config)
 
 
 def _heun(config: Any) -> FlowMatchHeunDiscreteScheduler:

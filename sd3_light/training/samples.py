@@ -23,7 +23,7 @@ from sd3_light.config.base import CacheLocation
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
-from sd3_light.export.export_spec import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 from sd3_light.runlog import info
 from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
