@@ -31,7 +31,8 @@ from sd3_light.metrics.composition import score
 from sd3_light.randomness import stream
 from sd3_light.recipes import FOLDER
 from sd3_light.sampling.lora_stack import Lora, add_loras
-from sd3_light.world import BACKGROUNDS, OBJECT_SIZES, Item, Prompt, Scene, draw_prompts, render_scene, scene_captions
+from sd3_light.world import Prompt, draw_prompts, render_scene, scene_captions
+from sd3_light.world.scene import BACKGROUNDS, OBJECT_SIZES, Item, Scene
 
 WORD = "zorb"
 COLOUR, SHAPE = "red", "triangle"

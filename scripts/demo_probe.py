@@ -6,7 +6,7 @@ from demo_encoders import NAMES, Encoder
 from demo_text_targets import SCENE_FIELDS, SEED, CaptionBatch, draw_batch
 from torch import Tensor, nn
 
-from sd3_light.world import LANGUAGES
+from sd3_light.world.captions import LANGUAGES
 
 
 @torch.no_grad()

@@ -9,17 +9,8 @@ from demo_tokenizers import MEANINGS
 from torch import Tensor
 
 from sd3_light.randomness import stream
-from sd3_light.world import (
-    BACKGROUNDS,
-    COLOURS,
-    OBJECT_SIZES,
-    SCENE_KINDS,
-    SHAPES,
-    Scene,
-    canonical_scene,
-    draw_scene,
-    scene_captions,
-)
+from sd3_light.world import draw_scene, scene_captions
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, OBJECT_SIZES, SCENE_KINDS, SHAPES, Scene, canonical_scene
 
 SEED = 11
 NONE = "none"

@@ -8,7 +8,9 @@ from PIL import Image
 
 from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 from sd3_light.sampling.grid import make_grid
-from sd3_light.world import SCENE_KINDS, Prompt, Verdict, judge, scene_captions
+from sd3_light.world import Prompt, judge, scene_captions
+from sd3_light.world.judge import Verdict
+from sd3_light.world.scene import SCENE_KINDS
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,14 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.globals |= {"styles_of": _styles, "scripts_of": _scripts, "policy_of": _policy, "version": __version__}
-    env.filters |= {
-        "byte_size": formats.byte_size,
-        "language": formats.language,
-        "percent": formats.percent,
-        "plural": formats.plural,
-        "shorten": formats.shorten,
-        "thousands": formats.thousands,
-        "utc_time": formats.utc_time,
+    env.globals |= {
+        "styles_of": partial(_inline, "styles"),
+        "scripts_of": partial(_inline, "scripts"),
+        "policy_of": _policy,
+        "version": __version__,
     }
+    filters = ("byte_size", "language", "percent", "plural", "shorten", "thousands", "utc_time")
+    env.filters |= {name: getattr(formats, name) for name in filters}
     return env
 
 
@@ -62,14 +60,6 @@ def check_output_path(out: Path) -> None:
 def save_page(out: Path, page: str) -> None:
     """Write a page atomically. Text that is not valid UTF-8 (half a surrogate pair) is written as an escape."""
     write_atomically(out, page.encode("utf-8", "backslashreplace"))
-
-
-def _styles(names: Iterable[str]) -> Markup:
-    return _inline("styles", names)
-
-
-def _scripts(names: Iterable[str]) -> Markup:
-    return _inline("scripts", names)
 
 
 def _inline(folder: str, names: Iterable[str]) -> Markup:

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
@@ -25,14 +24,11 @@ class Bar:
     """The progress of a job. `done`, `total` and `fields` can be read at any time."""
 
     def __init__(self, title: str, total: int | None, unit: str, done: int):
-        self.title = title
-        self.total = total
-        self.unit = unit
-        self.done = done
+        self.title, self.total, self.unit, self.done = title, total, unit, done
         self.fields: dict[str, Field] = {}
         self._first = (time.monotonic(), done)
         self._points = deque([self._first], maxlen=_NUM_POINTS)
-        self._display: _Display = _SilentDisplay()
+        self._display = _Display()
         self._next_update = 0.0
 
     def advance(self, n: int = 1, **fields: Field) -> None:
@@ -91,25 +87,18 @@ def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> 
         bar._display.close(bar, finished)
 
 
-class _Display(Protocol):
-    """An output for a bar."""
+class _Display:
+    """An output for a bar; this one shows nothing."""
 
     def update(self, bar: Bar) -> float:
         """Show the current state of the bar and return the seconds until the next update."""
+        return float("inf")
 
     def close(self, bar: Bar, finished: bool) -> None:
         """Show the final state of the bar."""
 
 
-class _SilentDisplay:
-    def update(self, bar: Bar) -> float:
-        return float("inf")
-
-    def close(self, bar: Bar, finished: bool) -> None:
-        pass
-
-
-class _LineDisplay:
+class _LineDisplay(_Display):
     """Plain lines; the first is printed before any work, so that a slow start is visible."""
 
     def __init__(self, bar: Bar):
@@ -124,19 +113,17 @@ class _LineDisplay:
         info(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
 
 
-class _LiveDisplay:
+class _LiveDisplay(_Display):
     """A line of the live display that all bars share; a nested bar is below its parent and disappears when it ends."""
 
     _screen: Progress | None = None
 
     def __init__(self, bar: Bar):
         self._outermost = _LiveDisplay._screen is None
-        screen = _LiveDisplay._screen or _new_screen()
-        _LiveDisplay._screen = self._own_screen = screen
-        self._task: TaskID = screen.add_task(
-            bar.title, total=bar.total, completed=bar.done, status=bar.status(brief=True)
-        )
-        screen.start()
+        _LiveDisplay._screen = self._own_screen = _LiveDisplay._screen or _new_screen()
+        self._task: TaskID = self._own_screen.add_task(bar.title, total=bar.total, completed=bar.done, status="")
+        self.update(bar)
+        self._own_screen.start()
 
     def update(self, bar: Bar) -> float:
         status = bar.status(brief=True)
@@ -171,7 +158,7 @@ def _new_screen() -> Progress:
 
 def _display_for(bar: Bar) -> _Display:
     if not is_main_process():
-        return _SilentDisplay()
+        return _Display()
     return _LiveDisplay(bar) if console.is_terminal and not console.is_dumb_terminal else _LineDisplay(bar)
 
 

@@ -2,12 +2,12 @@
 
 import json
 import math
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
@@ -135,9 +135,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _clean(self, value: Any) -> Any:
@@ -183,18 +181,10 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _repair(path: Path) -> None:
     """Truncate a log after its last newline."""
-    with path.open("r+b") as file:
-        data_end = file.seek(0, 2)
-        end = data_end
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < data_end:
+    if path.stat().st_size:  # an empty file cannot be mapped
+        with path.open("r+b") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
             file.truncate(end)
 
 

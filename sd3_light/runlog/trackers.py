@@ -54,56 +54,46 @@ def open_trackers(
     return [tracker for tracker in opened if tracker is not None]
 
 
-class FaultTolerant:
-    """A tracker whose errors never stop the run; the first one is reported."""
+class RemoteRun:
+    """A run in a tracker. Its errors never stop training; the first one is reported.
 
-    def __init__(self, name: str, inner: Tracker, errors: tuple[type[Exception], ...]) -> None:
-        self._name, self._inner, self._errors = name, inner, errors
+    Points before ``last_step``, the last one that the tracker has, are repeats of a resumed run and are not sent.
+    """
+
+    def __init__(
+        self, module: Any, run: Any, last_step: Callable[[], int], errors: tuple[type[Exception], ...]
+    ) -> None:
+        self._module, self._run, self._last_step, self._errors = module, run, last_step, errors
         self._is_reported = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each named curve."""
-        self._try(lambda: self._inner.log(values, step))
+        self._try(lambda: self._send(dict(values), step))
 
     def image(self, name: str, image: "Image", step: int) -> None:
         """Add an image under a name."""
-        self._try(lambda: self._inner.image(name, image, step))
+        self._try(lambda: self._send({name: self._module.Image(shrink(image))}, step))
 
     def close(self) -> None:
-        """Send pending data."""
-        self._try(self._inner.close)
+        """Send pending data; wandb gives up after a minute and leaves the rest in the run folder for `wandb sync`."""
+        with redirect_stdout(sys.stderr):
+            self._try(self._run.finish)
+
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        if step >= self._last_step():
+            self._run.log(values, step=step)
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except self._errors as error:
             if not self._is_reported:
-                info(f"{self._name} failed ({_first_line(error)}); training continues, log.jsonl is complete")
+                name = self._module.__name__
+                info(f"{name} failed ({_first_line(error)}); training continues, log.jsonl is complete")
             self._is_reported = True
 
 
 # --- Weights & Biases -------------------------------------------------------------------------
-
-
-class Wandb:
-    """A wandb run. wandb rejects points before its last one, so steps that a resumed run repeats are not sent."""
-
-    def __init__(self, module: Any, run: Any) -> None:
-        self._module, self._run = module, run
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each named curve."""
-        if step >= self._run.step:
-            self._run.log(dict(values), step=step)
-
-    def image(self, name: str, image: "Image", step: int) -> None:
-        """Add an image under a name."""
-        if step >= self._run.step:
-            self._run.log({name: self._module.Image(shrink(image))}, step=step)
-
-    def close(self) -> None:
-        """Send pending data for at most a minute; the rest stays in the run folder for `wandb sync`."""
-        self._run.finish()
 
 
 def _open_wandb(monitoring: MonitoringConfig, folder: Path, config: Mapping[str, Any], x_axis: str) -> Tracker | None:
@@ -131,9 +121,8 @@ def _open_wandb(monitoring: MonitoringConfig, folder: Path, config: Mapping[str,
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise UserError(f"{_NO_ACCOUNT} ({_first_line(error)})") from error
     except (wandb.Error, OSError) as error:
-        info(f"wandb is not reachable ({_first_line(error)}); training continues without it, log.jsonl is complete")
-        return None
-    return FaultTolerant("wandb", Wandb(wandb, run), (wandb.Error, OSError))
+        return _unreachable("wandb", error)
+    return RemoteRun(wandb, run, lambda: run.step, (wandb.Error, OSError))
 
 
 _NO_ACCOUNT = (
@@ -142,28 +131,6 @@ _NO_ACCOUNT = (
 )
 
 # --- trackio ----------------------------------------------------------------------------------
-
-
-class Trackio:
-    """A trackio run. Steps before ``last_step``, the last one it has, are repeats of a resumed run and are not sent."""
-
-    def __init__(self, module: Any, run: Any, last_step: int) -> None:
-        self._module, self._run, self._last_step = module, run, last_step
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each named curve."""
-        if step >= self._last_step:
-            self._run.log(dict(values), step=step)
-
-    def image(self, name: str, image: "Image", step: int) -> None:
-        """Add an image under a name."""
-        if step >= self._last_step:
-            self._run.log({name: self._module.Image(shrink(image))}, step=step)
-
-    def close(self) -> None:
-        """Send pending data."""
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
 
 
 def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[str, Any], x_axis: str) -> Tracker | None:
@@ -190,10 +157,9 @@ def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[st
     except ValueError as error:
         raise UserError(f"monitoring.enable_trackio: {_first_line(error)}") from error
     except (OSError, HTTPError) as error:  # no writable folder, no token, no network
-        info(f"trackio is not reachable ({_first_line(error)}); training continues without it, log.jsonl is complete")
-        return None
+        return _unreachable("trackio", error)
     # its log and finish catch most errors themselves; these can still be raised
-    return FaultTolerant("trackio", Trackio(trackio, run, last_step), (OSError, HTTPError))
+    return RemoteRun(trackio, run, lambda: last_step, (OSError, HTTPError))
 
 
 def _logged_positions(path: Path, x_axis: str) -> Iterator[int]:
@@ -219,6 +185,10 @@ def _stored_id(folder: Path, key: str, make: Callable[[], str]) -> str:
         with atomic_unsynced_file(path) as temporary:
             temporary.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     return ids[key]
+
+
+def _unreachable(name: str, error: Exception) -> None:
+    info(f"{name} is not reachable ({_first_line(error)}); training continues without it, log.jsonl is complete")
 
 
 def _first_line(error: Exception) -> str:

@@ -12,24 +12,8 @@ LANGUAGES: tuple[str, ...] = ("en", "zh")
 _EN_PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}
 _EN_COUNTS = {2: "two", 3: "three", 4: "four"}
 
-_ZH_SHAPES = {
-    "circle": "圆形",
-    "square": "正方形",
-    "triangle": "三角形",
-    "star": "星形",
-    "cross": "十字形",
-    "ring": "圆环",
-    "diamond": "菱形",
-}
-_ZH_COLOURS = {
-    "red": "红色",
-    "green": "绿色",
-    "blue": "蓝色",
-    "yellow": "黄色",
-    "purple": "紫色",
-    "orange": "橙色",
-    "cyan": "青色",
-}
+_ZH_SHAPES = dict(zip(SHAPES, ("圆形", "正方形", "三角形", "星形", "十字形", "圆环", "菱形"), strict=True))
+_ZH_COLOURS = dict(zip(COLOURS, ("红色", "绿色", "蓝色", "黄色", "紫色", "橙色", "青色"), strict=True))
 _ZH_BACKGROUNDS = {"white": "白色", "black": "黑色", "grey": "灰色", "pink": "粉色"}
 _ZH_SIZES = {"small": "小的", "large": "大的"}
 _ZH_COUNTS = {2: "两个", 3: "三个", 4: "四个"}

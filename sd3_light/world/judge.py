@@ -66,8 +66,7 @@ class Verdict:
     @property
     def all(self) -> bool:
         """Whether all requirements are met."""
-        fields = (self.background, self.colour, self.shape, self.size, self.count, self.relation)
-        return all(field for field in fields if field is not None)
+        return False not in vars(self).values()
 
 
 def detect_scene(image: ImageLike) -> DetectedScene:
@@ -78,7 +77,7 @@ def detect_scene(image: ImageLike) -> DetectedScene:
     scale = scale_of(array.shape[1], array.shape[0])
     background, ground = find_background(pixels)
     regions = find_regions(pixels, ground, _MIN_AREA * scale**2)
-    objects = tuple(_recognise(r.colour, r.left, r.top, r.cover, scale) for r in regions)
+    objects = tuple(_recognise(region, scale) for region in regions)
     return DetectedScene(background, objects, _areas(regions))
 
 
@@ -137,22 +136,23 @@ def _satisfies(dx: float, dy: float, relation: str) -> bool:
     return along > abs(across)
 
 
-def _recognise(colour: str, left: int, top: int, cover: Floats, scale: float) -> DetectedObject:
+def _recognise(region: Region, scale: float) -> DetectedObject:
     """Return the object of a region; its shape is that of the template with the largest overlap."""
-    area, cx, cy = _moments(cover)
-    templates, areas = _templates(_reference_diameter(area, scale))
-    mask = _normalise(cover)
+    area, cx, cy = _moments(region.cover)
+    # templates whose edges are about as soft as those of this region
+    templates, areas = _templates(18 if area < 350 * scale**2 else 32)
+    mask = _normalise(region.cover)
     overlaps = np.minimum(templates, mask).sum(axis=(1, 2)) / np.maximum(templates, mask).sum(axis=(1, 2))
     order = np.argsort(overlaps)
     best = int(order[-1])
     diameter = math.sqrt(area / float(areas[best]))
     is_certain = overlaps[best] >= _MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= _MIN_LEAD
     return DetectedObject(
-        colour=colour,
+        colour=region.colour,
         shape=SHAPES[best] if is_certain else UNKNOWN,
         size="small" if diameter < _SIZE_THRESHOLD * scale else "large",
-        x=left + cx + 0.5,
-        y=top + cy + 0.5,
+        x=region.left + cx + 0.5,
+        y=region.top + cy + 0.5,
         diameter=diameter,
         overlap=float(overlaps[best]),
     )
@@ -178,11 +178,6 @@ def _hats(positions: NDArray[np.float64], length: int) -> Floats:
     """Return the matrix that interpolates a line of pixels, zero outside, at these positions."""
     hats: Floats = np.maximum(1 - np.abs(positions[:, None] - np.arange(length)), 0).astype(np.float32)
     return hats
-
-
-def _reference_diameter(area: float, scale: float) -> int:
-    """Return the diameter of the templates whose edges are about as soft as those of this region."""
-    return 18 if area < 350 * scale**2 else 32
 
 
 @cache

@@ -18,7 +18,8 @@ from transformers import (
 
 import sd3_light
 from sd3_light.randomness import stream
-from sd3_light.world import (
+from sd3_light.world import draw_scene, scene_captions
+from sd3_light.world.scene import (
     BACKGROUNDS,
     COLOURS,
     COUNTS,
@@ -28,8 +29,6 @@ from sd3_light.world import (
     Item,
     Scene,
     canonical_scene,
-    draw_scene,
-    scene_captions,
 )
 
 DEMO = Path(sd3_light.__file__).parent / "assets" / "demo"

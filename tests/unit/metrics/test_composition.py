@@ -11,7 +11,8 @@ from PIL import Image
 from sd3_light.metrics import composition
 from sd3_light.metrics.composition import DEMANDS, judge_images, score
 from sd3_light.sampling.generate import ImageRequest, TextPolicy
-from sd3_light.world import IMAGE_SIZES, draw_prompts, render_scene
+from sd3_light.world import draw_prompts, render_scene
+from sd3_light.world.dataset import IMAGE_SIZES
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
 PROMPTS = draw_prompts(12, seed=3, held_out=True)

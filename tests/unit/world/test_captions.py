@@ -4,19 +4,9 @@ import numpy as np
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.world import (
-    BACKGROUNDS,
-    COLOURS,
-    OBJECT_SIZES,
-    RELATIONS,
-    SCENE_KINDS,
-    SHAPES,
-    Item,
-    Scene,
-    draw_scene,
-    parse_caption,
-    scene_captions,
-)
+from sd3_light.world import draw_scene, scene_captions
+from sd3_light.world.captions import parse_caption
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, OBJECT_SIZES, RELATIONS, SCENE_KINDS, SHAPES, Item, Scene
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,9 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.world import (
-    SCENE_KINDS,
-    canonical_scene,
-    draw_image,
-    draw_prompts,
-    is_held_out,
-    judge,
-    parse_caption,
-    scene_captions,
-    write_dataset,
-)
+from sd3_light.world import draw_image, draw_prompts, judge, scene_captions, write_dataset
+from sd3_light.world.captions import parse_caption
+from sd3_light.world.scene import SCENE_KINDS, canonical_scene, is_held_out
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:

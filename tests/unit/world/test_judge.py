@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from sd3_light.world import (
-    COLOURS,
-    SCENE_KINDS,
-    SHAPES,
-    Item,
-    Scene,
-    canonical_scene,
-    compare,
-    detect_scene,
-    draw_scene,
-    judge,
-    render_scene,
-)
+from sd3_light.world import draw_scene, judge, render_scene
+from sd3_light.world.judge import compare, detect_scene
+from sd3_light.world.scene import COLOURS, SCENE_KINDS, SHAPES, Item, Scene, canonical_scene
 
 IMAGE_SIZES = [(64, 64), (80, 48), (48, 80)]
 

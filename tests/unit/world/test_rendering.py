@@ -5,17 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from sd3_light.world import (
-    BACKGROUNDS,
-    COLOURS,
-    SCENE_KINDS,
-    Item,
-    PlacedObject,
-    Scene,
-    draw_scene,
-    place_objects,
-    render_scene,
-)
+from sd3_light.world import draw_scene, render_scene
+from sd3_light.world.rendering import PlacedObject, place_objects
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, SCENE_KINDS, Item, Scene
 
 IMAGE_SHAPES = [(64, 64), (80, 48), (48, 80), (128, 96), (32, 48)]
 

@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sd3_light.world import (
+from sd3_light.world import draw_scene
+from sd3_light.world.scene import (
     COLOURS,
     HELD_OUT_PAIRS,
     SCENE_KINDS,
@@ -13,7 +14,6 @@ from sd3_light.world import (
     Item,
     Scene,
     canonical_scene,
-    draw_scene,
     is_held_out,
 )
 
