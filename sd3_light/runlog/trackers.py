@@ -121,7 +121,8 @@ def _open_wandb(monitoring: MonitoringConfig, folder: Path, config: Mapping[str,
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise UserError(f"{_NO_ACCOUNT} ({_first_line(error)})") from error
     except (wandb.Error, OSError) as error:
-        return _unreachable("wandb", error)
+        _report_unreachable("wandb", error)
+        return None
     return RemoteRun(wandb, run, lambda: run.step, (wandb.Error, OSError))
 
 
@@ -157,7 +158,8 @@ def _open_trackio(monitoring: MonitoringConfig, folder: Path, config: Mapping[st
     except ValueError as error:
         raise UserError(f"monitoring.enable_trackio: {_first_line(error)}") from error
     except (OSError, HTTPError) as error:  # no writable folder, no token, no network
-        return _unreachable("trackio", error)
+        _report_unreachable("trackio", error)
+        return None
     # its log and finish catch most errors themselves; these can still be raised
     return RemoteRun(trackio, run, lambda: last_step, (OSError, HTTPError))
 
@@ -187,7 +189,7 @@ def _stored_id(folder: Path, key: str, make: Callable[[], str]) -> str:
     return ids[key]
 
 
-def _unreachable(name: str, error: Exception) -> None:
+def _report_unreachable(name: str, error: Exception) -> None:
     info(f"{name} is not reachable ({_first_line(error)}); training continues without it, log.jsonl is complete")
 
 
