@@ -87,7 +87,7 @@ def launch_training_task(
         driver = _make_driver(accelerator, dataset, model, model_logger, resolved, stack)
         if driver.launch.is_main:
             driver.run.log = stack.enter_context(closing(RunLog(model_logger.output_path))).event
-        return _train(stack.enter_context(driver), model_logger, resolved.engine)
+        return _train(stack.enter_context(driver.running()), model_logger, resolved.engine)
 
 
 def require_module_and_logger(model: Any, logger: Any) -> None:
@@ -133,7 +133,6 @@ def _make_driver(
     )
     _prepare_module(model, settings, launch, setup.computes_in_bf16(accelerator, settings))
     engine = setup.engine_from_settings(model, settings, micro_batches, launch, device, accelerator, groups)
-    averages = Averages(engine.weights, settings.ema_table)
     batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches)
     steps_per_epoch, folder = samples.order.steps_per_epoch, logger.output_path
     total = settings.num_epochs * steps_per_epoch
@@ -144,7 +143,7 @@ def _make_driver(
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
-        averages=averages,
+        averages=Averages(engine.weights, settings.ema_table),
         requests=RunRequests(folder if launch.is_main else None, group=groups.control),
         begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
         steps_per_epoch=steps_per_epoch,
@@ -154,13 +153,11 @@ def _make_driver(
     )
     driver = Driver(
         run=run,
-        averages=averages,
         launch=launch,
         groups=groups,
         folder=folder,
         hooks=_TaskHooks(accelerator, model, logger, settings, launch, engine, steps_per_epoch).run_hooks(),
         schedule=_make_schedule(settings, logger, steps_per_epoch),
-        ema=settings.ema_table,
         facts={"order": order_facts(samples.order)},
         keep_last=settings.keep_last_n_checkpoints,
         out_of_memory=TASK_OUT_OF_MEMORY,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import TensorPiece
-from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
@@ -63,20 +60,18 @@ class HookSchedule:
 
 @dataclass
 class Driver:
-    """Trains a `Run` and does everything around its steps. Use it as a context manager.
+    """Trains a `Run` and does everything around its steps, inside `running`.
 
     ``facts`` are written into every checkpoint. ``out_of_memory`` and ``resume_hint`` end the messages about a full GPU
     and about what was saved after an error.
     """
 
     run: Run
-    averages: Averages
     launch: Launch
     groups: ProcessGroups
     folder: Path
     hooks: RunHooks
     schedule: HookSchedule
-    ema: EmaConfig
     facts: Mapping[str, Any]
     keep_last: int
     out_of_memory: str
@@ -93,29 +88,30 @@ class Driver:
     def _log(self, event: str, **fields: Any) -> None:
         self.run.log(event, **fields)  # looked up at each event: a task opens its log after the driver is made
 
-    def __enter__(self) -> Self:
-        self.run.requests.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # after an error the other processes may be gone, and a save would wait for them
-        if kind is None or self.launch.world == 1:
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Handle signals inside the block; afterwards wait for all saves and end their threads."""
+        with self.run.requests.handling_signals():
+            try:
+                yield self
+            except BaseException:
+                if self.launch.world == 1:  # otherwise other processes may be gone, and a save would wait for them
+                    self.saves.close()
+                raise
             self.saves.close()
-        self.run.requests.__exit__(kind, error, trace)
 
     def _make_hooks(self) -> list[Hook]:
         hooks, schedule, requests = self.hooks, self.schedule, self.run.requests
         last = every(steps=self.run.total_steps)
-        snapshot = every(snapshot_interval(self.ema, self.run.total_steps))
+        ema = self.run.averages.config
+        snapshot = every(snapshot_interval(ema, self.run.total_steps))
         scheduled = [
             (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.saves.report())),
             (hooks.evaluate, Hook("evaluate", schedule.evaluate, self.evaluate)),
             (hooks.sample, Hook("sample", schedule.sample, self.sample)),
             (hooks.save, Hook("save", schedule.save, self.save)),
             (True, Hook(CHECKPOINT, lambda *at: schedule.checkpoint(*at) | last(*at) | requests.save, self.checkpoint)),
-            (power_tracks(self.ema), Hook(SNAPSHOT, lambda *at: snapshot(*at) | last(*at), self.snapshot)),
+            (power_tracks(ema), Hook(SNAPSHOT, lambda *at: snapshot(*at) | last(*at), self.snapshot)),
             (hooks.export, Hook(EXPORT, lambda *at: schedule.export(*at) | last(*at), self.export)),
         ]
         return [hook for enabled, hook in scheduled if enabled]
@@ -182,13 +178,13 @@ class Driver:
     @property
     def main_weights(self) -> str:
         """The weights to sample from and to save: the main average if there is one."""
-        return EMA if EMA in self.averages.tracks else RAW
+        return EMA if EMA in self.run.averages.tracks else RAW
 
     @contextmanager
     def using_weights(self, weights: str) -> Iterator[None]:
         """Put these weights into the model inside the block."""
         engine = self.run.engine
-        swapped = nullcontext() if weights == RAW else self.averages.in_place_of(weights, engine.weights)
+        swapped = nullcontext() if weights == RAW else self.run.averages.in_place_of(weights, engine.weights)
         with swapped, self.hooks.autocast():  # in this order: autocast caches weights
             yield
 
@@ -196,7 +192,7 @@ class Driver:
         """Yield everything that a checkpoint holds of this rank."""
         engine = self.run.engine
         yield from engine.pieces()
-        for name, track in self.averages.tracks.items():
+        for name, track in self.run.averages.tracks.items():
             yield from engine.like_weights(track_kind(name), track.shadow)
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ class Driver:
     def evaluate(self, progress: Progress) -> None:
         """Compute and log the validation loss of every evaluation set."""
         assert self.hooks.evaluate is not None
-        for weights in (RAW, *self.averages.tracks) if self.hooks.evaluate_all else (self.main_weights,):
+        for weights in (RAW, *self.run.averages.tracks) if self.hooks.evaluate_all else (self.main_weights,):
             with self.using_weights(weights):
                 for name, losses in self.hooks.evaluate():
                     info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
@@ -237,13 +233,14 @@ class Driver:
 
     def snapshot(self, progress: Progress) -> None:
         """Write the power-function averages; an average of any length can be rebuilt from several of them."""
-        dtype = getattr(torch, self.ema.snapshot_dtype)
+        ema, tracks = self.run.averages.config, self.run.averages.tracks
+        dtype = getattr(torch, ema.snapshot_dtype)
         pieces = (
             replace(piece, values=piece.values.to(dtype))
-            for name in power_tracks(self.ema)
-            for piece in self.run.engine.like_weights(track_kind(name), self.averages.tracks[name].shadow)
+            for name in power_tracks(ema)
+            for piece in self.run.engine.like_weights(track_kind(name), tracks[name].shadow)
         )
-        facts = {**snapshot_metadata(self.ema, progress.step), "progress": progress.as_dict()}
+        facts = {**snapshot_metadata(ema, progress.step), "progress": progress.as_dict()}
         self.groups.wait_for_all(self.saves.snapshots.is_idle)
         self.saves.snapshots.save(progress.step, pieces, facts)
 
@@ -254,7 +251,7 @@ class Driver:
         if progress.skipped == progress.step:
             return  # nothing was learned; the run ends with an error that says so
         self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
-        trained = engine.gather(engine.weights if weights == RAW else self.averages.tracks[weights].shadow)
+        trained = engine.gather(engine.weights if weights == RAW else self.run.averages.tracks[weights].shadow)
         if trained is not None:
             self.saves.submit_export(progress, weights, lambda: export(trained, weights, progress))
 

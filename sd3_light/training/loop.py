@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import Engine, MicroBatch, StepStream
 from sd3_light.optim.ema import Averages
@@ -47,7 +48,7 @@ class Run:
     learning_rate: Callable[[int], float]
     total_steps: int
     progress: Progress = field(default_factory=Progress)
-    averages: Averages | None = None
+    averages: Averages = field(default_factory=lambda: Averages({}, EmaConfig()))
     hooks: Sequence[Hook] = ()
     log: Callable[..., None] = lambda *args, **fields: None
     meter: Meter = field(default_factory=Meter)
@@ -89,8 +90,7 @@ def train(run: Run) -> Progress:
             run.begin_step(before.step)
             run._updates_before = run.engine.updates_started
             result = run.engine.train_step(micro_batches, lr)
-            if run.averages is not None:
-                run.averages.update(run.engine.weights, before.step + 1)
+            run.averages.update(run.engine.weights, before.step + 1)
             run._updates_before = None
 
             samples = run.samples_in(before.position)
@@ -151,8 +151,7 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
     """Log everything measured since the last record. All processes call it: the weight norm is a collective."""
     progress = run.progress
     fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
-    if run.averages is not None:
-        fields["ema_decay"] = run.averages.decays(progress.step)
+    fields["ema_decay"] = run.averages.decays(progress.step)
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:

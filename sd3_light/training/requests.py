@@ -2,10 +2,10 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -26,8 +26,7 @@ class RunRequests:
     """Whether to ``save`` and whether to ``quit`` after this step, updated by `poll` once per step, equal on all ranks.
 
     Request files are read from ``folder`` (None on ranks other than the main one) and removed. A checkpoint is due when
-    the last one is ``minutes`` old. Inside the block SIGTERM and SIGINT request to save and quit. ``group`` is a gloo
-    group of all ranks.
+    the last one is ``minutes`` old. ``group`` is a gloo group of all ranks.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class RunRequests:
         self.signal: str | None = None
         self._last_save = self._last_check = time.monotonic()
         self._signalled_at = 0.0
-        self._previous_handlers: dict[signal.Signals, Callable[..., Any] | int | None] = {}
 
     def poll(self) -> None:
         """Collect the requests of all ranks."""
@@ -78,18 +76,16 @@ class RunRequests:
 
     # --- signals -------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        for number in SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-        if kind is None:
-            self.flags.close()
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Inside the block SIGTERM and SIGINT request to save and quit."""
+        previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        self.flags.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:

@@ -141,26 +141,25 @@ def patch() -> None:
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
     from sd3_light.stages import train
-    from sd3_light.stages.train import resume
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     folder.prove = lambda *_: {}  # type: ignore[assignment]
-    load = resume.ResumePoint.load
+    load = train.load_checkpoint
 
     def load_and_check(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
         restored = load(saved, engine, averages, *more)
         tracks = (engine.like_weights(track_kind(n), t.shadow) for n, t in averages.tracks.items())
         for piece in chain(engine.pieces(), chain.from_iterable(tracks)):
-            expected = saved.checkpoint.tensor(piece.name).view(-1)[piece.start : piece.start + len(piece.values)]
+            expected = saved.tensor(piece.name).view(-1)[piece.start : piece.start + len(piece.values)]
             assert torch.equal(piece.values.cpu(), expected), f"{piece.name} differs from the checkpoint"
         return restored
 
-    resume.ResumePoint.load = load_and_check  # type: ignore[method-assign]
+    train.load_checkpoint = load_and_check
     finish = train.Driver.finish
 
     def record_and_finish(driver: Any, start: Any) -> None:
-        record_memory(driver.folder, driver.run.engine, driver.averages)
+        record_memory(driver.folder, driver.run.engine, driver.run.averages)
         finish(driver, start)
 
     train.Driver.finish = record_and_finish  # type: ignore[method-assign]

@@ -13,7 +13,14 @@ from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.hooks import make_hooks, make_sampler, make_schedule
-from sd3_light.stages.train.resume import Restored, Resume, is_own_checkpoint, rate_settings, require_start
+from sd3_light.stages.train.resume import (
+    Restored,
+    Resume,
+    is_own_checkpoint,
+    load_checkpoint,
+    rate_settings,
+    require_start,
+)
 from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state, require_blocks
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.driver import Driver
@@ -48,24 +55,25 @@ def run(
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler = make_sampler(context)
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
-        restored = resumed.load(state.engine, state.averages, context.order, options) if resumed else Restored()
+        restored = Restored()
+        if resumed is not None:
+            restored = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
         training = _make_run(context, state, restored)
         progress = restored.progress
         context.announce(describe_start(start, context.config.adapter), progress, training.total_steps)
-        with Driver(
+        driver = Driver(
             run=training,
-            averages=state.averages,
             launch=launch,
             groups=context.groups,
             folder=folder.path,
             hooks=make_hooks(context, state, sampler),
             schedule=make_schedule(context.config, context.order.steps_per_epoch),
-            ema=context.config.ema,
             facts={"order": order_facts(context.order), "settings": rate_settings(context.config)},
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=_OUT_OF_MEMORY,
             resume_hint="--resume (train.py: --resume_from_checkpoint)",
-        ) as driver:
+        )
+        with driver.running():
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:
                 driver.evaluate(progress)
             if resumed and is_own_checkpoint(resumed.path, folder.path) and progress.position:
@@ -83,27 +91,26 @@ def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run
     engine, share = state.engine, context.share
     total = total_steps(config, order, restored.progress)
     folder = context.folder.path if launch.is_main else None
-    prefetch_to = device if device.type == "cuda" and engine.sequential_micro_batches else None
+    prefetch_to, peak, faster_data = None, None, ""
+    if device.type == "cuda":
+        prefetch_to = device if engine.sequential_micro_batches else None
+        peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
+        faster_data = (
+            f"raise num_dataloader_workers (now {config.num_dataloader_workers} per process) if there are idle cores, "
+            "or put the cache on a faster disk"
+        )
     dropout = state.module.dropout
+    preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     return Run(
         engine=engine,
-        steps=training_steps(
-            config,
-            context.data,
-            order,
-            share,
-            engine,
-            state.pipeline.preparer,
-            prefetch_to,
-            launch.reads_data(context.stages),
-        ),
+        steps=training_steps(config, context.data, order, share, engine, preparer, prefetch_to, reads_data),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
         progress=restored.progress,
         averages=state.averages,
         log=context.folder.log,
-        meter=Meter(launch.world, _peak(device, config.model.transformer_dtype), restored.window),
+        meter=Meter(launch.world, peak, restored.window),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
         flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
@@ -111,13 +118,8 @@ def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
         begin_step=dropout.begin if dropout is not None else lambda step: None,
-        faster_data=_faster_data(config.num_dataloader_workers) if device.type == "cuda" else "",
+        faster_data=faster_data,
     )
-
-
-def _faster_data(workers: int) -> str:
-    advice = "if there are idle cores, or put the cache on a faster disk"
-    return f"raise num_dataloader_workers (now {workers} per process) {advice}"
 
 
 def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
@@ -133,7 +135,3 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     if config.force_constant_lr is not None:
         return config.force_constant_lr
     return learning_rate(step, total, config.optimizer.lr, config)
-
-
-def _peak(device: torch.device, dtype: str) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.data.order import Order
 from sd3_light.data.stream import CachedDataset, MicroBatches
@@ -16,7 +16,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.resume import Resume, ResumePoint, choose_checkpoint, settings_in_force
+from sd3_light.stages.train.resume import Resume, choose_checkpoint, settings_in_force
 from sd3_light.training.data import make_order, open_cache
 
 
@@ -37,7 +37,7 @@ class RunContext:
     groups: ProcessGroups
     data: CachedDataset
     order: Order
-    resumed: ResumePoint | None
+    resumed: Checkpoint | None
 
     @property
     def stages(self) -> int:
@@ -98,7 +98,7 @@ def open_context(
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume))
-    resumed = None if path is None else ResumePoint(open_checkpoint(Path(path)))
+    resumed = None if path is None else open_checkpoint(Path(path))
     config = settings_in_force(train, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,11 @@ def rate_settings(config: TrainConfig) -> dict[str, Any]:
     return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
 
 
-def settings_in_force(config: TrainConfig, resumed: "ResumePoint | None", resume: Resume | None) -> TrainConfig:
+def settings_in_force(config: TrainConfig, resumed: Checkpoint | None, resume: Resume | None) -> TrainConfig:
     """Return the config with the checkpoint's optimizer settings, unless a --reset_* flag selects the config's."""
     if resumed is None or resume is None or resume.reset_optimizer:
         return config
-    old, new = resumed.checkpoint.facts["settings"], rate_settings(config)
+    old, new = resumed.facts["settings"], rate_settings(config)
     if old["optimizer"]["type"] != new["optimizer"]["type"]:
         raise UserError(
             f"{resumed.path} was trained with optimizer.type = {old['optimizer']['type']!r}, the config says "
@@ -132,55 +131,34 @@ def settings_in_force(config: TrainConfig, resumed: "ResumePoint | None", resume
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a run resumes from."""
+def load_checkpoint(saved: Checkpoint, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
+    """Load a checkpoint into engine and averages; return the progress."""
+    _require_model(saved, engine)
+    before, now = saved.facts["order"], order_facts(order)
+    if before != now and not resume.reset_dataloader:
+        raise UserError(
+            f"{saved.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
+            "the data again with --reset_dataloader"
+        )
+    saved.load_into(engine.like_weights(PARAM_KIND, engine.weights) if resume.reset_optimizer else engine.pieces())
+    for name, track in averages.tracks.items():
+        if saved.names(track_kind(name)):
+            saved.load_into(engine.like_weights(track_kind(name), track.shadow))
+            continue
+        info(f"{saved.path} has no average {name!r}: it starts from the current weights")
+        for key, tensor in track.shadow.items():
+            tensor.copy_(engine.weights[key])
+    progress = Progress(**saved.facts["progress"])
+    if resume.reset_dataloader:
+        return Restored(replace(progress, position=0), None)
+    return Restored(progress, saved.facts["window"])
 
-    checkpoint: Checkpoint
 
-    @property
-    def path(self) -> Path:
-        """The checkpoint's folder."""
-        return self.checkpoint.path
-
-    def load(self, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
-        """Load the checkpoint into engine and averages; return the progress."""
-        self._require_model(engine)
-        self._require_order(order, resume)
-        pieces = engine.pieces()
-        if resume.reset_optimizer:
-            pieces = engine.like_weights(PARAM_KIND, engine.weights)
-        known, new = self._tracks(averages)
-        shadows = (engine.like_weights(track_kind(name), averages.tracks[name].shadow) for name in known)
-        self.checkpoint.load_into(chain(pieces, chain.from_iterable(shadows)))
-        for name in new:
-            info(f"{self.path} has no average {name!r}: it starts from the current weights")
-            for key, tensor in averages.tracks[name].shadow.items():
-                tensor.copy_(engine.weights[key])
-        facts = self.checkpoint.facts
-        progress = Progress(**facts["progress"])
-        if resume.reset_dataloader:
-            return Restored(replace(progress, position=0), None)
-        return Restored(progress, facts["window"])
-
-    def _tracks(self, averages: Averages) -> tuple[list[str], list[str]]:
-        known = [name for name in averages.tracks if self.checkpoint.names(track_kind(name))]
-        return known, [name for name in averages.tracks if name not in known]
-
-    def _require_model(self, engine: Engine) -> None:
-        saved = {name: self.checkpoint.shapes[f"{PARAM_KIND}/{name}"] for name in self.checkpoint.names(PARAM_KIND)}
-        shapes = engine.shapes
-        differing = sorted(name for name in {*saved, *shapes} if saved.get(name) != shapes.get(name))[:3]
-        if differing:
-            raise UserError(f"{self.path} is of another model (differs in {differing}); check [model] and freeze")
-
-    def _require_order(self, order: Order, resume: Resume) -> None:
-        before, now = self.checkpoint.facts["order"], order_facts(order)
-        if before != now and not resume.reset_dataloader:
-            raise UserError(
-                f"{self.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
-                "the data again with --reset_dataloader"
-            )
+def _require_model(saved: Checkpoint, engine: Engine) -> None:
+    shapes = {name: saved.shapes[f"{PARAM_KIND}/{name}"] for name in saved.names(PARAM_KIND)}
+    differing = sorted(name for name in {*shapes, *engine.shapes} if shapes.get(name) != engine.shapes.get(name))[:3]
+    if differing:
+        raise UserError(f"{saved.path} is of another model (differs in {differing}); check [model] and freeze")
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -107,13 +107,11 @@ class Case:
         )
         self.driver = Driver(
             run=run,
-            averages=self.averages,
             launch=launch or Launch(),
             groups=ProcessGroups(),
             folder=folder,
             hooks=hooks or RunHooks(),
             schedule=schedule or HookSchedule(),
-            ema=ema,
             facts={"order": "some"},
             keep_last=0,
             out_of_memory="use less",
@@ -121,7 +119,7 @@ class Case:
         )
 
     def train(self) -> Progress:
-        with self.driver:
+        with self.driver.running():
             return self.driver.train()
 
     def error(self, kind: type[Exception] = UserError) -> str:

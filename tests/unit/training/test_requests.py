@@ -81,7 +81,8 @@ def test_only_the_main_rank_checks_clock_and_files(clock: list[float]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops_after_the_step(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with make() as requests:
+    requests = make()
+    with requests.handling_signals():
         os.kill(os.getpid(), number)
         assert poll(requests) == (True, True)
         assert requests.reason == signal.Signals(number).name
@@ -90,7 +91,8 @@ def test_a_signal_saves_and_stops_after_the_step(number: signal.Signals) -> None
 
 def test_a_second_interrupt_is_ignored_at_first_and_raised_later(clock: list[float]) -> None:
     """Launchers forward the first Ctrl-C, so the second one at once is theirs."""
-    with make() as requests:
+    requests = make()
+    with requests.handling_signals():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         clock[0] += 10
