@@ -3,13 +3,16 @@
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
 
 
-def lock_folder(folder: Path, key: str = "output_dir") -> int | None:
-    """Create the folder and lock it for this process; return a handle to close, None without file system locks.
+@contextmanager
+def locked_folder(folder: Path, key: str = "output_dir") -> Iterator[None]:
+    """Create the folder and lock it for this process inside the block, if its file system has locks.
 
     Raises a `UserError` if the folder cannot be created or another process trains in it; ``key`` is the setting to
     change.
@@ -20,10 +23,12 @@ def lock_folder(folder: Path, key: str = "output_dir") -> int | None:
     except OSError as error:
         raise UserError(f"{folder} is not writable ({error.strerror}); choose another {key}") from error
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                message = f"another process is training in {folder}; wait for it or choose another {key}"
+                raise UserError(message) from error
+        yield
+    finally:
         os.close(handle)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return None
-        raise UserError(f"another process is training in {folder}; wait for it or choose another {key}") from error
-    return handle

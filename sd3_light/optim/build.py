@@ -11,7 +11,7 @@ To add an optimizer, write its record in `config/optimizers.py` and its maker he
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
-from sd3_light.optim.groups import is_block_matrix, parameter_groups
 
 # code books of the 8-bit numbers: constants of the library, equal for every weight and run
 _CONSTANTS = ("qmap1", "qmap2")
+EMBEDDINGS = ("pos_embed.", "time_text_embed.", "context_embedder.")
+BLOCKS = "transformer_blocks."
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,27 @@ def make_optimizer(named: Mapping[str, nn.Parameter], config: OptimizerConfig, d
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
     return Optimizer(named, MAKERS[config.type](named, config))
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay applies to a parameter of the denoiser, by its canonical name."""
+    return parameter.dim() >= 2 and not name.startswith(EMBEDDINGS)
+
+
+def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix inside a joint block."""
+    return parameter.dim() == 2 and name.startswith(BLOCKS)
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the optimizer groups with and without decay; empty ones are left out.
+
+    Decay applies to weights of matrix products, not to norms, biases and embeddings.
+    """
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: []} if weight_decay == 0 else {weight_decay: [], 0.0: []}
+    for name, parameter in named:
+        groups[weight_decay if decays(name, parameter) else 0.0].append(parameter)
+    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
 
 
 def _make_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:

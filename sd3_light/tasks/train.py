@@ -1,6 +1,5 @@
 """`launch_training_task`: train a user's module on a user's dataset."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from sd3_light.checkpoint.lock import lock_folder
+from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint
@@ -171,9 +170,7 @@ def _check_start(
     dataset: Any, model: DiffusionTrainingModule, logger: ModelLogger, settings: TaskSettings, stack: ExitStack
 ) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
-    handle = lock_folder(logger.output_path, "output_path")
-    if handle is not None:
-        stack.callback(os.close, handle)
+    stack.enter_context(locked_folder(logger.output_path, "output_path"))
     newest = newest_checkpoint(logger.output_path / "checkpoints")
     if newest is not None and not settings.resume:
         raise UserError(

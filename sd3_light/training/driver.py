@@ -5,7 +5,7 @@ The train stage and the task launcher both use it. What differs between them is 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -225,7 +225,7 @@ class Driver:
         """Copy everything that the run needs to resume, and write it in the background."""
         requests = self.run.requests
         requests.announce()
-        facts = {"progress": progress.as_dict(), **self.facts, "window": self.run.meter.window.as_dict()}
+        facts = {"progress": progress.as_dict(), **self.facts, "window": asdict(self.run.meter.window)}
         self.groups.wait_for_all(self.saves.checkpoints.is_idle)
         self._checkpointed_at = progress.step
         self.saves.checkpoints.save(progress.step, self.pieces(), facts)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,10 +41,6 @@ class Window:
             means = {"loss": math.nan, "grad_norm": math.nan}
         bands = zip(BAND_NAMES, self.bands, self.counts, strict=True)
         return {**means, "steps": self.steps, "band": {name: total / n for name, total, n in bands if n > 0}}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the sums for JSON, which keeps every digit."""
-        return asdict(self)
 
 
 class Meter:

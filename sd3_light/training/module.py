@@ -24,17 +24,14 @@ _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "pr
 def why_stock_blocks(
     config: TrainConfig,
     size: ModelSize,
-    transformer: SD3Transformer2DModel,
+    transformer: SD3Transformer2DModel | None,
     device: str,
     world: int = 1,
     by_deepspeed: bool = False,
 ) -> str | None:
     """Return why a module on this machine must use the stock blocks; None if it can use the fast ones."""
-    return (
-        why_stock_by_config(config, size, world, by_deepspeed)
-        or why_stock_on_device(config, device)
-        or why_stock(transformer)
-    )
+    reason = why_stock_by_config(config, size, world, by_deepspeed) or why_stock_on_device(config, device)
+    return reason or (why_stock(transformer) if transformer is not None else None)
 
 
 class SD3TrainingModule(nn.Module):

@@ -1,5 +1,6 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
+from sd3_light.config.load_dataset import load_directories
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
 from sd3_light.model.start import WeightsStart
-from sd3_light.training.card_facts import card_facts
+from sd3_light.runlog import read_log
 
 RAW = "raw"
 
@@ -71,7 +73,7 @@ def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path
     return {
         "save_dtype": getattr(torch, config.save_dtype),
         "facts": {"weights": weights, **progress.as_dict()},
-        "about": {} if run is None else card_facts(config.dataset, run, weights, progress),
+        "about": {} if run is None else _card_facts(config.dataset, run, weights, progress),
         "files": {"config.toml": _config_toml(config)},
     }
 
@@ -90,6 +92,45 @@ def _config_toml(config: TrainConfig) -> str:
 def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
     """Return the constructor arguments of this denoiser, without private entries."""
     return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
+
+
+# --- facts of a run for the model card -----------------------------------------------------------
+
+
+def _card_facts(dataset: Path, run: Path, weights: str, progress: Progress) -> dict[str, Any]:
+    """Return what the dataset TOML and the run folder say about the model with these weights at this point."""
+    return {
+        "name": run.name,
+        **_dataset_facts(dataset),
+        "losses": _losses(run / "log.jsonl", weights, progress.step),
+        "scores": _scores(run / "score.json"),
+    }
+
+
+def _dataset_facts(dataset: Path) -> dict[str, str]:
+    """Return the dataset's name and its image sizes."""
+    name = {"data set": dataset.stem}
+    if not dataset.is_file():
+        return name
+    directories, _ = load_directories(dataset)
+    sizes = {size for directory in directories for size in (directory.size_buckets or directory.resolutions or ())}
+    return {**name, "resolutions": ", ".join(f"{width}x{height}" for width, height in sorted(sizes))}
+
+
+def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
+    """Return the last validation loss of each evaluation set up to this step."""
+    if not log.is_file():
+        return {}
+    events = (event for event in read_log(log) if event["event"] == "eval")
+    return {event["set"]: event["flow"] for event in events if event["weights"] == weights and event["step"] <= step}
+
+
+def _scores(path: Path) -> dict[str, float]:
+    """Return the rates that `sd3-light evaluate --out` wrote into the run folder."""
+    if not path.is_file():
+        return {}
+    scores = json.loads(path.read_text(encoding="utf-8"))
+    return {name: rate for name, rate in scores.items() if isinstance(rate, float)} if isinstance(scores, dict) else {}
 
 
 # --- weights -----------------------------------------------------------------------------------

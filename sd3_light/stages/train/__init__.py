@@ -21,7 +21,7 @@ from sd3_light.stages.train.resume import (
     rate_settings,
     require_start,
 )
-from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state, require_blocks
+from sd3_light.stages.train.train_state import TrainState, choose_blocks, describe_start, make_train_state
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.driver import Driver
 from sd3_light.training.errors import explain_runtime_errors
@@ -47,9 +47,10 @@ def run(
     launch = launch or Launch()
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = where_weights_start(loaded.train.model)
-    require_blocks(loaded.train, start.size, launch, by_deepspeed)
-    if launch.device().type == "cuda":
-        torch.cuda.set_device(launch.device())
+    device = launch.device()
+    choose_blocks(loaded.train, start.size, None, launch, device, by_deepspeed)  # raises before anything is opened
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
         context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now

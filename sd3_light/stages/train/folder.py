@@ -1,14 +1,14 @@
 """The run's folder: resolved config, log, samples, checkpoints, exports. Only the main process writes."""
 
-import os
 import tomllib
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from PIL import Image
 
-from sd3_light.checkpoint.lock import lock_folder
+from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.files import write_atomically
@@ -22,12 +22,12 @@ class RunFolder:
     def __init__(self, loaded: LoadedConfig, is_main: bool) -> None:
         self.loaded, self.path, self.is_main = loaded, loaded.train.output_dir, is_main
         self._log: RunLog | None = None
-        self._lock: int | None = None
+        self._lock = ExitStack()
         self._has_stopped = False
 
     def __enter__(self) -> Self:
         if self.is_main:
-            self._lock = lock_folder(self.path)
+            self._lock.enter_context(locked_folder(self.path))
         return self
 
     def __exit__(
@@ -37,8 +37,7 @@ class RunFolder:
             if error is not None and not self._has_stopped:
                 self._log.event("stop", reason=str(error) or type(error).__name__)
             self._log.close()
-        if self._lock is not None:
-            os.close(self._lock)
+        self._lock.close()
 
     def begin(self, config: TrainConfig) -> None:
         """Write the settings in force, some of which may be a checkpoint's, and open the log."""

@@ -11,7 +11,7 @@ from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
-from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
+from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.start import WeightsStart
@@ -54,37 +54,29 @@ def make_train_state(context: RunContext) -> TrainState:
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
 
 
-def require_blocks(config: TrainConfig, size: ModelSize, launch: Launch, by_deepspeed: bool) -> None:
-    """Raise if the config requires blocks that are not available, before the process group starts."""
-    device = launch.device()
-    reason = why_stock_by_config(config, size, launch.world, by_deepspeed)
-    _require_available(config, reason or why_stock_on_device(config, device.type), size, device)
-
-
 def choose_blocks(
     config: TrainConfig,
     size: ModelSize,
-    transformer: SD3Transformer2DModel,
+    transformer: SD3Transformer2DModel | None,
     launch: Launch,
     device: torch.device,
     by_deepspeed: bool,
 ) -> bool:
-    """Return whether the fast blocks run, and print it on a GPU; raise if the config requires unavailable ones."""
+    """Return whether the fast blocks run, and print it on a GPU; raise if the config requires unavailable ones.
+
+    Without a transformer it only checks what is known before one is made.
+    """
     reason = why_stock_blocks(config, size, transformer, device.type, launch.world, by_deepspeed)
-    _require_available(config, reason, size, device)
-    if device.type == "cuda" and launch.is_main:
-        kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
-        info(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
-    return reason is None
-
-
-def _require_available(config: TrainConfig, reason: str | None, size: ModelSize, device: torch.device) -> None:
     if reason is not None and config.fast is True:
         raise UserError(f'fast = true is not available: {reason}; write fast = "auto"')
     if config.fp8:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if fp8_reason := reason or why_no_fp8(size, capability):
             raise UserError(f"fp8 = true is not available: {fp8_reason}; write fp8 = false")
+    if transformer is not None and device.type == "cuda" and launch.is_main:
+        kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
+        info(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
+    return reason is None
 
 
 def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:

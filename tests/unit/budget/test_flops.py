@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.budget.flops import Tokens, block_weights, forward_flops, image_tokens, step_flops, training_flops
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.optim.groups import is_block_matrix
+from sd3_light.optim.build import is_block_matrix
 
 BATCH = 2
 

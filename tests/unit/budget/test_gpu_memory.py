@@ -31,7 +31,7 @@ from sd3_light.flow.objective import flow_loss
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.optim.groups import is_block_matrix
+from sd3_light.optim.build import is_block_matrix
 
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
 

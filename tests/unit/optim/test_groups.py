@@ -8,7 +8,7 @@ from diffusers import SD3Transformer2DModel
 from torch import nn
 
 from sd3_light.config import SIZES
-from sd3_light.optim.groups import decays, is_block_matrix, parameter_groups
+from sd3_light.optim.build import decays, is_block_matrix, parameter_groups
 
 # the smallest, the main one, one without qk-norm, and one whose first blocks attend twice
 USED = ["tiny2", "sd3_light", "sd3_medium", "sd3.5_medium"]

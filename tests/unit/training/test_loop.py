@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -344,7 +344,7 @@ def test_a_resumed_run_logs_the_same_means() -> None:
     first = run(8, logging_steps=4, requests=QuitAfter(after=6), hooks=[Hook("all", every(steps=1), lambda p: None)])
     progress = train(first)
     assert progress.step == 6
-    window = first.meter.window.as_dict()
+    window = asdict(first.meter.window)
     second = logged(8, progress=progress, meter=Meter(window=window), logging_steps=4)
     assert [line["loss"] for line in second] == whole[1:]
 

@@ -1,6 +1,7 @@
 """Speed, utilisation, bands and memory as they are logged."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_bands_are_means_over_their_samples() -> None:
 def test_a_window_survives_json_exactly() -> None:
     window = Window()
     window.add(numbers(0.1 + 0.2, [1 / 3], [1.0]))
-    again = Window(**json.loads(json.dumps(window.as_dict())))
+    again = Window(**json.loads(json.dumps(asdict(window))))
     assert again == window
 
 

@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.stages.train.train_state import choose_blocks, require_blocks
+from sd3_light.stages.train.train_state import choose_blocks
 
 SIZE = SIZES["tiny2"]
 
@@ -55,10 +55,10 @@ def test_unavailable_fast_blocks_are_an_error() -> None:
     assert not choose_blocks(train_config(fast=False), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
     with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
         choose_blocks(train_config(fast=True, zero_stage=3), SIZE, transformer, Launch(), cpu, by_deepspeed=True)
-    require_blocks(train_config(fast=True), SIZE, Launch(), by_deepspeed=True)
+    choose_blocks(train_config(fast=True), SIZE, None, Launch(), cpu, by_deepspeed=True)
     for keys in ({"fast": True}, {"fp8": True}):
         with pytest.raises(UserError, match="ZeRO-3"):
-            require_blocks(train_config(zero_stage=3, **keys), SIZE, Launch(), by_deepspeed=True)
+            choose_blocks(train_config(zero_stage=3, **keys), SIZE, None, Launch(), cpu, by_deepspeed=True)
 
 
 def test_conflicting_keys_are_reported() -> None:
