@@ -40,8 +40,11 @@ class Launch:
         In a pipeline the first stage reads features and the last one labels; stages in between receive everything from
         their neighbours.
         """
-        stage = self.rank // (self.world // stages)
-        return stage in (0, stages - 1)
+        return self.stage(stages) in (0, stages - 1)
+
+    def stage(self, stages: int) -> int:
+        """Return the pipeline stage of this process: the first ranks of all pipelines, then the second ranks, ..."""
+        return self.rank // (self.world // stages)
 
     @staticmethod
     def detect(local_rank: int | None = None) -> "Launch":

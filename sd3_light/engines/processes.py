@@ -80,8 +80,18 @@ def start_process_group(
     """
     if launch.world == 1:
         return ProcessGroups()
-    with _rendezvous_errors(launch, timeout_sec):
+    try:
         return _join(launch, device, timedelta(seconds=timeout_sec), all_write)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:  # torch and gloo raise only these; ValueError: a variable is not set
+        address = ":".join(os.environ.get(name) or f"({name} is not set)" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"rank {launch.rank} of {launch.world} on {socket.gethostname()} could not connect to the other ranks at "
+            f"{address} within dist_timeout_sec = {timeout_sec:g} ({_summary(error)}); start every machine with the "
+            "address and a free port of the first one, check that it is reachable, and on machines with several "
+            "networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/multi-node.md)"
+        ) from error
 
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> ProcessGroups:
@@ -146,23 +156,6 @@ def _allow_sockets(world: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-@contextmanager
-def _rendezvous_errors(launch: Launch, timeout_sec: float) -> Iterator[None]:
-    """Turn errors while processes connect into a one-line `UserError` that names the rendezvous address."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError) as error:  # torch and gloo raise only these; ValueError: a variable is not set
-        address = ":".join(os.environ.get(name) or f"({name} is not set)" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(
-            f"rank {launch.rank} of {launch.world} on {socket.gethostname()} could not connect to the other ranks at "
-            f"{address} within dist_timeout_sec = {timeout_sec:g} ({_summary(error)}); start every machine with the "
-            "address and a free port of the first one, check that it is reachable, and on machines with several "
-            "networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/multi-node.md)"
-        ) from error
 
 
 def lost_peer(error: RuntimeError) -> PeerLost | None:

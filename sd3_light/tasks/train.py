@@ -1,7 +1,7 @@
 """`launch_training_task`: train a user's module on a user's dataset."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch
+from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.engines.processes import abort_process_group, start_process_group
 from sd3_light.metrics.validation import validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
@@ -122,7 +123,9 @@ def _make_driver(
     stack: ExitStack,
 ) -> Driver:
     """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
-    launch, device = setup.launch_and_device(accelerator, settings)
+    running = setup.running_accelerator(accelerator, settings)
+    launch = Launch.detect() if running is None else launch_from_accelerator(running)
+    device = launch.device() if running is None else running.device
     set_main_process(launch.is_main)
     groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
     groups.decide_on_rank_0(launch.is_main, lambda: _check_start(dataset, model, logger, settings, stack))
@@ -130,8 +133,8 @@ def _make_driver(
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
     )
-    _prepare_module(model, settings, launch, setup.computes_in_bf16(accelerator, settings))
-    engine = setup.engine_from_settings(model, settings, micro_batches, launch, device, accelerator, groups)
+    _prepare_module(model, settings, launch, running is not None and running.mixed_precision == "bf16")
+    engine = setup.engine_from_settings(model, settings, micro_batches, launch, device, running, groups)
     batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches)
     steps_per_epoch, folder = samples.order.steps_per_epoch, logger.output_path
     total = settings.num_epochs * steps_per_epoch
@@ -150,12 +153,13 @@ def _make_driver(
         logging_steps=settings.logging_steps,
         faster_data=f"raise num_workers (now {settings.num_workers})" if device.type == "cuda" else "",
     )
+    hooks = _TaskHooks(accelerator, model, logger, settings, launch, engine, steps_per_epoch)
     driver = Driver(
         run=run,
         launch=launch,
         groups=groups,
         folder=folder,
-        hooks=_TaskHooks(accelerator, model, logger, settings, launch, engine, steps_per_epoch).run_hooks(),
+        hooks=hooks.run_hooks(nullcontext if running is None else running.autocast),
         schedule=_make_schedule(settings, logger, steps_per_epoch),
         facts={"order": order_facts(samples.order)},
         keep_last=settings.keep_last_n_checkpoints,
@@ -240,14 +244,14 @@ class _TaskHooks:
     engine: Engine
     steps_per_epoch: int
 
-    def run_hooks(self) -> RunHooks:
+    def run_hooks(self, autocast: Callable[[], AbstractContextManager[Any]]) -> RunHooks:
         """Return the hooks for the driver."""
         return RunHooks(
             evaluate=None if self.settings.eval_dataset is None else self.evaluate,
             sample=None if self.settings.draw is None else self.draw,
             save=self.save,
             finish=self.finish,
-            autocast=lambda: setup.autocast(self.accelerator, self.settings),
+            autocast=autocast,
         )
 
     def evaluate(self) -> Iterable[tuple[str, Mapping[str, float]]]:

@@ -18,7 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.runtime import quiet
-from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
+from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums, sum_of_squares
@@ -74,10 +74,11 @@ class PipelineEngine(DeepSpeedBase):
         self, module: Any, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         super().__init__(module, launch, device)
-        self.grid = PipelineGrid(launch.rank, config.pipeline_stages, launch.world // config.pipeline_stages)
-        self.sequential_micro_batches = self.grid.stages == 1
+        self.launch, self.stages, self.stage = launch, config.pipeline_stages, launch.stage(config.pipeline_stages)
+        self.replicas = launch.world // self.stages
+        self.sequential_micro_batches = self.stages == 1
         self.clip = config.gradient_clipping
-        self.eval_pieces = config.eval_gradient_accumulation_steps if self.grid.stages > 1 else 1
+        self.eval_pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
         denoiser = module.transformer
         names = {id(weight): name for name, weight in denoiser.named_parameters() if weight.requires_grad}
         stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._run_all_layers)
@@ -87,7 +88,7 @@ class PipelineEngine(DeepSpeedBase):
         self.engine._INSTRUCTION_MAP = instructions(self.engine, self._before_reduction, self._step)
         if config.zero_stage:
             self.engine.optimizer.scaled_global_norm = self._zero_norm
-        self.parts_group = self.engine.mpu.get_pipe_parallel_group() if self.grid.stages > 1 else None
+        self.parts_group = self.engine.mpu.get_pipe_parallel_group() if self.stages > 1 else None
         zero = self.engine.optimizer if config.zero_stage else None
         self._take_state(self._make_state(stages, parameters, names, zero, writers))
         self.writers = self.state.writers
@@ -107,9 +108,10 @@ class PipelineEngine(DeepSpeedBase):
                     stage_of[names[id(weight)]] = stages.stage_owner(index)
                     shapes[names[id(weight)]] = tuple(weight.shape)
         for index, layer in enumerate(stages._layer_specs):
-            if stages.stage_owner(index) != self.grid.stage:
+            if stages.stage_owner(index) != self.stage:
                 layer.to("meta")
-        return StageState(self.grid, parameters, stage_of, shapes, self.optimizer.torch_optimizer, zero, writers)
+        optimizer = self.optimizer.torch_optimizer
+        return StageState(self.launch, self.stages, parameters, stage_of, shapes, optimizer, zero, writers)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class PipelineEngine(DeepSpeedBase):
         Labels are queued here, because DeepSpeed's need a mask, and so are the features of a single stage, which it
         would copy twice. The first of several stages gets copies, which must outlive other micro-batches.
         """
-        first, last = self.grid.stage == 0, self.grid.stage == self.grid.stages - 1
+        first, last = self.stage == 0, self.stage == self.stages - 1
         for features, label in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
             own_features, label = to_device((features if first else features[1:2], label), self.device)
             times = own_features[1] if first else own_features[0]
@@ -160,7 +162,7 @@ class PipelineEngine(DeepSpeedBase):
 
     def _step(self, take: Any) -> None:
         """Share the last stage's numbers with all stages, then step if they are finite."""
-        self._numbers = self.sum_over_ranks(self._numbers) / self.grid.replicas
+        self._numbers = self.sum_over_ranks(self._numbers) / self.replicas
         self._finite = torch.isfinite(self._numbers[: len(self.names)]).all()
         if self.state.zero is None:
             self._clip()
@@ -211,7 +213,7 @@ class PipelineEngine(DeepSpeedBase):
         self._velocity = torch.empty(size, device=self.device)
         self._run([(features, ())], partial(self._keep_velocity, size[-2:]))
         if self.parts_group is not None:
-            last = self.grid.first_of(self.grid.stages - 1) + self.grid.replica
+            last = self.world - self.replicas + self.rank % self.replicas  # the last stage of this pipeline
             dist.broadcast(self._velocity, last, group=self.parts_group)
         return self._velocity
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.deepspeed.stage_state import PipelineGrid
+from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece
 from sd3_light.optim.build import create_adamw_state
 
@@ -32,17 +32,17 @@ class ShardState:
 
     def __init__(
         self,
-        grid: PipelineGrid,
+        launch: Launch,
         parameters: Mapping[str, nn.Parameter],
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
         zero: Any,
     ) -> None:
-        self.grid, self.shapes, self.optimizer = grid, shapes, optimizer
+        self.launch, self.shapes, self.optimizer = launch, shapes, optimizer
         for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
             assert flat.dtype == weights.dtype == torch.float32, "weights must be float32"
             flat.data = weights.data  # float32 weights are their own master copies
-        parts = {id(weight): part for weight, part in _parts(zero, grid)}
+        parts = {id(weight): part for weight, part in _parts(zero, launch.rank)}
         self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}
         self.weights = {
             name: part.flat.detach()[part.offset : part.offset + part.length] for name, part in self._parts.items()
@@ -58,7 +58,7 @@ class ShardState:
                 if value.dim():
                     yield self._piece(f"{kind}/{name}", value[part.offset : part.offset + part.length], name)
                 else:  # a counter of the whole group
-                    yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.grid.rank == 0)
+                    yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.launch.rank == 0)
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
@@ -76,21 +76,21 @@ class ShardState:
         gathered = {}
         for name, part in self._parts.items():
             padded = nn.functional.pad(held[name], (0, part.capacity - part.length))
-            received = [torch.empty_like(padded) for _ in range(self.grid.replicas)] if self.grid.rank == 0 else None
+            received = [torch.empty_like(padded) for _ in range(self.launch.world)] if self.launch.rank == 0 else None
             dist.gather(padded, received, dst=0)
             if received is not None:
                 shape = self.shapes[name]
                 gathered[name] = torch.cat(received)[: torch.Size(shape).numel()].view(shape).to("cpu", copy=True)
-        return gathered if self.grid.rank == 0 else None
+        return gathered if self.launch.rank == 0 else None
 
 
-def _parts(zero: Any, grid: PipelineGrid) -> Iterator[tuple[nn.Parameter, _Part]]:
+def _parts(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, _Part]]:
     """Yield every weight with this process's part: a group is one flat tensor of its weights' parts in sequence."""
     for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         offset = 0
         for weight in weights:
             capacity = weight.partition_numel()
-            start = grid.rank * capacity
+            start = rank * capacity
             length = max(0, min(capacity, weight.ds_numel - start))
             yield weight, _Part(start, length, capacity, flat, offset)
             offset += capacity

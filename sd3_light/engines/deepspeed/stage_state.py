@@ -1,38 +1,15 @@
 """State of a process under DeepSpeed: the weights of its stage, and their optimizer state, full or sharded by ZeRO."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, assign_writers
 from sd3_light.optim.build import create_adamw_state
-
-
-@dataclass(frozen=True)
-class PipelineGrid:
-    """Position of a process: ranks 0 to ``replicas`` - 1 are the first stage, the next ``replicas`` the second, ..."""
-
-    rank: int
-    stages: int
-    replicas: int
-
-    @property
-    def stage(self) -> int:
-        """The stage of this process."""
-        return self.rank // self.replicas
-
-    @property
-    def replica(self) -> int:
-        """The index of this process's pipeline among the replicas."""
-        return self.rank % self.replicas
-
-    def first_of(self, stage: int) -> int:
-        """Return the rank of a stage in the first pipeline."""
-        return stage * self.replicas
 
 
 class StageState:
@@ -45,7 +22,8 @@ class StageState:
 
     def __init__(
         self,
-        grid: PipelineGrid,
+        launch: Launch,
+        stages: int,
         parameters: Mapping[str, nn.Parameter],
         stage_of: Mapping[str, int],
         shapes: Mapping[str, tuple[int, ...]],
@@ -53,16 +31,17 @@ class StageState:
         zero: Any | None,
         writers: int = 1,
     ) -> None:
-        self.grid, self.parameters, self.optimizer, self.zero = grid, dict(parameters), optimizer, zero
-        self.stage_of, self.shapes = stage_of, shapes
+        self.rank, self.parameters, self.optimizer, self.zero = launch.rank, dict(parameters), optimizer, zero
+        self.stage_of, self.shapes, self.replicas = stage_of, shapes, launch.world // stages
         if zero is not None:
             alias_master_weights(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
-        is_replicated = grid.stages == 1 and zero is None
-        self.writers = writers if is_replicated else grid.stages * grid.replicas
+        is_replicated = stages == 1 and zero is None
+        self.writers = writers if is_replicated else launch.world
         sizes = [weight.numel() for weight in self.parameters.values()]
-        assigned = assign_writers(sizes, writers if is_replicated else grid.replicas)
-        self._written = {name for name, writer in zip(self.parameters, assigned, strict=True) if writer == grid.replica}
+        assigned = assign_writers(sizes, writers if is_replicated else self.replicas)
+        replica = launch.rank % self.replicas
+        self._written = {name for name, writer in zip(self.parameters, assigned, strict=True) if writer == replica}
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
@@ -102,13 +81,13 @@ class StageState:
         """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""
         gathered = {}
         for name, stage in self.stage_of.items():
-            owner = self.grid.first_of(stage)
-            if self.grid.rank == 0:
+            owner = stage * self.replicas  # its rank in the first pipeline
+            if self.rank == 0:
                 tensor = held[name] if stage == 0 else self._receive(name, owner)
                 gathered[name] = tensor.to("cpu", copy=True)
-            elif self.grid.rank == owner:
+            elif self.rank == owner:
                 dist.send(held[name].contiguous(), 0)
-        return gathered if self.grid.rank == 0 else None
+        return gathered if self.rank == 0 else None
 
     def _receive(self, name: str, owner: int) -> Tensor:
         like = next(iter(self.weights.values()))

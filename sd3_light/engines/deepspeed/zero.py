@@ -10,7 +10,7 @@ from torch import Tensor
 from sd3_light.config import TrainConfig
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
-from sd3_light.engines.deepspeed.stage_state import PipelineGrid, StageState
+from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
@@ -35,13 +35,13 @@ class ZeroEngine(DeepSpeedBase):
         parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
-        grid, zero, optimizer = PipelineGrid(launch.rank, 1, launch.world), self.engine.optimizer, self.optimizer
+        zero, optimizer = self.engine.optimizer, self.optimizer.torch_optimizer
         if config.zero_stage == 3:
-            self._take_state(ShardState(grid, parameters, shapes, optimizer.torch_optimizer, zero))
+            self._take_state(ShardState(launch, parameters, shapes, optimizer, zero))
             self.parts_group = dist.group.WORLD
         else:
             stage_of = dict.fromkeys(parameters, 0)
-            self._take_state(StageState(grid, parameters, stage_of, shapes, optimizer.torch_optimizer, zero))
+            self._take_state(StageState(launch, 1, parameters, stage_of, shapes, optimizer, zero))
 
     # --- steps ---------------------------------------------------------------------------------
 
