@@ -55,16 +55,17 @@ class ProcessGroups:
             if not busy:
                 return
 
-    def decide_on_rank_0(self, is_main: bool, decide: Callable[[], str | None]) -> str | None:
+    def decide_on_rank_0(self, decide: Callable[[], Any]) -> Any:
         """Return on all ranks what rank 0 decides; its `UserError` is raised on all ranks too."""
-        decision: list[str | None] = [None, None]
-        if is_main:
+        if self.control is None:
+            return decide()
+        decision: list[Any] = [None, None]
+        if dist.get_rank() == 0:
             try:
                 decision[0] = decide()
             except UserError as error:
                 decision[1] = str(error)
-        if self.control is not None:
-            dist.broadcast_object_list(decision, 0, self.control)
+        dist.broadcast_object_list(decision, 0, self.control)
         if decision[1] is not None:
             raise UserError(decision[1])
         return decision[0]

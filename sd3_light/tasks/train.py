@@ -46,16 +46,14 @@ def aborting_on_error() -> Iterator[None]:
 
     A request to stop ends all processes at the same step, so it aborts nothing.
     """
-    ended_together = False
     try:
         yield
-        ended_together = True
     except Stopped:
-        ended_together = True
         raise
-    finally:
-        if not ended_together and dist.is_initialized() and dist.get_world_size() > 1:
+    except BaseException:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             abort_process_group()
+        raise
 
 
 @aborting_on_error()
@@ -128,7 +126,7 @@ def _make_driver(
     device = launch.device() if running is None else running.device
     set_main_process(launch.is_main)
     groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
-    groups.decide_on_rank_0(launch.is_main, lambda: _check_start(dataset, model, logger, settings, stack))
+    groups.decide_on_rank_0(lambda: _check_start(dataset, model, logger, settings, stack))
     micro_batches = setup.accumulation_steps(accelerator, settings)
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
@@ -212,15 +210,10 @@ def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch:
 
 def _resume(driver: Driver) -> dict[str, Any] | None:
     """Load the newest checkpoint, if there is one; return the sums since its last log record."""
-
-    def newest() -> str | None:
-        path = checkpoint_to_resume(driver.folder)
-        return None if path is None else str(path)
-
-    path = driver.groups.decide_on_rank_0(driver.launch.is_main, newest)
+    path = driver.groups.decide_on_rank_0(lambda: checkpoint_to_resume(driver.folder))
     if path is None:
         return None
-    saved = open_checkpoint(Path(path))
+    saved = open_checkpoint(path)
     if saved.facts["order"] != driver.facts["order"]:
         raise UserError(f"{path} was trained on other data, in other batches or with another seed; restore them")
     saved.load_into(driver.pieces())

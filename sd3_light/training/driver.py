@@ -261,14 +261,10 @@ class Driver:
         The earlier process was killed after its checkpoint and before they were written.
         """
         name = checkpoint_name(progress.step)
-
-        def missing() -> str:
-            kinds = (SNAPSHOT, EXPORT)
-            return " ".join(kind for kind in kinds if not (self.folder / FOLDERS[kind] / name).exists())
-
-        missing_kinds = (self.groups.decide_on_rank_0(self.launch.is_main, missing) or "").split()
+        paths = {kind: self.folder / FOLDERS[kind] / name for kind in (SNAPSHOT, EXPORT)}
+        missing = self.groups.decide_on_rank_0(lambda: [kind for kind, path in paths.items() if not path.exists()])
         samples = progress.samples - self.run.samples_in(progress.position - 1)
         before = replace(progress, step=progress.step - 1, position=progress.position - 1, samples=samples)
         for hook in self.run.hooks:
-            if hook.name in missing_kinds and hook.due(before, progress):
+            if hook.name in missing and hook.due(before, progress):
                 hook.act(progress)

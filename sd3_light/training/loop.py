@@ -159,15 +159,10 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
 
 
-def never(before: Progress, after: Progress) -> bool:
-    """Return False: due at no step."""
-    return False
-
-
 def every(
     steps: int | None = None, epochs: int | None = None, examples: int | None = None, steps_per_epoch: int = 1
 ) -> Due:
-    """Return a function that returns whether a step passes a multiple of any interval."""
+    """Return a function that returns whether a step passes a multiple of any interval; never without intervals."""
 
     def due(before: Progress, after: Progress) -> bool:
         return any(
@@ -180,3 +175,7 @@ def every(
         )
 
     return due
+
+
+never: Due = every()
+"""Due at no step."""

@@ -72,7 +72,9 @@ class InputPreparer:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
-            texts = drop_text(texts, self._drops(batch), self.empty_text, real)
+            probability = self.model.uncond_text_dropout_prob
+            drops = [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
+            texts = drop_text(texts, drops, self.empty_text, real)
         prompt, pooled, lengths = join_text(texts, allocate)
         return (prompt, pooled, lengths) if real else (prompt, pooled)
 
@@ -84,10 +86,9 @@ class InputPreparer:
         return torch.from_numpy(values)
 
     def _times(self, batch: CachedBatch, shape: torch.Size, quantile: float | None) -> Tensor:
-        occurrences = _occurrences(batch)
         quantiles = [
             open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
-            for occurrence in occurrences
+            for occurrence in _occurrences(batch)
         ]
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
         model = self.model
@@ -95,10 +96,6 @@ class InputPreparer:
             quantiles, tokens, model.timestep_sample_method, model.sigmoid_scale, model.shift, model.flux_shift
         )
         return torch.tensor(t, dtype=torch.float32)
-
-    def _drops(self, batch: CachedBatch) -> list[tuple[bool, ...]]:
-        probability = self.model.uncond_text_dropout_prob
-        return [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
 
 
 def _occurrences(batch: CachedBatch, fixed: bool = False) -> list[tuple[int, int, int]]:

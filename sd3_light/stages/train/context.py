@@ -1,7 +1,6 @@
 """What a run needs before its model is built: processes, data, settings and the weights to start from."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -67,10 +66,8 @@ class RunContext:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
         facts |= {"trains": trains, "engine": self.engine_name}
-        if self.resumed is None:
-            self.folder.log("start", **progress.as_dict(), **facts)
-        else:
-            self.folder.log("resume", **progress.as_dict(), **facts, checkpoint=self.resumed.path.name)
+        checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
+        self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()
 
     def _report_dropped(self) -> None:
@@ -97,8 +94,8 @@ def open_context(
     data = open_cache(loaded.dataset, train, launch, in_memory=reads_data and not train.sd3_streaming_dataset)
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
-    path = groups.decide_on_rank_0(launch.is_main, lambda: choose_checkpoint(folder.path, resume))
-    resumed = None if path is None else open_checkpoint(Path(path))
+    path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
+    resumed = None if path is None else open_checkpoint(path)
     config = settings_in_force(train, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)

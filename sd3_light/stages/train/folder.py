@@ -44,15 +44,11 @@ class RunFolder:
         if self.is_main:
             resolved = resolved_toml(replace(self.loaded, train=config))
             write_atomically(self.path / "config.toml", resolved.encode())
-            self._log = self._open_log()
-
-    def _open_log(self) -> RunLog:
-        train = self.loaded.train
-        key = train.monitoring.wandb_api_key
-        secrets = () if key is None else (key.get_secret_value(),)
-        axis = "samples" if train.x_axis_examples else "step"
-        trackers = open_trackers(train.monitoring, self.path, tomllib.loads(resolved_toml(self.loaded)), axis)
-        return RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
+            key = config.monitoring.wandb_api_key
+            secrets = () if key is None else (key.get_secret_value(),)
+            axis = "samples" if config.x_axis_examples else "step"
+            trackers = open_trackers(config.monitoring, self.path, tomllib.loads(resolved_toml(self.loaded)), axis)
+            self._log = RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
 
     def log(self, event: str, **fields: Any) -> None:
         """Append a line to log.jsonl."""

@@ -72,8 +72,8 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
     return checkpoint_to_resume(output_dir)
 
 
-def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
-    """Return the path of `find_checkpoint`, after cleaning up interrupted saves; only the main process calls it."""
+def choose_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
+    """Clean up interrupted saves, then `find_checkpoint`; only the main process calls it."""
     for kind in (*FOLDERS.values(), "samples"):
         for name in clean_leftovers(output_dir / kind):
             info(f"cleaned up {output_dir / kind / name}: an interrupted save")
@@ -85,7 +85,7 @@ def choose_checkpoint(output_dir: Path, resume: Resume | None) -> str | None:
         for name in mark_abandoned_after(step, output_dir / kind, chosen):
             info(f"set aside {kind}/{name}: it is of later steps than this run resumes from")
     _report_abandoned(output_dir)
-    return None if checkpoint is None else str(checkpoint)
+    return checkpoint
 
 
 def _report_abandoned(output_dir: Path) -> None:

@@ -30,7 +30,7 @@ def at(folder: Path, step: int, prefix: str = "") -> Path:
 
 def test_the_newest_is_chosen_and_nothing_moves(tmp_path: Path) -> None:
     run = write_run(tmp_path, 1, 2)
-    assert choose_checkpoint(run, Resume()) == str(at(run, 2))
+    assert choose_checkpoint(run, Resume()) == at(run, 2)
     for kind in ("checkpoints", "ema", "exports"):
         assert names(run, kind) == ["step-00000001", "step-00000002"]
 
@@ -38,10 +38,10 @@ def test_the_newest_is_chosen_and_nothing_moves(tmp_path: Path) -> None:
 def test_an_earlier_one_sets_aside_the_later_in_every_folder(tmp_path: Path) -> None:
     """Abandoned averages must not be mixed with new ones, and abandoned exports must not look like the newest."""
     run = write_run(tmp_path, 1, 2, 3)
-    assert choose_checkpoint(run, Resume(at(run, 1))) == str(at(run, 1))
+    assert choose_checkpoint(run, Resume(at(run, 1))) == at(run, 1)
     for kind in ("checkpoints", "ema", "exports"):
         assert names(run, kind) == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000001"]
-    assert choose_checkpoint(run, Resume()) == str(at(run, 1))
+    assert choose_checkpoint(run, Resume()) == at(run, 1)
 
 
 def test_abandoned_saves_are_reported_and_not_deleted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_abandoned_saves_are_reported_and_not_deleted(tmp_path: Path, capfd: pyt
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("4 abandoned checkpoints, snapshots and exports take 0.00 GB")
     assert line.endswith(f"rm -r {run}/*/abandoned-step-*")
-    assert choose_checkpoint(run, Resume()) == str(at(run, 1))
+    assert choose_checkpoint(run, Resume()) == at(run, 1)
     assert "4 abandoned" in capfd.readouterr().err, "at every start"
 
 
@@ -71,7 +71,7 @@ def test_a_run_that_has_passed_them_deletes_them(tmp_path: Path) -> None:
     keep_newest(folder, 2, at(run, 5))
     assert names(run) == ["abandoned-step-00000004", checkpoint_name(3), checkpoint_name(5)]
     at(run, 4, "abandoned-").rename(folder / ".abandoned-step-00000004.gone")
-    assert choose_checkpoint(run, Resume()) == str(at(run, 5))
+    assert choose_checkpoint(run, Resume()) == at(run, 5)
     assert names(run) == [checkpoint_name(3), checkpoint_name(5)], "an interrupted deletion is finished"
 
 
@@ -82,7 +82,7 @@ def test_an_abandoned_one_can_be_resumed(tmp_path: Path) -> None:
     write_run(tmp_path / "again", 2)
     (tmp_path / "again" / "checkpoints" / checkpoint_name(2)).rename(at(run, 2))
     chosen = at(run, 2, "abandoned-")
-    assert choose_checkpoint(run, Resume(chosen)) == str(chosen)
+    assert choose_checkpoint(run, Resume(chosen)) == chosen
     assert chosen.is_dir()
     assert at(run, 1).is_dir()
     assert not at(run, 2).exists()
@@ -99,7 +99,7 @@ def test_a_run_folder_rejects_another_runs_checkpoint(tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
     with pytest.raises(UserError, match=r"one holds another run \(step-00000005\) than .*other"):
         choose_checkpoint(run, Resume(at(other, 2)))
-    assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == str(at(other, 2))
+    assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == at(other, 2)
 
 
 def test_the_first_difference_of_two_orders_is_named() -> None:
