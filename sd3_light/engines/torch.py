@@ -65,8 +65,6 @@ class TorchEngine(Engine):
         """Return a short name of engine and layout, for the log."""
         return f"torch {config.parallel}" if launch.world > 1 else "torch"
 
-    # --- steps ---------------------------------------------------------------------------------
-
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
@@ -120,8 +118,6 @@ class TorchEngine(Engine):
         """Return the predicted velocity, for sampling; all processes must call it equally often."""
         velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
         return velocity
-
-    # --- state ---------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""

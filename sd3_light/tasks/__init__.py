@@ -6,10 +6,9 @@ from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.prior import ClassPictures, WithPrior
 from sd3_light.tasks.process import launch_data_process_task
-from sd3_light.tasks.ready_units import DrawLatent, EncodeImage, unit
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.tasks.train import launch_training_task
-from sd3_light.tasks.units import PipelineUnit
+from sd3_light.tasks.units import DrawLatent, EncodeImage, PipelineUnit, unit
 
 __all__ = [
     "ClassPictures",

@@ -82,25 +82,22 @@ def launch_data_process_task(
 
 def _items(dataset: Dataset[Any], indices: list[int], num_workers: int) -> Iterator[Any]:
     """Yield the items in order, prefetched by worker processes."""
-    items = _Items(dataset, indices)
-    for item in DataLoader(items, batch_size=None, num_workers=num_workers, collate_fn=_unchanged):
+    items = _Items(dataset)
+    for item in DataLoader(items, batch_size=None, sampler=indices, num_workers=num_workers, collate_fn=_unchanged):
         if isinstance(item, UserError):
             raise item
         yield item
 
 
 class _Items(Dataset[Any]):
-    """Items by position. An error is returned as a value: torch would wrap what a worker raises in its traceback."""
+    """Items by index. An error is returned as a value: torch would wrap what a worker raises in its traceback."""
 
-    def __init__(self, dataset: Dataset[Any], indices: list[int]) -> None:
-        self.dataset, self.indices = dataset, indices
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         try:
-            return item_of(self.dataset, self.indices[at])
+            return item_of(self.dataset, index)
         except UserError as error:
             return error
 

@@ -39,11 +39,8 @@ class BackgroundSaves:
         self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
         self.exports = BackgroundWorker("exports")
         self.failures: dict[str, str] = {}
-        self._writers: dict[str, CheckpointKeeper | BackgroundWorker] = {
-            CHECKPOINT: self.checkpoints,
-            SNAPSHOT: self.snapshots,
-            EXPORT: self.exports,
-        }
+        self._writers: dict[str, BackgroundWorker] = {CHECKPOINT: self.checkpoints, SNAPSHOT: self.snapshots}
+        self._writers[EXPORT] = self.exports
         self._ended: list[tuple[str, CheckpointSaved | CheckpointFailed | JobResult]] = []
 
     def submit_export(self, progress: Progress, weights: str, write: Callable[[], Path]) -> None:

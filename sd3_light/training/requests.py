@@ -74,8 +74,6 @@ class RunRequests:
         self._last_check = now
         return _remove(self.folder / "save"), _remove(self.folder / SAVE_QUIT)
 
-    # --- signals -------------------------------------------------------------------------------
-
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Inside the block SIGTERM and SIGINT request to save and quit."""

@@ -4,7 +4,6 @@ DeepSpeed is an optional extra, so it is imported only when an engine is created
 """
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,11 +12,7 @@ from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
-
-if TYPE_CHECKING:
-    from sd3_light.engines.protocol import Engine
-
-__all__ = ["all_write", "engine_name", "make_engine", "make_task_engine", "require"]
+from sd3_light.engines.protocol import Engine
 
 
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
@@ -50,7 +45,7 @@ def engine_name(config: TrainConfig, launch: Launch) -> str:
 
 def make_engine(
     module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
-) -> "Engine":
+) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
     ZeRO 0 and 1 run as a pipeline, of one stage or more; ZeRO 2 and 3 run the module as a whole.
@@ -71,7 +66,7 @@ def make_engine(
 
 def make_task_engine(
     module: nn.Module, optimizer: OptimizerConfig, clip: float, accumulation: int, launch: Launch, device: torch.device
-) -> "Engine":
+) -> Engine:
     """Return the engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
     _require_installed('engine="deepspeed"')
     from sd3_light.engines.deepspeed.runtime import prepare

@@ -113,8 +113,6 @@ class PipelineEngine(DeepSpeedBase):
         optimizer = self.optimizer.torch_optimizer
         return StageState(self.launch, self.stages, parameters, stage_of, shapes, optimizer, zero, writers)
 
-    # --- steps ---------------------------------------------------------------------------------
-
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run the micro-batches through the pipeline and back, then step, clipped by the norm over all stages."""
         self.optimizer.set_rate(lr)
@@ -191,8 +189,6 @@ class PipelineEngine(DeepSpeedBase):
         self._finite = self._finite & torch.isfinite(self._norm)
         self._skip_unless(self._finite)
         return self._norm
-
-    # --- without training ----------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:

@@ -43,8 +43,6 @@ class ZeroEngine(DeepSpeedBase):
             stage_of = dict.fromkeys(parameters, 0)
             self._take_state(StageState(launch, 1, parameters, stage_of, shapes, optimizer, zero))
 
-    # --- steps ---------------------------------------------------------------------------------
-
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)

@@ -1,5 +1,8 @@
 """The training stage: from a cache to checkpoints and exports."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from sd3_light.budget.device_peaks import peak_flops
@@ -13,14 +16,7 @@ from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.hooks import make_hooks, make_sampler, make_schedule
-from sd3_light.stages.train.resume import (
-    Restored,
-    Resume,
-    is_own_checkpoint,
-    load_checkpoint,
-    rate_settings,
-    require_start,
-)
+from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
 from sd3_light.stages.train.train_state import TrainState, choose_blocks, describe_start, make_train_state
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.driver import Driver
@@ -56,11 +52,10 @@ def run(
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler = make_sampler(context)
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
-        restored = Restored()
+        progress, window = Progress(), None
         if resumed is not None:
-            restored = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
-        training = _make_run(context, state, restored)
-        progress = restored.progress
+            progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
+        training = _make_run(context, state, progress, window)
         context.announce(describe_start(start, context.config.adapter), progress, training.total_steps)
         driver = Driver(
             run=training,
@@ -86,11 +81,11 @@ def run(
     return end
 
 
-def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run:
+def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:
     """Return the run that the loop trains, without its hooks."""
     config, launch, device, order = context.config, context.launch, context.device, context.order
     engine, share = state.engine, context.share
-    total = total_steps(config, order, restored.progress)
+    total = total_steps(config, order, progress)
     folder = context.folder.path if launch.is_main else None
     prefetch_to, peak, faster_data = None, None, ""
     if device.type == "cuda":
@@ -108,10 +103,10 @@ def _make_run(context: RunContext, state: TrainState, restored: Restored) -> Run
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
-        progress=restored.progress,
+        progress=progress,
         averages=state.averages,
         log=context.folder.log,
-        meter=Meter(launch.world, peak, restored.window),
+        meter=Meter(launch.world, peak, window),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
         flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,

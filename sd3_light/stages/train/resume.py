@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,6 @@ class Resume:
     reset_dataloader: bool = False
     reset_optimizer: bool = False
     reset_optimizer_params: bool = False
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The progress of a resumed run, and the log's window that it continues."""
-
-    progress: Progress = field(default_factory=Progress)
-    window: Mapping[str, Any] | None = None
 
 
 def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
@@ -131,8 +123,10 @@ def settings_in_force(config: TrainConfig, resumed: Checkpoint | None, resume: R
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
 
-def load_checkpoint(saved: Checkpoint, engine: Engine, averages: Averages, order: Order, resume: Resume) -> Restored:
-    """Load a checkpoint into engine and averages; return the progress."""
+def load_checkpoint(
+    saved: Checkpoint, engine: Engine, averages: Averages, order: Order, resume: Resume
+) -> tuple[Progress, Mapping[str, Any] | None]:
+    """Load a checkpoint into engine and averages; return the progress, and the log's window that the run continues."""
     _require_model(saved, engine)
     before, now = saved.facts["order"], order_facts(order)
     if before != now and not resume.reset_dataloader:
@@ -150,8 +144,8 @@ def load_checkpoint(saved: Checkpoint, engine: Engine, averages: Averages, order
             tensor.copy_(engine.weights[key])
     progress = Progress(**saved.facts["progress"])
     if resume.reset_dataloader:
-        return Restored(replace(progress, position=0), None)
-    return Restored(progress, saved.facts["window"])
+        return replace(progress, position=0), None
+    return progress, saved.facts["window"]
 
 
 def _require_model(saved: Checkpoint, engine: Engine) -> None:
