@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.protocol import loss_sums
-from sd3_light.engines.torch import TorchEngine
+from sd3_light.engines.torch import TorchEngine, task_loss_sums, task_losses
 from sd3_light.engines.weight_layouts import Replicas, Shards, replicate
-from sd3_light.flow.objective import NUM_BANDS
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -39,23 +37,6 @@ def launch_from_accelerator(accelerator: Accelerator) -> Launch:
     if world != accelerator.num_processes:
         raise UserError(f"accelerate reports {accelerator.num_processes} processes, torch {world}; start with torchrun")
     return Launch(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
-
-
-def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the loss that ``run(batch)`` returns, and the losses of the samples by timestep band.
-
-    ``run`` wraps ``module``. The bands are zeros if the module has a custom forward pass.
-    """
-    loss = run(batch)
-    bands = getattr(module, "bands", None)
-    return {"loss": loss}, torch.zeros(2, NUM_BANDS, device=loss.device) if bands is None else bands
-
-
-def task_loss_sums(module: Any, batch: Any) -> Tensor:
-    """Return [sum of the losses, number of samples] of ``(samples, quantile)``; padding has weight 0."""
-    samples, quantile = batch
-    each = module.each(samples, quantile)
-    return loss_sums(each, torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device))
 
 
 class TaskEngine(TorchEngine):

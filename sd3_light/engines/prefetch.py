@@ -7,6 +7,7 @@ micro-batches (law 10), however far the host runs ahead.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from sd3_light.engines.protocol import MicroBatch
 NUM_BUFFERS = 2
 
 
+@dataclass
 class _DeviceBuffer:
     """Flat device memory, and the events between which it must not be written."""
 
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
-        self.used: torch.cuda.Event | None = None
-        self.source: Any = None  # host memory that the copy reads, held until the copy is done
+    memory: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    used: torch.cuda.Event | None = None
+    source: Any = None  # host memory that the copy reads, held until the copy is done
 
     def reserve(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory of at least ``nbytes`` bytes."""

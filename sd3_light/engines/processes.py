@@ -6,8 +6,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -172,17 +171,6 @@ def lost_peer(error: RuntimeError) -> PeerLost | None:
         "network failed; find the first error on the other machines, then restart all of them, training with "
         "--resume_from_checkpoint"
     )
-
-
-@contextmanager
-def peer_loss_as_user_error() -> Iterator[None]:
-    """Turn a lost process inside the block into the one-line error of `lost_peer`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if peer_lost := lost_peer(error):
-            raise peer_lost from error
-        raise
 
 
 def _summary(error: Exception) -> str:

@@ -21,7 +21,7 @@ from sd3_light.engines.protocol import (
     sum_of_squares,
 )
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
-from sd3_light.flow.objective import sum_by_band
+from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
 
 
@@ -163,3 +163,20 @@ def micro_losses(run: Callable[..., Any], batch: MicroBatch, device: torch.devic
     losses: dict[str, Tensor] = dict(run(features, label))
     bands = sum_by_band(losses.pop("each"), features[1] / 1000)
     return losses, bands
+
+
+def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the loss that ``run(batch)`` returns, and the losses of the samples by timestep band.
+
+    ``run`` wraps ``module``. The bands are zeros if the module has a custom forward pass.
+    """
+    loss = run(batch)
+    bands = getattr(module, "bands", None)
+    return {"loss": loss}, torch.zeros(2, NUM_BANDS, device=loss.device) if bands is None else bands
+
+
+def task_loss_sums(module: Any, batch: Any) -> Tensor:
+    """Return [sum of the losses, number of samples] of ``(samples, quantile)``; padding has weight 0."""
+    samples, quantile = batch
+    each = module.each(samples, quantile)
+    return loss_sums(each, torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device))

@@ -10,7 +10,7 @@ from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
-from sd3_light.engines.processes import peer_loss_as_user_error, start_process_group
+from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_file import diffusers_tensors
@@ -19,6 +19,7 @@ from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora, add_loras
+from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
 from sd3_light.training.sd3 import InputPreparer
@@ -39,7 +40,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     fast = why_stock_blocks(config, where_weights_start(config.model).size, denoiser, device.type, launch.world) is None
     engine = TorchEngine(SD3TrainingModule(denoiser, config, fast), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
-    with peer_loss_as_user_error():
+    with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
 
 

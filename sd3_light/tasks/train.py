@@ -17,15 +17,14 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
-from sd3_light.engines import Engine, Launch
-from sd3_light.engines.accelerate import launch_from_accelerator
-from sd3_light.engines.processes import abort_process_group, start_process_group
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
+from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
 from sd3_light.metrics.validation import validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, set_main_process
-from sd3_light.tasks import setup
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, evaluation_batches, length_of, task_steps
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -121,18 +120,18 @@ def _make_driver(
     stack: ExitStack,
 ) -> Driver:
     """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
-    running = setup.running_accelerator(accelerator, settings)
+    running = _running_accelerator(accelerator, settings)
     launch = Launch.detect() if running is None else launch_from_accelerator(running)
     device = launch.device() if running is None else running.device
     set_main_process(launch.is_main)
     groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
     groups.decide_on_rank_0(lambda: _check_start(dataset, model, logger, settings, stack))
-    micro_batches = setup.accumulation_steps(accelerator, settings)
+    micro_batches = _accumulation_steps(accelerator, settings)
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
     )
     _prepare_module(model, settings, launch, running is not None and running.mixed_precision == "bf16")
-    engine = setup.engine_from_settings(model, settings, micro_batches, launch, device, running, groups)
+    engine = _engine_from_settings(model, settings, micro_batches, launch, device, running, groups)
     batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches)
     steps_per_epoch, folder = samples.order.steps_per_epoch, logger.output_path
     total = settings.num_epochs * steps_per_epoch
@@ -166,6 +165,42 @@ def _make_driver(
     )
     run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None)
     return driver
+
+
+def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings) -> Accelerator | None:
+    """Return the accelerator if it runs the task; other engines ignore one."""
+    if settings.engine != "accelerate":
+        return None
+    if not isinstance(accelerator, Accelerator):
+        raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
+    return accelerator
+
+
+def _engine_from_settings(
+    model: DiffusionTrainingModule,
+    settings: TaskSettings,
+    micro_batches: int,
+    launch: Launch,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    groups: ProcessGroups,
+) -> Engine:
+    """Return the engine that the settings name, with the module in it."""
+    optimizer, clip = settings.optimizer_table, settings.gradient_clipping
+    if settings.engine == "deepspeed":
+        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device)
+    return TaskEngine(model, optimizer, clip, launch, device, accelerator, groups.writers)
+
+
+def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings) -> int:
+    """Return the micro-batches per step, from the settings or the accelerator; two different numbers are an error."""
+    default = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
+    steps = settings.gradient_accumulation_steps
+    if steps is not None and default not in (1, steps):
+        raise UserError(
+            f"gradient_accumulation_steps is {steps} here and {default} in the Accelerator; give one of them"
+        )
+    return steps or default
 
 
 def _check_start(

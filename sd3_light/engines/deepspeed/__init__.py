@@ -72,6 +72,6 @@ def make_task_engine(
     from sd3_light.engines.deepspeed.runtime import prepare
 
     prepare(launch, device)
-    from sd3_light.engines.deepspeed.tasks import TaskZeroEngine
+    from sd3_light.engines.deepspeed.zero import TaskZeroEngine
 
     return TaskZeroEngine(module, optimizer, clip, accumulation, launch, device)

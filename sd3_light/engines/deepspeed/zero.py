@@ -1,20 +1,22 @@
 """DeepSpeed's data-parallel engine on the whole module, with ZeRO 2 or 3."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.config.faults import UserError
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
-from sd3_light.engines.torch import micro_losses
+from sd3_light.engines.torch import micro_losses, task_loss_sums, task_losses
 from sd3_light.flow.objective import NUM_BANDS
 
 
@@ -86,3 +88,36 @@ class ZeroEngine(DeepSpeedBase):
         """Free the weights that ZeRO-3 keeps gathered without a backward pass: they may change before the next."""
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()
+
+
+class TaskZeroEngine(ZeroEngine):
+    """Like `engines.accelerate.TaskEngine`, with gradients and optimizer state sharded by ZeRO-2; AdamW only."""
+
+    _in_turn = staticmethod(iter)
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: OptimizerConfig,
+        clip: float,
+        accumulation: int,
+        launch: Launch,
+        device: torch.device,
+    ) -> None:
+        if optimizer.type != "adamw":
+            raise UserError(
+                f'engine="deepspeed" supports AdamW only, not {optimizer.type!r}; use adamw or another engine'
+            )
+        module.loss_names = ("loss",)
+        settings: Any = SimpleNamespace(
+            optimizer=optimizer, zero_stage=2, gradient_clipping=clip, gradient_accumulation_steps=accumulation
+        )
+        super().__init__(module, settings, launch, device)
+
+    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        return task_losses(self.engine, self.module, batch)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Tensor:
+        """Return the sums of `task_loss_sums`."""
+        return task_loss_sums(self.module, batch)

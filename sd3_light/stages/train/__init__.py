@@ -1,12 +1,14 @@
 """The training stage: from a cache to checkpoints and exports."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sd3_light.budget.device_peaks import peak_flops
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
 from sd3_light.data.order import Order
@@ -15,15 +17,16 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.hooks import make_hooks, make_sampler, make_schedule
 from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
 from sd3_light.stages.train.train_state import TrainState, choose_blocks, describe_start, make_train_state
 from sd3_light.training.data import flops_counter, order_facts, training_steps
-from sd3_light.training.driver import Driver
+from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import explain_runtime_errors
-from sd3_light.training.loop import Run
+from sd3_light.training.evaluation import Evaluator
+from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import SAVE_QUIT, RunRequests
+from sd3_light.training.samples import Sampler
 
 __all__ = ["Resume", "require_start", "run"]
 
@@ -50,7 +53,7 @@ def run(
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
         context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
-        sampler = make_sampler(context)
+        sampler = _make_sampler(context)
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
@@ -62,8 +65,8 @@ def run(
             launch=launch,
             groups=context.groups,
             folder=folder.path,
-            hooks=make_hooks(context, state, sampler),
-            schedule=make_schedule(context.config, context.order.steps_per_epoch),
+            hooks=_make_hooks(context, state, sampler),
+            schedule=_make_schedule(context.config, context.order.steps_per_epoch),
             facts={"order": order_facts(context.order), "settings": rate_settings(context.config)},
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=_OUT_OF_MEMORY,
@@ -131,3 +134,50 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     if config.force_constant_lr is not None:
         return config.force_constant_lr
     return learning_rate(step, total, config.optimizer.lr, config)
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+
+def _make_sampler(context: RunContext) -> Sampler | None:
+    """Return the sampler of the config's prompts; None if there are none."""
+    if not context.config.sampling.prompts:
+        return None
+    cache_dir = context.loaded.dataset.cache_dir
+    return Sampler.of_config(context.config, cache_dir, context.data, context.launch, context.device, context.stages)
+
+
+def _make_hooks(context: RunContext, state: TrainState, sampler: Sampler | None) -> RunHooks:
+    """Return the hooks of the train stage."""
+    loaded, launch, stages = context.loaded, context.launch, context.stages
+    evaluator = Evaluator(loaded, launch, state.engine, state.pipeline.preparer, stages)
+    return RunHooks(
+        evaluate=evaluator.losses if loaded.eval_datasets else None,
+        evaluate_all=True,
+        sample=None if sampler is None else _grids(context, state, sampler),
+        export=state.saver.save_model,
+    )
+
+
+def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable[[Progress, str], Path | None]:
+    def sample(progress: Progress, weights: str) -> Path | None:
+        path = context.folder.path / "samples" / f"{checkpoint_name(progress.step)}.png"
+        facts = {**progress.counts(), "weights": weights}
+        grid = sampler.sample(state.engine.denoise, path, facts, context.groups.control)
+        if grid is None:
+            return None
+        context.folder.log_image(grid, progress, weights)
+        return path
+
+    return sample
+
+
+def _make_schedule(config: TrainConfig, steps_per_epoch: int) -> HookSchedule:
+    """Return the schedule of the intervals in a config."""
+    c = config
+    return HookSchedule(
+        evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
+        sample=every(c.sampling.every_n_steps),
+        checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),
+        export=every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, steps_per_epoch),
+    )

@@ -18,9 +18,9 @@ from sd3_light.engines.processes import (
     ProcessGroups,
     apply_timeout,
     lost_peer,
-    peer_loss_as_user_error,
     start_process_group,
 )
+from sd3_light.training.errors import explain_runtime_errors
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def test_a_lost_process_is_a_one_line_error_with_a_remedy(error: RuntimeError, e
     assert text.startswith(f"{socket.gethostname()} lost another process of the run")
     assert text.endswith("--resume_from_checkpoint")
     assert not [part for part in ("\n", "pair.cc", "typically") if part in text]
-    with pytest.raises(UserError, match="lost another process") as raised, peer_loss_as_user_error():
+    with pytest.raises(UserError, match="lost another process") as raised, explain_runtime_errors():
         raise error
     assert raised.value.__cause__ is error
 
@@ -52,7 +52,7 @@ def test_a_lost_process_is_a_one_line_error_with_a_remedy(error: RuntimeError, e
 @pytest.mark.parametrize("text", ["shape mismatch in gloo", "DataLoader worker is killed"])
 def test_other_errors_are_unchanged(text: str) -> None:
     assert lost_peer(RuntimeError(text)) is None
-    with pytest.raises(RuntimeError, match=text), peer_loss_as_user_error():
+    with pytest.raises(RuntimeError, match=text), explain_runtime_errors():
         raise RuntimeError(text)
 
 
