@@ -107,10 +107,6 @@ class CheckpointFailed:
     reason: str
 
 
-class _SaveFailed(Exception):
-    """The failure of one rank, raised on all ranks."""
-
-
 class CheckpointKeeper(BackgroundWorker):
     """Writes checkpoints to ``folder`` in the background and keeps the newest ``keep_last`` (0: all).
 
@@ -167,7 +163,7 @@ class CheckpointKeeper(BackgroundWorker):
             self._together(main, lambda: reset_folder(temporary))
             sizes = self._together(writes, lambda: write_part(temporary, self.rank, pieces))
             warning = self._together(main, lambda: self._commit(step, facts))[0]
-        except _SaveFailed as failure:
+        except UserError as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
             return CheckpointFailed(step, str(failure))
@@ -195,11 +191,11 @@ class CheckpointKeeper(BackgroundWorker):
                 dist.all_gather_object(outcomes, (result, failure), self._group)
             except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
                 reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
-                raise _SaveFailed(reason) from error
+                raise UserError(reason) from error
         for rank, (_, failure) in enumerate(outcomes):
             if failure:
                 prefix = f"rank {rank}: " if self._members > 1 else ""
-                raise _SaveFailed(f"{prefix}{failure}; earlier checkpoints are intact")
+                raise UserError(f"{prefix}{failure}; earlier checkpoints are intact")
         return [result for result, _ in outcomes]
 
 

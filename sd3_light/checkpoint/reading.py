@@ -1,5 +1,6 @@
 """Read checkpoints: any part of any tensor, verified by hash, without loading the rest."""
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint.index import Index, Range, damaged, read_index, wrong_size
-from sd3_light.checkpoint.ranges import read_offsets, read_range
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
-from sd3_light.tensor_file import DTYPES
+from sd3_light.tensor_file import DTYPES, read_tensor_file
 
 
 def open_checkpoint(path: Path) -> "Checkpoint":
@@ -109,7 +109,7 @@ class Checkpoint:
         path = self.path / part.file
         try:
             if part.file not in self._offsets:
-                self._offsets[part.file] = read_offsets(path)
+                self._offsets[part.file] = _read_offsets(path)
             offset = self._offsets[part.file].get(f"{name}@{part.start}", -1)
             if offset < 0:
                 raise ValueError(f"it lacks {name}@{part.start}")
@@ -120,3 +120,31 @@ class Checkpoint:
             raise damaged(self.path, part.file, f"wrong hash of {name}")
         self._last = ((name, part.start), values)
         return values
+
+
+def _read_offsets(path: Path) -> dict[str, int]:
+    """Return the byte offset of each range. Raises ValueError if the safetensors file is invalid or incomplete."""
+    tensors, _ = read_tensor_file(path)
+    return {key: tensor.spans[0].start for key, tensor in tensors.items()}
+
+
+def read_range(path: Path, offset: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """Return ``count`` elements from byte ``offset`` on, and their sha256. A truncated file is a ValueError.
+
+    A memory map of such a file would kill the process.
+    """
+    values = torch.empty(count, dtype=dtype)
+    data, done = tensor_bytes(values), 0
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        while done < len(data):
+            num_read = file.readinto(data[done:])
+            if not num_read:
+                raise ValueError("it is truncated")
+            done += num_read
+    return values, hashlib.sha256(data).hexdigest()
+
+
+def tensor_bytes(values: Tensor) -> memoryview:
+    """Return the memory of a contiguous 1-D tensor on the host."""
+    return values.view(torch.uint8).numpy().data

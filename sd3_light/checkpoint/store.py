@@ -8,6 +8,7 @@ the run, not to the layout that wrote it. Each writing rank calls `write_part`, 
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -17,12 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from sd3_light.checkpoint.index import INDEX, Index, Range, merge_entries, why_incomplete, wrong_size
-from sd3_light.checkpoint.ranges import write_ranges
+from sd3_light.checkpoint.reading import tensor_bytes
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
-from sd3_light.tensor_file import DTYPE_NAMES
+from sd3_light.tensor_file import DTYPE_NAMES, header_bytes
 
 RANGE_ELEMENTS = 1 << 24  # maximum length of a range; readers hold one at a time
 _NAME = re.compile(r"step-(\d{8,})")
@@ -60,7 +63,7 @@ def write_part(temporary: Path, rank: int, pieces: Iterable[TensorPiece]) -> int
     written = sorted((piece for piece in pieces if piece.writes), key=lambda piece: -piece.values.element_size())
     parts = [part for piece in written for part in _split(piece)]
     file = temporary / _part_name(rank)
-    hashes = write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in parts])
+    hashes = _write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in parts])
     tensors: dict[str, dict[str, Any]] = {}
     for part, digest in zip(parts, hashes, strict=True):
         dtype = DTYPE_NAMES[part.values.dtype]
@@ -69,6 +72,28 @@ def write_part(temporary: Path, rank: int, pieces: Iterable[TensorPiece]) -> int
     size = file.stat().st_size
     _write_text(file.with_suffix(".json"), json.dumps({"bytes": size, "tensors": tensors}))
     return size
+
+
+def _write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Write 1-D tensors from any device, flush them to disk, and return their sha256 hashes. Errors name the file.
+
+    The safetensors library can read the file. Here each range is hashed and written in one pass from its own memory,
+    without the copies that some versions of the library make.
+    """
+    hashes = []
+    try:
+        with open(path, "wb") as file:
+            file.write(header_bytes([(key, DTYPE_NAMES[values.dtype], [len(values)]) for key, values in ranges]))
+            for _, values in ranges:
+                data = tensor_bytes(values.detach().cpu().contiguous())
+                hashes.append(hashlib.sha256(data).hexdigest())
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not set the file name
+        raise
+    return hashes
 
 
 def _part_name(rank: int) -> str:

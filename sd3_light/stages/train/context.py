@@ -48,12 +48,6 @@ class RunContext:
         """The rank and world of this process among those that get different data."""
         return self.launch.data_launch(self.stages)
 
-    @property
-    def engine_name(self) -> str:
-        """Engine and layout in a few words, for the log."""
-        name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
-        return name(self.config, self.launch)
-
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""
         order, world = self.order, self.launch.world
@@ -65,7 +59,8 @@ class RunContext:
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
-        facts |= {"trains": trains, "engine": self.engine_name}
+        engine_name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
+        facts |= {"trains": trains, "engine": engine_name(self.config, self.launch)}
         checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
         self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.checkpoint import host_buffers, index, ranges, reading, store
+from sd3_light.checkpoint import host_buffers, index, reading, store
 from sd3_light.checkpoint.index import INDEX
 from sd3_light.checkpoint.store import (
     checkpoint_name,
@@ -83,7 +83,7 @@ def test_no_pickle_is_written_or_read(tmp_path: Path) -> None:
     """Law 8: safetensors and JSON only."""
     for path in save(tmp_path, 1, 0).iterdir():
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip of pickles"
-    for module in (store, reading, ranges, index, host_buffers):
+    for module in (store, reading, index, host_buffers):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         assert "pickle" not in text
         assert "torch.load" not in text
