@@ -273,6 +273,6 @@ def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
         exported.clear()
         start = Progress(position, 4 * position, 0, position)
         case = Case(tmp_path, hooks=RunHooks(export=export), schedule=HookSchedule(export=every(2)), start=start)
-        with case.driver:
+        with case.driver.running():
             case.driver.catch_up(start)
         assert exported == expected
