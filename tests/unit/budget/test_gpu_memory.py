@@ -163,7 +163,7 @@ def held_rows(patches: Tensor) -> int:
         seen.add(node)
         waiting += [follower for follower, _ in node.next_functions]
         if type(node).__name__ == "FastBlockBackward":
-            tensors: list[Any] = [*node.inputs[0][:2], *node.inputs[1][:2]]
+            tensors: list[Any] = [tensor for stream in node.streams for tensor in stream.inputs[:2]]
             if node.saved is not None:
                 (image, text), attention = node.saved
                 tensors += [*vars(image).values(), *vars(text).values(), *attention.leaves, attention.joined]
