@@ -4,7 +4,6 @@
 """
 
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +39,7 @@ def training(project: Project, *flags: str, **overrides: object) -> list[str]:
 
 def torchrun(node: int, address: str = ADDRESSES[0], port: int = PORT, timeout: int = 60) -> list[str]:
     """Return the documented launcher, whose rendezvous is limited by `--rdzv_conf timeout`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
+    command = [REAL_PYTHON, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     command += ["--nproc_per_node=1", f"--master_addr={address}", f"--master_port={port}"]
     return [*command, f"--rdzv_conf=timeout={timeout}"]
 
@@ -203,7 +202,7 @@ def test_a_cable_cut_during_the_last_save_is_noticed(hosts: Hosts, project: Proj
     hosts.folder.mkdir(parents=True, exist_ok=True)
     (program := hosts.folder / "blocked_save.py").write_text(BLOCKED_SAVE, encoding="utf-8")
     keys = {"max_steps": 2, "checkpoint_every_n_steps": 100, "parallel": '"fsdp2"', "dist_timeout_sec": timeout_sec}
-    command = [sys.executable, str(program), *plain(project, micro_batch_size_per_gpu=2, **keys)[2:]]
+    command = [REAL_PYTHON, str(program), *plain(project, micro_batch_size_per_gpu=2, **keys)[2:]]
     environment = {"PYTHONPATH": str(ROOT), "STARTED": str(started)}
     jobs = [hosts.start(node, command, **variables(node, ADDRESSES[0]), **environment) for node in (0, 1)]
     jobs[1].until(started.exists)
@@ -233,7 +232,7 @@ def test_torchrun_stops_at_its_timeout(hosts: Hosts, project: Project) -> None:
 
 def plain(project: Project, **overrides: object) -> list[str]:
     """Return the command of a process as the DeepSpeed launcher starts it, without an earlier rendezvous."""
-    return [sys.executable, *training(project, "--local_rank=0", "--trust_cache", **overrides)]
+    return [REAL_PYTHON, *training(project, "--local_rank=0", "--trust_cache", **overrides)]
 
 
 def variables(node: int, address: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0  # long, because a busy machine is slow
@@ -62,7 +62,7 @@ class TrainProcess:
     def __init__(self, project: Project, *flags: str, launcher: Sequence[str] = (), **overrides: object) -> None:
         self.run = Path(project.folder / str(overrides.get("output_dir", '"run"')).strip('"'))
         self.log, self._output_file = Log(self.run / "log.jsonl"), Path(project.folder / "output.txt")
-        command = [sys.executable, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]
+        command = [REAL_PYTHON, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]
         # only the CPU computes the same bits each time
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         with self._output_file.open("wb") as file:
