@@ -76,6 +76,7 @@ def test_the_deepspeed_launcher_trains(reference: Project) -> None:
     assert "[INFO] [engine.py" not in ours
 
 
+@pytest.mark.slow  # test_layouts.py covers the pipeline, test_two_hosts.py the nodes
 def test_torchrun_trains_on_two_nodes(reference: Project) -> None:
     """`torchrun --nnodes 2 --node_rank R --nproc_per_node 2 ... train.py --deepspeed --config X --trust_cache`: both
     nodes are this machine, and each runs one stage of two pipelines."""

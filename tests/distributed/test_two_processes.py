@@ -74,6 +74,7 @@ def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_proje
     assert "cache 40/40" in output, "the main process counts the work of all"
 
 
+@pytest.mark.slow  # caching does not depend on the launcher
 def test_the_deepspeed_launcher_caches_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
     """The documented command: `deepspeed --num_gpus=2 train.py --deepspeed --config X --cache_only`."""
     pytest.importorskip("deepspeed")

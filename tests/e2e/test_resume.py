@@ -254,6 +254,10 @@ def test_the_learning_rate_of_the_checkpoint_is_used_unless_reset(
 def test_another_optimizer_requires_a_reset(whole: Project, project: Project) -> None:
     with pytest.raises(UserError, match=r"trained with optimizer.type = 'adamw', .* --reset_optimizer"):
         project.train(*settings(), 'optimizer.type="muon"', resume=Resume(checkpoint(whole, 4)))
+
+
+@pytest.mark.slow  # a step of Muon takes half a minute on a CPU without bf16
+def test_a_reset_allows_another_optimizer(whole: Project, project: Project) -> None:
     resume_options = Resume(checkpoint(whole, 4), reset_optimizer=True)
     project.train(*settings(max_steps=6), 'optimizer.type="muon"', resume=resume_options)
     saved = open_checkpoint(checkpoint(project, 6, "resumed"))
