@@ -26,7 +26,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 """Supported formats, as Pillow names them. EPS is excluded: reading it would run Ghostscript."""
 
 REASONS = {
-    # images and masks
+    # images, videos and masks
     "empty_file": "the file is empty",
     "not_an_image": "the bytes are not of a supported image format",
     "truncated": "the file is truncated",
@@ -34,6 +34,10 @@ REASONS = {
     "too_large": f"more than {MAX_PIXELS // 1_000_000} megapixels",
     "unsupported_mode": "the pixel format has no direct conversion to RGB (floats, 32-bit integers, LAB)",
     "decoder_crashed": "the decoder process crashed on this file",
+    "not_a_video": "the bytes are not of a supported video format",
+    "broken_video": "the file is a video, but it cannot be decoded",
+    "no_video_stream": "the file has no video stream, such as one with sound only",
+    "too_short": "the video has fewer frames than requested at the requested rate",
     "empty_mask": "the mask is zero everywhere inside the crop, so the sample has no effect on training",
     # files
     "unreadable": "the file or folder could not be read",
@@ -61,7 +65,7 @@ REASONS = {
 
 # Exceptions that Pillow's readers raise on damaged input, found in their source and by corrupting files of every
 # format. Only calls into Pillow are guarded by this list.
-_BROKEN = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, struct.error, zlib.error)
+BROKEN = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, struct.error, zlib.error)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _UPRIGHT = {
@@ -176,7 +180,7 @@ def _open(data: bytes, load: bool = False) -> Image.Image:
         raise Reject("not_an_image", f"starts with {data[:12]!r}") from None
     except _BOMB as error:
         raise Reject("too_large", str(error)) from error
-    except _BROKEN as error:
+    except BROKEN as error:
         reason = "truncated" if "truncated" in str(error).lower() else "broken_image"
         raise Reject(reason, f"{type(error).__name__}: {error}") from error
     return image
@@ -205,7 +209,7 @@ def _orientation(image: Image.Image, data: bytes) -> int:
         return 1
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except _BROKEN:
+    except BROKEN:
         return 1
     # many programs write 0 for "unknown"
     return orientation if orientation in range(1, 9) else 1
