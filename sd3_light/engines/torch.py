@@ -56,7 +56,7 @@ class TorchEngine(Engine):
     def _take_weights(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig) -> None:
         """Train these weights, as the layout distributes them."""
         self.writers, self._parameters = self.layout.writers, parameters
-        self.optimizer = make_optimizer(parameters, optimizer, self.device)
+        self.optimizer = make_optimizer(self.module, parameters, optimizer, self.device)
         self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 

@@ -28,7 +28,8 @@ class FlowMatchSFTLoss:
     """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a random time per sample.
 
     An optional ``mask`` [B, H, W] limits the loss to a region. An optional ``loss_weight`` [B], as in prior
-    preservation, multiplies each sample's loss.
+    preservation, multiplies each sample's loss. ``flux_shift`` counts tokens of ``patch_size`` latent pixels: one
+    number for height and width, or one per axis, the last for the width.
     """
 
     latents: str = "latents"
@@ -37,6 +38,7 @@ class FlowMatchSFTLoss:
     shift: float | None = None
     flux_shift: bool = False
     pseudo_huber_c: float | None = None
+    patch_size: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         if self.timestep_sample_method not in METHODS:
@@ -49,6 +51,14 @@ class FlowMatchSFTLoss:
                 raise UserError(f"{name} is {value!r}; give a number above 0")
         if self.shift is not None and self.flux_shift:
             raise UserError("shift and flux_shift are both given; keep one")
+        if not self._patch or not all(type(size) is int and size > 0 for size in self._patch):
+            raise UserError(
+                f"patch_size is {self.patch_size!r}; give a number of latent pixels, or one per axis such as (1, 2, 2)"
+            )
+
+    @property
+    def _patch(self) -> tuple[int, ...]:
+        return tuple(self.patch_size) if isinstance(self.patch_size, tuple | list) else (self.patch_size,) * 2
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -75,7 +85,8 @@ class FlowMatchSFTLoss:
 
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
         """Return t in (0, 1) per sample."""
-        tokens = (clean.shape[-1] // 2) * (clean.shape[-2] // 2)
+        patch = (1,) * (clean.dim() - 2 - len(self._patch)) + self._patch
+        tokens = math.prod(size // side for size, side in zip(clean.shape[2:], patch, strict=False))
         quantiles, method = quantile.double().tolist(), self.timestep_sample_method
         drawn = times_from_quantiles(quantiles, tokens, method, self.sigmoid_scale, self.shift, self.flux_shift)
         return torch.tensor(drawn, dtype=torch.float32, device=clean.device)

@@ -11,7 +11,7 @@ To add an optimizer, write its record in `config/optimizers.py` and its maker he
 """
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.optim.groups import WeightKinds
+from sd3_light.runlog import info
 
 # code books of the 8-bit numbers: constants of the library, equal for every weight and run
 _CONSTANTS = ("qmap1", "qmap2")
-EMBEDDINGS = ("pos_embed.", "time_text_embed.", "context_embedder.")
-BLOCKS = "transformer_blocks."
+Named = Mapping[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -103,40 +104,19 @@ class Optimizer:
         }
 
 
-def make_optimizer(named: Mapping[str, nn.Parameter], config: OptimizerConfig, device: torch.device) -> Optimizer:
-    """Return the optimizer of ``[optimizer]`` for the trainable weights by canonical name, all on ``device``."""
+def make_optimizer(model: nn.Module, named: Named, config: OptimizerConfig, device: torch.device) -> Optimizer:
+    """Return the optimizer of ``[optimizer]`` for trainable weights of ``model``, by name, all on ``device``."""
     assert named, "nothing to train"
     assert all(parameter.device.type == device.type for parameter in named.values()), f"weights must be on {device}"
     record = OPTIMIZERS[config.type]
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
-    return Optimizer(named, MAKERS[config.type](named, config))
+    return Optimizer(named, MAKERS[config.type](named, WeightKinds(model), config))
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies to a parameter of the denoiser, by its canonical name."""
-    return parameter.dim() >= 2 and not name.startswith(EMBEDDINGS)
-
-
-def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix inside a joint block."""
-    return parameter.dim() == 2 and name.startswith(BLOCKS)
-
-
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer groups with and without decay; empty ones are left out.
-
-    Decay applies to weights of matrix products, not to norms, biases and embeddings.
-    """
-    groups: dict[float, list[nn.Parameter]] = {weight_decay: []} if weight_decay == 0 else {weight_decay: [], 0.0: []}
-    for name, parameter in named:
-        groups[weight_decay if decays(name, parameter) else 0.0].append(parameter)
-    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
-
-
-def _make_adamw(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
     """Use the fused kernel on every device: it skips steps without the host and accepts DTensors."""
-    groups = parameter_groups(named.items(), config.weight_decay)
+    groups = kinds.groups(named, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     return [OptimizerPart(optimizer, create_adamw_state, skips_on_device=True)]
 
@@ -151,16 +131,18 @@ def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
     }
 
 
-def _make_muon(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
     """Use Muon for the matrices of the blocks, its updates scaled to AdamW's size so that both share one `lr`."""
-    matrices = {name: parameter for name, parameter in named.items() if is_block_matrix(name, parameter)}
+    matrices = {name: parameter for name, parameter in named.items() if kinds.is_block_matrix(parameter)}
     rest = {name: parameter for name, parameter in named.items() if name not in matrices}
-    parts = _make_adamw(rest, config) if rest else []
+    parts = _make_adamw(rest, kinds, config) if rest else []
     if matrices:
         optimizer = torch.optim.Muon(
             list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=False))
+    else:
+        info('optimizer "muon": no matrix of a block trains, so AdamW updates all weights')
     return parts
 
 
@@ -169,10 +151,10 @@ def _create_muon_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
 
-def _make_adamw8bit(named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
     """Use bitsandbytes' kernels, on GPUs and CPUs."""
     library: Any = importlib.import_module("bitsandbytes.optim")
-    groups = parameter_groups(named.items(), config.weight_decay)
+    groups = kinds.groups(named, config.weight_decay)
     optimizer = library.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     return [OptimizerPart(optimizer, _create_8bit_state, skips_on_device=False)]
 
@@ -187,7 +169,7 @@ def _create_8bit_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.int64)
 
 
-MAKERS: dict[str, Callable[[Mapping[str, nn.Parameter], OptimizerConfig], list[OptimizerPart]]] = {
+MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig], list[OptimizerPart]]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
     "muon": _make_muon,

@@ -11,7 +11,6 @@ from sd3_light.config import EmaConfig, OptimizerConfig
 from sd3_light.optim.build import Optimizer, make_optimizer
 from sd3_light.optim.ema import Averages
 
-SHAPES = {"transformer_blocks.0.attn.to_q.weight": (192, 128), "proj_out.weight": (64, 128), "proj_out.bias": (64,)}
 EIGHT_BIT = pytest.param(
     "adamw8bit",
     marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
@@ -19,9 +18,11 @@ EIGHT_BIT = pytest.param(
 
 
 def toy(kind: str) -> tuple[dict[str, nn.Parameter], Optimizer]:
-    generator = torch.Generator().manual_seed(0)
-    named = {name: nn.Parameter(torch.randn(shape, generator=generator).cuda()) for name, shape in SHAPES.items()}
-    return named, make_optimizer(named, OptimizerConfig(type=kind, lr=1e-2), torch.device("cuda"))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"to_q": nn.Linear(128, 192), "to_out": nn.Linear(192, 128)})
+    model = nn.ModuleDict({"transformer_blocks": nn.ModuleList([block]), "proj_out": nn.Linear(128, 64)}).cuda()
+    named = dict(model.named_parameters())
+    return named, make_optimizer(model, named, OptimizerConfig(type=kind, lr=1e-2), torch.device("cuda"))  # type: ignore[arg-type]
 
 
 def run_steps(named: dict[str, nn.Parameter], optimizer: Optimizer, skips: list[float]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class DeepSpeedBase(Engine):
     def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
         """Make the optimizer and DeepSpeed's engine for these weights."""
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
-        self.optimizer = make_optimizer(parameters, config.optimizer, self.device)
+        self.optimizer = make_optimizer(self.module, parameters, config.optimizer, self.device)
         options = {"optimizer": self.optimizer.torch_optimizer, "config": settings(config)}
         with quiet():
             self.engine: Any = deepspeed.initialize(model=model, dist_init_required=False, **options)[0]

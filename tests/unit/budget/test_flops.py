@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.budget.flops import Tokens, block_weights, forward_flops, image_tokens, step_flops, training_flops
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.optim.build import is_block_matrix
+from sd3_light.optim.groups import WeightKinds
 
 BATCH = 2
 
@@ -58,11 +58,10 @@ def test_a_step_counts_each_samples_own_tokens() -> None:
 
 @pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
 def test_block_weights_match_their_matrices(size: ModelSize) -> None:
-    named = SD3Transformer2DModel(**size.transformer_config()).named_parameters()
-    weights = block_weights(size)
-    assert weights.image + weights.text + weights.sample == sum(
-        p.numel() for name, p in named if is_block_matrix(name, p)
-    )
+    denoiser = SD3Transformer2DModel(**size.transformer_config())
+    kinds, weights = WeightKinds(denoiser), block_weights(size)
+    matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
+    assert weights.image + weights.text + weights.sample == matrices
 
 
 def test_an_image_token_covers_16_x_16_pixels() -> None:

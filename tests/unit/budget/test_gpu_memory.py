@@ -31,7 +31,7 @@ from sd3_light.flow.objective import flow_loss
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.optim.build import is_block_matrix
+from sd3_light.optim.groups import WeightKinds
 
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
 
@@ -270,15 +270,12 @@ def test_state_counts_every_copy_of_the_weights() -> None:
 
 
 def test_state_depends_on_the_optimizer() -> None:
-    count, named = LIGHT.parameters, small_parameters()
+    count, denoiser = LIGHT.parameters, SD3Transformer2DModel(**small().transformer_config())
     assert state_bytes(replace(LIGHT, optimizer="adamw8bit")).value == pytest.approx(6.03 * count, rel=0.001)
-    matrices = sum(tensor.numel() for name, tensor in named if is_block_matrix(name, tensor))
+    kinds = WeightKinds(denoiser)
+    matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
     muon = state_bytes(replace(LIGHT, size=small(), optimizer="muon")).value
     assert muon == 4 * matrices + 12 * small().num_parameters() - 4 * matrices - 4 * matrices
-
-
-def small_parameters() -> list[tuple[str, nn.Parameter]]:
-    return list(SD3Transformer2DModel(**small().transformer_config()).named_parameters())
 
 
 def test_accumulated_gradients_exist_during_the_forward_pass() -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd3_light.config.faults import UserError
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.flow.timesteps import resolution_shift, shift_time
 
 SHAPE = (3, 2, 4, 4)
 
@@ -41,6 +43,29 @@ def test_the_loss_is_the_velocity_error_at_the_drawn_time() -> None:
     assert torch.allclose(noisy, (1 - weight) * inputs["latents"] + weight * inputs["noise"])
     assert torch.allclose(each, (inputs["noise"] - inputs["latents"]).square().flatten(1).mean(1))
     assert FlowMatchSFTLoss()(perfect(inputs, "latents"), inputs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("shape", "patch_size", "tokens"),
+    [
+        ((2, 16, 64, 48), 2, 32 * 24),
+        ((2, 16, 64, 48), 1, 64 * 48),
+        ((2, 16, 5, 32, 48), 2, 5 * 16 * 24),
+        ((2, 16, 8, 32, 48), (2, 4, 4), 4 * 8 * 12),
+    ],
+    ids=["image", "patches of one", "frames", "patches of frames"],
+)
+def test_flux_shift_counts_the_tokens_of_images_and_videos(shape: Any, patch_size: Any, tokens: int) -> None:
+    loss = FlowMatchSFTLoss(timestep_sample_method="uniform", flux_shift=True, patch_size=patch_size)
+    times = loss.times(torch.tensor([0.2, 0.5]), torch.zeros(shape))
+    expected = [shift_time(u, resolution_shift(tokens)) for u in (0.2, 0.5)]
+    assert times.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("patch_size", [0, "2", (2, 0), (), 2.0])
+def test_a_wrong_patch_size_is_an_error(patch_size: Any) -> None:
+    with pytest.raises(UserError, match=r"patch_size is .*; give a number of latent pixels, or one per axis"):
+        FlowMatchSFTLoss(patch_size=patch_size)
 
 
 def test_a_weight_multiplies_a_samples_loss() -> None:

@@ -20,7 +20,22 @@ CPU = torch.device("cpu")
 MATRIX, BIAS = "transformer_blocks.0.attn.to_q.weight", "transformer_blocks.0.attn.to_q.bias"
 NORM, EMBED, OUT = "transformer_blocks.1.attn.norm_q.weight", "context_embedder.weight", "proj_out.weight"
 DECAYING = {MATRIX, OUT}
-SHAPES = {MATRIX: (72, 60), BIAS: (60,), NORM: (64,), EMBED: (8, 9), OUT: (16, 300)}
+SHAPES = {MATRIX: (72, 60), BIAS: (72,), NORM: (64,), EMBED: (8, 9), OUT: (16, 300)}
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    """Return modules nested as in a denoiser, with random weights of `SHAPES`, and others."""
+    rows, columns = SHAPES[MATRIX]
+    blocks = nn.ModuleList()
+    for _ in range(2):
+        layers = {"to_q": nn.Linear(columns, rows), "norm_q": nn.RMSNorm(64), "to_out": nn.Linear(rows, columns)}
+        blocks.append(nn.ModuleDict({"attn": nn.ModuleDict(layers)}))
+    model = nn.ModuleDict({"context_embedder": nn.Linear(*SHAPES[EMBED][::-1]), "transformer_blocks": blocks})
+    model["proj_out"] = nn.Linear(*SHAPES[OUT][::-1])
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
 
 
 def optional(name: str) -> Any:
@@ -38,10 +53,11 @@ class Toy:
     """Some weights of the denoiser, their optimizer, and gradients that depend on the step alone."""
 
     def __init__(self, kind: str = "adamw", **keys: Any) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        model = make_model()
+        self.named = {name: weight for name, weight in model.named_parameters() if name in SHAPES}
+        assert {name: tuple(weight.shape) for name, weight in self.named.items()} == SHAPES
         self.config = OptimizerConfig(**{"type": kind, "lr": 1e-2, "weight_decay": 0.1, **keys})
-        self.optimizer: Optimizer = make_optimizer(self.named, self.config, CPU)
+        self.optimizer: Optimizer = make_optimizer(model, self.named, self.config, CPU)
 
     def gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(100 + step)
@@ -144,12 +160,15 @@ def test_muon_decays_its_matrices() -> None:
 
 
 @pytest.mark.parametrize("names", [[MATRIX], [BIAS, EMBED]])
-def test_muon_with_only_one_kind_of_weight(names: list[str]) -> None:
+def test_muon_with_only_one_kind_of_weight(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """For example when all other weights are frozen."""
-    named = {name: nn.Parameter(torch.ones(SHAPES[name])) for name in names}
-    optimizer = make_optimizer(named, OptimizerConfig(type="muon"), CPU)
+    model = make_model()
+    named = {name: weight for name, weight in model.named_parameters() if name in names}
+    optimizer = make_optimizer(model, named, OptimizerConfig(type="muon"), CPU)
     optimizer.prepare_state()
     assert all(optimizer.state(name) for name in names)
+    message = "no matrix of a block trains, so AdamW updates all weights"
+    assert (message in capsys.readouterr().err) == (MATRIX not in names)
 
 
 # --- skipped steps ------------------------------------------------------------
@@ -270,8 +289,11 @@ def test_every_record_has_a_maker() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_has_the_bytes_of_the_record(kind: str) -> None:
-    named = {MATRIX: nn.Parameter(torch.ones(128, 256)), OUT: nn.Parameter(torch.ones(64, 128))}
-    optimizer = make_optimizer(named, OptimizerConfig(type=kind), CPU)
+    linear = {"to_q": nn.Linear(256, 128), "to_out": nn.Linear(8, 8)}
+    model = nn.ModuleDict({"transformer_blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict(linear)})])})
+    model["proj_out"] = nn.Linear(128, 64)
+    named = {name: weight for name, weight in model.named_parameters() if name in (MATRIX, OUT)}
+    optimizer = make_optimizer(model, named, OptimizerConfig(type=kind), CPU)
     optimizer.prepare_state()
     stored = {name: sum(value.nbytes for value in optimizer.state(name).values() if value.dim()) for name in named}
     for name, parameter in named.items():
@@ -301,7 +323,7 @@ def test_sharded_weights_train_and_skip_like_whole_ones(one_process: None) -> No
     fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     optimizers = []
     for module in (whole, sharded):
-        optimizer = make_optimizer(dict(module.named_parameters()), OptimizerConfig(lr=0.1), CPU)
+        optimizer = make_optimizer(module, dict(module.named_parameters()), OptimizerConfig(lr=0.1), CPU)
         optimizer.prepare_state()
         for step, skip in enumerate((0.0, 1.0, 0.0)):
             module.zero_grad(set_to_none=True)
@@ -320,9 +342,10 @@ def test_sharded_weights_train_and_skip_like_whole_ones(one_process: None) -> No
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_updates_are_counted_when_they_start(kind: str) -> None:
     """Also those of a library that drives the torch optimizer itself, and one that fails on the way."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    optimizer = make_optimizer({"w": weight}, OptimizerConfig(type=kind, lr=1e-3), torch.device("cpu"))
-    weight.grad = torch.ones(2, 2)
+    model = make_model()
+    weight = model.get_parameter(MATRIX)
+    optimizer = make_optimizer(model, {MATRIX: weight}, OptimizerConfig(type=kind, lr=1e-3), CPU)
+    weight.grad = torch.ones_like(weight)
     optimizer.torch_optimizer.step()
     assert optimizer.updates_started == 1
     weight.grad = None

@@ -1,56 +1,88 @@
-"""Weight decay by the real parameter names of several sizes: every parameter is in exactly one group."""
+"""Weight decay and Muon's matrices, in the real denoisers of several families: every parameter is in one group."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import nn
 
-from sd3_light.config import SIZES
-from sd3_light.optim.build import decays, is_block_matrix, parameter_groups
+from sd3_light.config import SIZES, AdapterConfig
+from sd3_light.model.adapter_layers import add_adapter
+from sd3_light.optim.groups import WeightKinds
+from tests.families import DENOISERS, make_denoiser
 
-# the smallest, the main one, one without qk-norm, and one whose first blocks attend twice
-USED = ["tiny2", "sd3_light", "sd3_medium", "sd3.5_medium"]
+# of SD3 the smallest, the main one, one without qk-norm, and one whose first blocks attend twice
+SD3 = ["tiny2", "sd3_light", "sd3_medium", "sd3.5_medium"]
+BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks", "layers", "noise_refiner", "context_refiner")
+HEADS = ("norm_out", "proj_out")
 
 
 @cache
-def transformer_of(size: str) -> SD3Transformer2DModel:
+def denoiser_of(name: str) -> Any:
     with torch.device("meta"):
-        return SD3Transformer2DModel(**SIZES[size].transformer_config())
+        return SD3Transformer2DModel(**SIZES[name].transformer_config()) if name in SIZES else make_denoiser(name)
 
 
-@pytest.fixture(params=USED)
-def transformer(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
-    return transformer_of(request.param)
+@pytest.fixture(params=[*SD3, *DENOISERS])
+def denoiser(request: pytest.FixtureRequest) -> Any:
+    return denoiser_of(request.param)
 
 
-def by_kind(transformer: SD3Transformer2DModel) -> dict[str, str]:
-    """Name -> kind of a parameter, from its module and not from its name or shape."""
+def by_kind(denoiser: nn.Module) -> dict[str, str]:
+    """Name -> kind of a parameter, written down from the families' sources."""
     kinds = {}
-    for path, module in transformer.named_modules():
+    for path, module in denoiser.named_modules():
         for name, _ in module.named_parameters(recurse=False):
-            kind = "matrix" if isinstance(module, nn.Linear) and name == "weight" else "other"
-            top = path.split(".")[0]
-            kinds[f"{path}.{name}"] = (
-                "embedding" if top in ("pos_embed", "time_text_embed", "context_embedder") else kind
-            )
+            top, product = path.split(".")[0], isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+            kind = "block" if top in BLOCKS else "head" if top in HEADS else "embedding"
+            kinds[f"{path}.{name}".strip(".")] = kind if product and name == "weight" else "other"
     return kinds
 
 
-def test_matrices_decay_and_norms_biases_and_embeddings_do_not(transformer: SD3Transformer2DModel) -> None:
-    kinds = by_kind(transformer)
-    assert set(kinds.values()) == {"matrix", "embedding", "other"}
-    for name, parameter in transformer.named_parameters():
-        assert decays(name, parameter) == (kinds[name] == "matrix"), name
+def test_matrices_decay_and_norms_biases_tables_and_embeddings_do_not(denoiser: Any) -> None:
+    kinds, expected = WeightKinds(denoiser), by_kind(denoiser)
+    assert {"block", "embedding", "other"} <= set(expected.values())
+    for name, weight in denoiser.named_parameters():
+        assert kinds.decays(weight) == (expected[name] in ("block", "head")), name
 
 
-def test_block_matrices_are_the_matrices_of_blocks(transformer: SD3Transformer2DModel) -> None:
-    kinds = by_kind(transformer)
-    for name, parameter in transformer.named_parameters():
-        inside = name.startswith("transformer_blocks.") and kinds[name] == "matrix"
-        assert is_block_matrix(name, parameter) == inside, name
-        assert decays(name, parameter) or not inside, "Muon's matrices decay"
+def test_block_matrices_are_the_linear_layers_of_all_blocks(denoiser: Any) -> None:
+    kinds, expected = WeightKinds(denoiser), by_kind(denoiser)
+    for name, weight in denoiser.named_parameters():
+        assert kinds.is_block_matrix(weight) == (expected[name] == "block" and weight.dim() == 2), name
+
+
+def test_the_model_may_be_a_part_of_a_module() -> None:
+    denoiser = denoiser_of("flux")
+    inner, outer = WeightKinds(denoiser), WeightKinds(nn.ModuleDict({"pipe": nn.ModuleDict({"dit": denoiser})}))
+    for weight in denoiser.parameters():
+        assert (inner.decays(weight), inner.is_block_matrix(weight)) == (
+            outer.decays(weight),
+            outer.is_block_matrix(weight),
+        )
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_factors_of_an_adapter_are_like_their_layer(kind: Any) -> None:
+    denoiser = make_denoiser("flux")
+    targets = ("attn.to_q", "proj_mlp", "x_embedder", "norm_out.linear")
+    add_adapter(denoiser, AdapterConfig(type=kind, rank=2, target_modules=targets), seed=0)
+    kinds = WeightKinds(denoiser)
+    trained = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
+    for name, weight in trained.items():
+        assert kinds.is_block_matrix(weight) == ("blocks." in name), name
+        assert kinds.decays(weight) == ("x_embedder" not in name), name
+    assert any("single_transformer_blocks" in name for name in trained)
+
+
+def test_layers_without_blocks_decay_unless_they_are_embeddings() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    kinds = WeightKinds(model)
+    decaying = {name for name, weight in model.named_parameters() if kinds.decays(weight)}
+    assert decaying == {"1.weight", "2.in_proj_weight", "2.out_proj.weight"}
+    assert not any(kinds.is_block_matrix(weight) for weight in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -58,31 +90,33 @@ def test_block_matrices_are_the_matrices_of_blocks(transformer: SD3Transformer2D
     [("to_q.weight", True), ("to_out.0.weight", True), ("to_q.bias", False), ("norm_q.weight", False)],
 )
 def test_the_second_attention_of_sd35_is_treated_like_the_first(part: str, decaying: bool) -> None:
-    named = dict(transformer_of("sd3.5_medium").named_parameters())
+    denoiser = denoiser_of("sd3.5_medium")
+    named, kinds = dict(denoiser.named_parameters()), WeightKinds(denoiser)
     for attention in ("attn", "attn2"):
-        name = f"transformer_blocks.12.{attention}.{part}"
-        assert decays(name, named[name]) == is_block_matrix(name, named[name]) == decaying
+        weight = named[f"transformer_blocks.12.{attention}.{part}"]
+        assert kinds.decays(weight) == kinds.is_block_matrix(weight) == decaying
 
 
-def test_every_parameter_is_in_one_group_with_its_decay(transformer: SD3Transformer2DModel) -> None:
-    groups = parameter_groups(transformer.named_parameters(), 0.3)
-    members = [id(parameter) for group in groups for parameter in group["params"]]
+def test_every_parameter_is_in_one_group_with_its_decay(denoiser: Any) -> None:
+    kinds = WeightKinds(denoiser)
+    groups = kinds.groups(dict(denoiser.named_parameters()), 0.3)
+    members = [id(weight) for group in groups for weight in group["params"]]
     assert len(members) == len(set(members))
-    names = {id(parameter): name for name, parameter in transformer.named_parameters()}
-    assert set(members) == set(names)
+    assert set(members) == {id(weight) for weight in denoiser.parameters()}
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.3]
     for group in groups:
-        for parameter in group["params"]:
-            assert group["weight_decay"] == (0.3 if decays(names[id(parameter)], parameter) else 0.0)
+        for weight in group["params"]:
+            assert group["weight_decay"] == (0.3 if kinds.decays(weight) else 0.0)
 
 
 def test_no_decay_is_one_group() -> None:
-    transformer = transformer_of("tiny2")
-    groups = parameter_groups(transformer.named_parameters(), 0.0)
+    denoiser = denoiser_of("tiny2")
+    groups = WeightKinds(denoiser).groups(dict(denoiser.named_parameters()), 0.0)
     assert len(groups) == 1
-    assert len(groups[0]["params"]) == len(list(transformer.parameters()))
+    assert len(groups[0]["params"]) == len(list(denoiser.parameters()))
 
 
 def test_an_empty_group_is_left_out() -> None:
-    only_bias = [("block.bias", nn.Parameter(torch.zeros(3)))]
-    assert [group["weight_decay"] for group in parameter_groups(only_bias, 0.1)] == [0.0]
+    layer = nn.Linear(2, 3)
+    groups = WeightKinds(layer).groups({"bias": layer.bias}, 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.0]

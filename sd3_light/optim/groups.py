@@ -1,0 +1,64 @@
+"""What a weight is, by the modules that hold it; weight decay and Muon depend on it.
+
+A block is a member of a `ModuleList` with two or more linear layers; lists inside blocks do not count. The model that
+holds such lists has its embeddings (of patches, time and text) before the last of them, and its output layers after it.
+Tables are parameters of a module that also has layers, such as the modulation tables of Sana and Wan.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+class WeightKinds:
+    """Tells which parameters of ``model`` decay, and which are matrices of its blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = {id(weight) for module in model.modules() for weight in _tables(module)}
+        blocks: set[int] = set()
+        embeddings: set[int] = set()
+        for parent in _block_parents(model):
+            children = list(parent.children())
+            last = max(at for at, child in enumerate(children) if _is_block_list(child))
+            for child in children[: last + 1]:
+                members = blocks if _is_block_list(child) else embeddings
+                members |= {id(weight) for weight in child.parameters()}
+        self._free, self._in_blocks = tables | embeddings, blocks - tables
+
+    def decays(self, weight: nn.Parameter) -> bool:
+        """Return whether weight decay applies: to weights of products, not to norms, biases, tables and embeddings."""
+        return weight.dim() >= 2 and id(weight) not in self._free
+
+    def is_block_matrix(self, weight: nn.Parameter) -> bool:
+        """Return whether a parameter is a matrix of a layer inside a block."""
+        return weight.dim() == 2 and id(weight) in self._in_blocks
+
+    def groups(self, named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+        """Return the optimizer groups with and without decay; empty ones are left out."""
+        groups: dict[float, list[nn.Parameter]] = {weight_decay: []} | ({} if weight_decay == 0 else {0.0: []})
+        for weight in named.values():
+            groups[weight_decay if self.decays(weight) else 0.0].append(weight)
+        return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
+
+
+def _block_parents(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules with a list of blocks."""
+    if any(_is_block_list(child) for child in module.children()):
+        yield module
+    else:
+        for child in module.children():
+            yield from _block_parents(child)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    def is_block(member: nn.Module) -> bool:
+        return sum(isinstance(layer, nn.Linear) for layer in member.modules()) >= 2
+
+    return isinstance(module, nn.ModuleList) and any(is_block(member) for member in module)
+
+
+def _tables(module: nn.Module) -> Iterator[nn.Parameter]:
+    has_layers = any(True for child in module.children() for _ in child.parameters())
+    if isinstance(module, nn.Embedding) or (has_layers and not isinstance(module, nn.MultiheadAttention)):
+        yield from module.parameters(recurse=False)
