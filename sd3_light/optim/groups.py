@@ -36,7 +36,7 @@ class WeightKinds:
 
     def groups(self, named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
         """Return the optimizer groups with and without decay; empty ones are left out."""
-        groups: dict[float, list[nn.Parameter]] = {weight_decay: []} | ({} if weight_decay == 0 else {0.0: []})
+        groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}  # one group if there is no decay
         for weight in named.values():
             groups[weight_decay if self.decays(weight) else 0.0].append(weight)
         return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
