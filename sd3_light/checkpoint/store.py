@@ -187,21 +187,22 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next((path for path in reversed(_steps(folder)) if why_incomplete(path) is None), None)
 
 
-def incomplete_checkpoints(folder: Path) -> list[Path]:
-    """Return folders named like checkpoints that are not complete, oldest first. No run resumes from them."""
-    return [path for path in _steps(folder) if why_incomplete(path) is not None]
+def incomplete_checkpoints(folder: Path) -> dict[Path, str]:
+    """Return folders named like checkpoints that are not complete, oldest first, and why. No run resumes from them."""
+    return {path: reason for path in _steps(folder) if (reason := why_incomplete(path)) is not None}
 
 
 def keep_newest(folder: Path, count: int, written: Path | None = None) -> list[Path]:
     """Delete all but the newest ``count`` complete checkpoints and the one just ``written``; 0 keeps all.
 
     Returns the deleted ones. A kill never leaves an incomplete checkpoint under a valid name. Abandoned checkpoints
-    are deleted too once ``count`` newer ones exist.
+    are deleted too once ``count`` newer ones exist; damaged ones never are.
     """
     complete = [path for path in _steps(folder) if why_incomplete(path) is None]
     old = [path for path in complete[:-count] if path != written] if count else []
     if count and len(complete) >= count:
-        old += [path for path in abandoned_checkpoints(folder) if step_of(path) <= step_of(complete[-count])]
+        passed = [path for path in abandoned_checkpoints(folder) if step_of(path) <= step_of(complete[-count])]
+        old += [path for path in passed if why_incomplete(path) is None]
     for path in old:
         remove(path)
     return old
@@ -239,18 +240,22 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def clean_leftovers(folder: Path) -> list[str]:
-    """Clean up after a killed run, before this one writes; return the names of the leftovers.
-
-    Parts of unfinished checkpoints, exports and images are deleted. A checkpoint that was renamed aside for a
-    replacement is restored if the replacement is missing.
-    """
-    leftovers = []
-    for path in sorted([*folder.glob(".step-*.*"), *folder.glob(f".{_ABANDONED}step-*.gone")]):  # .old before .tmp
+def restore_replaced(folder: Path) -> list[str]:
+    """Restore what a killed run renamed aside for a replacement that is missing; return the hidden names."""
+    restored = []
+    for path in sorted(folder.glob(".step-*.old")):
         final = path.with_name(path.name.split(".")[1])
-        if path.suffix == ".old" and not final.exists():
+        if not final.exists():
             os.replace(path, final)
-        elif path.suffix in (".part", ".tmp") and path.is_file():  # an unfinished image
+            restored.append(path.name)
+    return restored
+
+
+def clean_leftovers(folder: Path) -> list[str]:
+    """Delete parts of unfinished checkpoints, exports and images of a killed run; return their names."""
+    leftovers = []
+    for path in sorted([*folder.glob(".step-*.*"), *folder.glob(f".{_ABANDONED}step-*.gone")]):
+        if path.suffix in (".part", ".tmp") and path.is_file():  # an unfinished image
             path.unlink()
         elif path.suffix in (".old", ".tmp", ".gone"):
             remove(path)

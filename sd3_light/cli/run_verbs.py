@@ -103,6 +103,7 @@ def train(
     reset_optimizer_params: Annotated[
         bool, typer.Option("--reset_optimizer_params", help="On resume: take lr etc. from the config.")
     ] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start again; set existing checkpoints aside.")] = False,
     set_: Overrides = None,
 ) -> None:
     """Encode what is missing, then train. `train.py` does the same under torchrun and other launchers."""
@@ -111,14 +112,18 @@ def train(
     from sd3_light.stages.cache import CacheOptions
 
     resets = (reset_dataloader, reset_optimizer, reset_optimizer_params)
-    request = parse_resume(resume or resume_from is not None, resume_from, resets)
+    request = parse_resume(resume or resume_from is not None, resume_from, resets, restart)
     cache_then_train(loaded, launch, CacheOptions(trust_cache, regenerate_cache), request)
 
 
-def parse_resume(requested: bool, checkpoint: Path | None, resets: tuple[bool, bool, bool]) -> "Resume | None":
-    """Return the resume request of --resume and the --reset flags, or None for a new run."""
+def parse_resume(
+    requested: bool, checkpoint: Path | None, resets: tuple[bool, bool, bool], restart: bool
+) -> "Resume | None":
+    """Return the request of --resume, the --reset flags and --restart, or None for a new run."""
     from sd3_light.stages.train import Resume
 
     if any(resets) and not requested:
         raise UserError("--reset_* flags need --resume (train.py: --resume_from_checkpoint)")
-    return Resume(checkpoint, *resets) if requested else None
+    if restart and requested:
+        raise UserError("--restart starts from the beginning, --resume from a checkpoint; give one of them")
+    return Resume(checkpoint, *resets, restart) if requested or restart else None

@@ -25,6 +25,7 @@ def _flags() -> argparse.ArgumentParser:
     parser.add_argument("--reset_dataloader", action="store_true", help="on resume: restart the data")
     parser.add_argument("--reset_optimizer", action="store_true", help="on resume: discard the optimizer state")
     parser.add_argument("--reset_optimizer_params", action="store_true", help="on resume: take lr etc. from the config")
+    parser.add_argument("--restart", action="store_true", help="start again; set existing checkpoints aside")
     parser.add_argument("--deepspeed", action="store_true", help="train with the DeepSpeed engine")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the train TOML")
@@ -45,5 +46,5 @@ def _launch(flags: argparse.Namespace) -> None:
         return
     checkpoint = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
-    resume = parse_resume(flags.resume_from_checkpoint is not None, checkpoint, resets)
+    resume = parse_resume(flags.resume_from_checkpoint is not None, checkpoint, resets, flags.restart)
     cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
-from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
+from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import PARAM_KIND
@@ -23,7 +23,7 @@ from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
-from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, SNAPSHOT
+from sd3_light.training.background_saves import FOLDERS, SNAPSHOT, newest_usable
 from sd3_light.training.saver import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
 
@@ -118,7 +118,7 @@ def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out:
 
 
 def _checkpoint_of(run_folder: Path, path: Path | None) -> Checkpoint:
-    path = path or newest_checkpoint(run_folder / FOLDERS[CHECKPOINT])
+    path = path or newest_usable(run_folder, "restore one from a copy")
     if path is None:
         raise UserError(f"{run_folder} has no checkpoint to export yet")
     return open_checkpoint(path)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.checkpoint.store import checkpoint_name, newest_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.engines import Engine, Launch, deepspeed
@@ -30,13 +30,15 @@ from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.training.background_saves import checkpoint_to_resume
+from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
+
+_DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
 
 
 @contextmanager
@@ -208,7 +210,7 @@ def _check_start(
 ) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     stack.enter_context(locked_folder(logger.output_path, "output_path"))
-    newest = newest_checkpoint(logger.output_path / "checkpoints")
+    newest = newest_usable(logger.output_path, _DAMAGED_REMEDY)
     if newest is not None and not settings.resume:
         raise UserError(
             f"{logger.output_path} holds a task ({newest.name}); continue it with resume=True, or choose another "
@@ -245,7 +247,7 @@ def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch:
 
 def _resume(driver: Driver) -> dict[str, Any] | None:
     """Load the newest checkpoint, if there is one; return the sums since its last log record."""
-    path = driver.groups.decide_on_rank_0(lambda: checkpoint_to_resume(driver.folder))
+    path = driver.groups.decide_on_rank_0(lambda: checkpoint_to_resume(driver.folder, _DAMAGED_REMEDY))
     if path is None:
         return None
     saved = open_checkpoint(path)

@@ -15,6 +15,7 @@ from sd3_light.checkpoint.background import (
 )
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
+from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
@@ -106,12 +107,24 @@ class BackgroundSaves:
         self.log(f"{kind}_failed", step=step, reason=reason)
 
 
-def checkpoint_to_resume(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder; print which ones are incomplete, or that there is none."""
+def newest_usable(run: Path, remedy: str) -> Path | None:
+    """Return the newest complete checkpoint of a run folder, None if there are no checkpoints.
+
+    Raises a UserError that ends in ``remedy`` if all are damaged: starting over must be the user's decision.
+    """
     folder = run / FOLDERS[CHECKPOINT]
-    for path in incomplete_checkpoints(folder):
-        info(f"ignoring {path}: it is incomplete (the save was interrupted)")
     newest = newest_checkpoint(folder)
+    if newest is None and (damaged := incomplete_checkpoints(folder)):
+        listed = ", ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
+        raise UserError(f"every checkpoint in {folder} is damaged: {listed}; {remedy}. Nothing was changed")
+    return newest
+
+
+def checkpoint_to_resume(run: Path, remedy: str) -> Path | None:
+    """Return `newest_usable`; print which checkpoints are damaged, or that there is none yet."""
+    folder, newest = run / FOLDERS[CHECKPOINT], newest_usable(run, remedy)
     if newest is None:
         info(f"no checkpoint in {folder} yet: starting from the beginning")
+    for path, reason in incomplete_checkpoints(folder).items():
+        info(f"ignoring {path}: it is damaged ({reason})")
     return newest

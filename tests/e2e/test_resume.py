@@ -146,6 +146,17 @@ def test_a_damaged_checkpoint_is_reported(whole: Project, project: Project) -> N
         project.train(*settings(), resume=Resume(copy))
 
 
+def test_a_restart_trains_from_the_beginning(whole: Project, project: Project) -> None:
+    shutil.copytree(checkpoint(whole, 4), checkpoint(project, 4, "resumed"))
+    (checkpoint(project, 4, "resumed") / "rank-00000.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"step-00000004 \(rank-00000.safetensors has 7 of \d+ bytes\).*--restart"):
+        project.train(*settings(max_steps=5), resume=Resume())
+    project.train(*settings(max_steps=5), resume=Resume(restart=True))
+    assert numbers(project, "resumed", 0) == numbers(whole, "run", 0)[:5]
+    kept = checkpoint(project, 4, "resumed").parent / "abandoned-step-00000004" / "rank-00000.safetensors"
+    assert kept.read_bytes() == b"damaged"
+
+
 def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(
     whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -245,7 +245,7 @@ def test_a_second_process_is_rejected_with_one_line(run: Project, sessions: list
 def test_an_incomplete_checkpoint_is_reported_and_ignored(run: Project, sessions: list[Session]) -> None:
     session = sessions[1]
     broken, unfinished = session.observed["broken"], session.observed["unfinished"]
-    assert session.lines("ignoring ") == [f"ignoring {broken}: it is incomplete (the save was interrupted)"]
+    assert session.lines("ignoring ") == [f"ignoring {broken}: it is damaged (index.json cannot be read)"]
     assert session.lines("cleaned up ") == [f"cleaned up {unfinished}: an interrupted save"]
     assert (run.run / "checkpoints" / f"abandoned-{broken.name}" / "rank-00000.safetensors").is_file()
     for later in sessions[2:]:

@@ -28,6 +28,7 @@ FLAGS = (
     "--reset_dataloader",
     "--reset_optimizer",
     "--reset_optimizer_params",
+    "--restart",
     "--deepspeed",
     "--local_rank",
 )
@@ -258,6 +259,7 @@ def test_an_interrupt_is_code_130(
         (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", CacheOptions(trust=True, regenerate=True))),
         (("--cache_only", "--deepspeed"), ("cache", CacheOptions(trust=False, regenerate=False))),
         (("--deepspeed", "--trust_cache"), ("deepspeed", CacheOptions(trust=True, regenerate=False), None)),
+        (("--restart",), ("train", CacheOptions(trust=False, regenerate=False), Resume(restart=True))),
         (("--resume_from_checkpoint",), ("train", CacheOptions(trust=False, regenerate=False), Resume())),
         (
             ("--resume_from_checkpoint", "DIR"),
@@ -311,9 +313,12 @@ def test_keys_can_be_set_from_the_command_line(
 
 
 def test_the_train_verb_resumes(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
-    for flags in ((), ("--resume",), ("--resume-from", "DIR")):
+    for flags in ((), ("--resume",), ("--resume-from", "DIR"), ("--restart",)):
         assert verb("train", raw_project.train_toml, *flags).code == 0
-    assert [call[-1] for call in journey_calls] == [None, Resume(), Resume(Path("DIR"))]
+    assert [call[-1] for call in journey_calls] == [None, Resume(), Resume(Path("DIR")), Resume(restart=True)]
+    result = verb("train", raw_project.train_toml, "--resume", "--restart")
+    assert result.code == 2
+    assert "give one of them" in error_line(result)
 
 
 @pytest.mark.parametrize("flag", ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params"])

@@ -13,6 +13,7 @@ from sd3_light.checkpoint.store import (
     clean_leftovers,
     mark_abandoned_after,
     newest_checkpoint,
+    restore_replaced,
     step_of,
 )
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -22,20 +23,28 @@ from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
-from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume
+from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
 
+_DAMAGED_REMEDY = (
+    "restore one from a copy, resume from another with --resume-from (train.py: --resume_from_checkpoint PATH), or "
+    "start from the beginning with --restart"
+)
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The options `--resume_from_checkpoint` and `--reset_*`; without ``checkpoint`` the newest is used."""
+    """The options `--resume_from_checkpoint`, `--reset_*` and `--restart`.
+
+    Without ``checkpoint`` the newest is used. ``restart`` starts from the beginning and sets all checkpoints aside.
+    """
 
     checkpoint: Path | None = None
     reset_dataloader: bool = False
     reset_optimizer: bool = False
     reset_optimizer_params: bool = False
+    restart: bool = False
 
 
 def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
@@ -46,30 +55,35 @@ def require_start(loaded: LoadedConfig, resume: Resume | None) -> None:
 
 def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
     """Return the checkpoint to resume from; None for a new run."""
-    newest = newest_checkpoint(output_dir / FOLDERS[CHECKPOINT])
     if resume is None:
+        newest = newest_usable(output_dir, f"{_DAMAGED_REMEDY}, or choose another output_dir")
         if newest is not None:
             raise UserError(
                 f"{output_dir} holds a run ({newest.name}); continue it with --resume (train.py: "
-                "--resume_from_checkpoint) or choose another output_dir"
+                "--resume_from_checkpoint), start again with --restart, or choose another output_dir"
             )
         return None
+    if resume.restart:
+        return None
     if resume.checkpoint is not None:
+        newest = newest_checkpoint(output_dir / FOLDERS[CHECKPOINT])
         if newest is not None and not is_own_checkpoint(resume.checkpoint, output_dir):
             raise UserError(
                 f"{output_dir} holds another run ({newest.name}) than {resume.checkpoint}; choose another "
                 "output_dir, or name one of its checkpoints"
             )
         return resume.checkpoint
-    return checkpoint_to_resume(output_dir)
+    return checkpoint_to_resume(output_dir, _DAMAGED_REMEDY)
 
 
 def choose_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
-    """Clean up interrupted saves, then `find_checkpoint`; only the main process calls it."""
-    for kind in (*FOLDERS.values(), "samples"):
-        for name in clean_leftovers(output_dir / kind):
-            info(f"cleaned up {output_dir / kind / name}: an interrupted save")
-    checkpoint = find_checkpoint(output_dir, resume)
+    """Return `find_checkpoint`; clean up interrupted saves. Only the main process calls it."""
+    kinds = (*FOLDERS.values(), "samples")
+    cleaned = [output_dir / kind / name for kind in kinds for name in restore_replaced(output_dir / kind)]
+    checkpoint = find_checkpoint(output_dir, resume)  # raises before anything is deleted
+    cleaned += [output_dir / kind / name for kind in kinds for name in clean_leftovers(output_dir / kind)]
+    for path in cleaned:
+        info(f"cleaned up {path}: an interrupted save")
     own = checkpoint if checkpoint is not None and is_own_checkpoint(checkpoint, output_dir) else None
     step = 0 if own is None else step_of(own)
     for kind in FOLDERS.values():

@@ -21,6 +21,7 @@ from sd3_light.checkpoint.store import (
     keep_newest,
     newest_checkpoint,
     reset_folder,
+    restore_replaced,
     temporary_folder,
     write_part,
 )
@@ -247,12 +248,12 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, monke
     """Also when it replaces one of the same step; and the cleanup leaves only checkpoints."""
     moments = []
     for number in kills(monkeypatch, lambda: save(tmp_path, 2, 9)):
-        leftovers = clean_leftovers(tmp_path)
+        leftovers = [*restore_replaced(tmp_path), *clean_leftovers(tmp_path)]
         newest = newest_checkpoint(tmp_path)
         stored = None if newest is None else (newest.name, value_of(newest))
         moments.append((number, stored, bool(leftovers)))
         assert all(name.startswith("step-") for name in names(tmp_path))
-        assert incomplete_checkpoints(tmp_path) == []
+        assert incomplete_checkpoints(tmp_path) == {}
         shutil.rmtree(tmp_path)
         save(tmp_path, 2, 1)
     # the first time there was no checkpoint before; later ones are the old or the new one
@@ -267,7 +268,7 @@ def test_a_kill_while_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: p
     for step in (1, 2, 3):
         save(tmp_path, step, step)
     for _ in kills(monkeypatch, lambda: keep_newest(tmp_path, 1)):
-        assert incomplete_checkpoints(tmp_path) == []
+        assert incomplete_checkpoints(tmp_path) == {}
         for name in names(tmp_path):
             assert name.startswith(".") or value_of(tmp_path / name) == int(name[-1])
     clean_leftovers(tmp_path)
@@ -291,7 +292,9 @@ def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:
     (tmp_path / "step-by-step").mkdir()
     (tmp_path / "step-00000011").write_text("a file")
     assert newest_checkpoint(tmp_path) == complete
-    assert incomplete_checkpoints(tmp_path) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
+    incomplete = incomplete_checkpoints(tmp_path)
+    assert list(incomplete) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
+    assert incomplete[without_file] == "rank-00000.safetensors is missing"
 
 
 def test_a_checkpoint_of_another_format_is_not_skipped_silently(tmp_path: Path) -> None:
@@ -305,7 +308,8 @@ def test_a_checkpoint_of_another_format_is_not_skipped_silently(tmp_path: Path) 
 
 def test_the_newest_checkpoint_is_chosen_by_step(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nothing") is None
-    assert incomplete_checkpoints(tmp_path / "nothing") == clean_leftovers(tmp_path / "nothing") == []
+    assert not incomplete_checkpoints(tmp_path / "nothing")
+    assert restore_replaced(tmp_path / "nothing") == clean_leftovers(tmp_path / "nothing") == []
     for step in (9, 100_000_000, 20, 99_999_999):
         save(tmp_path, step, 0)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-100000000"
@@ -339,17 +343,17 @@ def test_keep_newest_never_deletes_the_checkpoint_just_written(tmp_path: Path) -
     assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30)]
 
 
-def test_clean_leftovers_restores_checkpoints_that_were_renamed_aside(tmp_path: Path) -> None:
+def test_checkpoints_that_were_renamed_aside_are_restored_and_leftovers_deleted(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     os.replace(save(tmp_path, 2, 2), tmp_path / ".step-00000002.old")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
     for leftover in (".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone", ".step-00000001.old.gone"):
         (tmp_path / leftover).mkdir()
     (tmp_path / ".other").mkdir()
+    assert restore_replaced(tmp_path) == [".step-00000002.old"]
     assert sorted(clean_leftovers(tmp_path)) == [
         ".step-00000001.old",
         ".step-00000001.old.gone",
-        ".step-00000002.old",
         ".step-00000002.tmp",
         ".step-00000003.123.tmp",
         ".step-00000004.gone",

@@ -95,6 +95,60 @@ def test_a_new_run_sets_aside_what_a_killed_one_wrote(tmp_path: Path) -> None:
     assert names(tmp_path, "exports") == ["abandoned-step-00000004"]
 
 
+def damage(run: Path, step: int) -> Path:
+    """Cut 9 bytes off the rank file of a checkpoint."""
+    file = at(run, step) / "rank-00000.safetensors"
+    with open(file, "ab") as opened:
+        opened.truncate(file.stat().st_size - 9)
+    return at(run, step)
+
+
+def listing(folder: Path) -> list[tuple[str, bytes]]:
+    return [(str(path), path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("resume", [None, Resume()], ids=["plain", "resume"])
+def test_a_damaged_only_checkpoint_stops_the_run_and_stays(tmp_path: Path, resume: Resume | None) -> None:
+    """Starting from the beginning would lose the training so far, and then delete what could be repaired."""
+    run = write_run(tmp_path, 1, 2)
+    for step in (1, 2):
+        damage(run, step)
+    (run / "checkpoints" / ".step-00000003.tmp").mkdir()
+    (run / "checkpoints" / ".step-00000003.tmp" / "rank-00000.safetensors").write_bytes(b"an interrupted save")
+    before = listing(run)
+    with pytest.raises(UserError, match=r"step-00000001 \(rank-.* bytes\), step-00000002 \(rank") as error:
+        choose_checkpoint(run, resume)
+    assert "--restart" in str(error.value)
+    assert "--resume-from" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert listing(run) == before
+
+
+def test_a_restart_sets_everything_aside(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 1, 2)
+    damage(run, 2)
+    assert choose_checkpoint(run, Resume(restart=True)) is None
+    for kind in ("checkpoints", "ema", "exports"):
+        assert names(run, kind) == ["abandoned-step-00000001", "abandoned-step-00000002"]
+
+
+def test_a_damaged_checkpoint_is_named_and_never_deleted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, 1, 2)
+    damaged = damage(run, 2)
+    assert choose_checkpoint(run, Resume()) == at(run, 1)
+    assert f"ignoring {damaged}: it is damaged (rank-00000.safetensors has " in capfd.readouterr().err
+    write_checkpoint(run / "checkpoints", 3, {"param/w": torch.zeros(2)}, {})
+    keep_newest(run / "checkpoints", 1, at(run, 3))
+    assert names(run) == ["abandoned-step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_that_was_being_replaced_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 1, 2)
+    damage(run, 1)
+    at(run, 2).rename(run / "checkpoints" / ".step-00000002.old")
+    assert choose_checkpoint(run, Resume()) == at(run, 2)
+
+
 def test_a_run_folder_rejects_another_runs_checkpoint(tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
     with pytest.raises(UserError, match=r"one holds another run \(step-00000005\) than .*other"):

@@ -280,6 +280,10 @@ def test_a_folder_holds_one_task(tmp_path: Path) -> None:
     other = error_of(lambda: run(tmp_path / "out", Toy(adapter=True), resume=True))
     assert "it belongs to another model" in other
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*")) == before
+    (tmp_path / "out" / "checkpoints" / "step-00000003" / "index.json").unlink()
+    for resume in (False, True):
+        damaged = error_of(lambda: run(tmp_path / "out", resume=resume))  # noqa: B023
+        assert "is damaged: step-00000003 (index.json cannot be read); restore one from a copy, or choose" in damaged
     (tmp_path / "file").write_text("taken")
     assert "is not writable (Not a directory); choose another output_path" in error_of(
         lambda: run(tmp_path / "file" / "out")
