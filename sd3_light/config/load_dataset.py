@@ -1,11 +1,11 @@
 """Loads one dataset TOML: checks each table and merges the defaults into each directory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd3_light.config.faults import Fault
+from sd3_light.config.faults import Fault, UserError
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.unsupported import pop_unsupported
@@ -49,6 +49,15 @@ def load_directories(path: Path) -> tuple[tuple[DirectoryConfig, ...], list[Faul
         faults += own_faults
     faults += _cross_faults(sources, defaults, str(path))
     return tuple(source.config for source in sources), list(dict.fromkeys(faults))
+
+
+def directory_from_arguments(values: Mapping[str, Any], caller: str) -> DirectoryConfig:
+    """Validate the arguments of ``caller`` as a `[[directory]]`. Relative paths start at the working directory."""
+    defaults, file = CheckedTable({}, (), frozenset()), Path.cwd() / caller
+    source, faults = _source(dict(values), 0, defaults, file)
+    for fault in [*faults, *_cross_faults([source], defaults, str(file))]:
+        raise UserError(str(replace(fault, file=caller, key=fault.key.removeprefix(source.prefix))))
+    return source.config
 
 
 def _check(

@@ -22,9 +22,6 @@ from sd3_light.data.buckets import ResizePlan
 from sd3_light.data.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, fit
 from sd3_light.files import atomic_file
 
-VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".webm", ".mkv", ".gif"))
-"""Suffixes of video files; the format is detected from the bytes."""
-
 _HDR = {16: "PQ", 18: "HLG"}
 _ITU709 = 1
 _UNSPECIFIED = 2

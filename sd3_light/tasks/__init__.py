@@ -1,6 +1,7 @@
 """The public Python API for custom scripts: train any diffusers denoiser, in one stage or two."""
 
 from sd3_light.data.processed import ProcessedDataset
+from sd3_light.data.video import write_video
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -9,6 +10,7 @@ from sd3_light.tasks.process import launch_data_process_task
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.tasks.train import launch_training_task
 from sd3_light.tasks.units import DrawLatent, EncodeImage, PipelineUnit, unit
+from sd3_light.tasks.videos import VideoDataset
 
 __all__ = [
     "ClassPictures",
@@ -21,8 +23,10 @@ __all__ = [
     "PipelineUnit",
     "ProcessedDataset",
     "TaskSettings",
+    "VideoDataset",
     "WithPrior",
     "launch_data_process_task",
     "launch_training_task",
     "unit",
+    "write_video",
 ]

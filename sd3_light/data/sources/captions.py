@@ -32,14 +32,18 @@ def decode_text(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The configured columns of the image (or its file name) and of the captions; "" means the usual names."""
+    """The configured columns of the image (or its file name) and of the captions; "" means the usual names.
+
+    ``of_media`` are further usual names, which come first.
+    """
 
     image: str = ""
     caption: str = ""
+    of_media: tuple[str, ...] = ()
 
     def image_names(self, usual: Sequence[str]) -> Sequence[str]:
         """Return the column names of the image."""
-        return (self.image,) if self.image else usual
+        return (self.image,) if self.image else (*self.of_media, *usual)
 
     def caption_names(self) -> Sequence[str]:
         """Return the column names of captions."""

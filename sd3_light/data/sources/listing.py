@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from sd3_light.config import DirectoryConfig
@@ -22,6 +23,25 @@ UNREAD_SUFFIXES = frozenset((
 ))
 """Image and archive formats that users may expect to work: they are rejected by name instead of ignored."""
 # fmt: on
+
+
+@dataclass(frozen=True)
+class Media:
+    """A kind of sample: its suffixes, those to reject by name, and column names that only it has."""
+
+    name: str
+    suffixes: frozenset[str]
+    unread: frozenset[str]
+    columns: tuple[str, ...] = ()
+
+
+IMAGES = Media("image", IMAGE_SUFFIXES, UNREAD_SUFFIXES)
+VIDEOS = Media(
+    "video",
+    frozenset((".mp4", ".m4v", ".mov", ".webm", ".mkv", ".gif")),
+    frozenset((".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".ts", ".m2ts", ".ogv", ".3gp", ".tgz", ".gz", ".zip", ".7z")),
+    ("video", "video_path", "video_file", "video_name", "mp4", "webm", "gif"),
+)
 
 TABLE_FILES = ("captions.json", "metadata.jsonl", "metadata.csv", "metadata.json")
 """Names of caption tables; the earlier one wins if two have captions for the same file."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
+from sd3_light.data.sources.listing import IMAGES, Media
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import ScanItem
@@ -15,7 +16,7 @@ from sd3_light.data.sources.tars import scan_tar
 from sd3_light.data.sources.walk import scan_folder
 
 
-def scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
+def scan(directory: DirectoryConfig, index: int, media: Media = IMAGES) -> Iterator[ScanItem]:
     """Yield all samples of a directory, always in the same order; unusable inputs as Rejected.
 
     ``index`` becomes part of every key and must distinguish directories of the same name (see `occurrences`). Samples
@@ -31,14 +32,14 @@ def scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
     path = directory.path
     if not path.is_dir() and path.suffix.lower() not in (".tar", ".parquet"):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
-    return _scan(directory, index)
+    return _scan(directory, index, media)
 
 
-def _scan(directory: DirectoryConfig, index: int) -> Iterator[ScanItem]:
+def _scan(directory: DirectoryConfig, index: int, media: Media) -> Iterator[ScanItem]:
     path = directory.path
     try:
         with closing(NameStore()) as name_store:
-            context = ScanContext(directory, index, name_store)
+            context = ScanContext(directory, index, name_store, media)
             if path.is_dir():
                 yield from scan_folder(context, path)
             elif path.suffix.lower() == ".tar":

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, is_utf8, prepare_captions
-from sd3_light.data.sources.listing import is_image_name, mask_paths
+from sd3_light.data.sources.listing import IMAGES, Media, is_image_name, mask_paths
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected, ScanItem
 from sd3_light.randomness import sample_id
@@ -16,8 +16,9 @@ from sd3_light.randomness import sample_id
 class ScanContext:
     """One directory of the dataset during a scan. Names are relative to its root, with forward slashes."""
 
-    def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore) -> None:
-        self.columns = Columns(directory.image_column, directory.caption_column)
+    def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore, media: Media = IMAGES) -> None:
+        self.media = media
+        self.columns = Columns(directory.image_column, directory.caption_column, media.columns)
         self.excluded = mask_paths(directory)
         self.name_store = name_store
         self._directory = directory

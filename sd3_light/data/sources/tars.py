@@ -12,7 +12,6 @@ from typing import Any
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, named, texts
-from sd3_light.data.sources.listing import IMAGE_SUFFIXES
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
@@ -38,9 +37,9 @@ def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
 
 
 def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
-    image = next((suffix for suffix in members if suffix in IMAGE_SUFFIXES), None)
+    image = next((suffix for suffix in members if suffix in context.media.suffixes), None)
     if image is None:
-        detail = f"no image among {', '.join(members)}; a sample's name ends at its first dot"
+        detail = f"no {context.media.name} among {', '.join(members)}; a sample's name ends at its first dot"
         yield from context.reject(f"{tar}/{base}", "missing_file", detail)
         return
     name = f"{tar}/{base}{image}"

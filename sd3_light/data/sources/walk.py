@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, decode_text
-from sd3_light.data.sources.listing import IMAGE_SUFFIXES, TABLE_FILES, UNREAD_SUFFIXES, depth_first, is_folder, visible
+from sd3_light.data.sources.listing import TABLE_FILES, depth_first, is_folder, visible
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import FileBytes, ScanItem
@@ -77,7 +77,7 @@ def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> 
         stem, suffix = os.path.splitext(file)
         path, name = f"{folder.path}/{file}", folder.name + file
         match suffix.lower():
-            case known if known in IMAGE_SUFFIXES:
+            case known if known in context.media.suffixes:
                 yield from context.sample(name, FileBytes(path), _captions(folder, file))
             case ".tar" | ".parquet" if not os.path.isfile(path):
                 yield from context.reject(name, "unreadable", "not a regular file")
@@ -87,10 +87,10 @@ def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> 
                 # img2dataset writes a table of its work next to each tar or folder of the same name
                 is_log = f"{stem}.tar" in files or os.path.isdir(f"{folder.path}/{stem}")
                 yield from scan_parquet(context, path, name, may_lack_images=is_log)
-            case unread if unread in UNREAD_SUFFIXES:
+            case unread if unread in context.media.unread:
                 yield from context.reject(name, "unsupported_format", suffix)
             case ".txt" if stem != last_stem and not _has_image(files, stem):
-                yield from context.reject(name, "missing_file", "a caption without an image of the same name")
+                yield from context.reject(name, "missing_file", f"a caption without {context.media.name}")
         if suffix.lower() != ".txt":
             last_stem = stem
 
