@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1] / "sd3_light" / "assets" / "demo"
-PATTERNS = ("*/*.safetensors", "*/tokenizer.json")
+PATTERNS = ("*/*.safetensors", "*/tokenizer.json", "*/vocab.json", "*/merges.txt")
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 from demo_encoders import NAMES, Encoder, build_encoders, load_encoders
 from demo_probe import probe_all, scale_report
 from demo_text_targets import SEED, TextTargets, draw_batch
-from demo_tokenizers import MAX_LENGTH, make_tokenizers, split_words
+from demo_tokenizers import MAX_LENGTH, make_tokenizers, save_tokenizers, split_words
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from transformers import T5EncoderModel
@@ -101,8 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads change the order of sums, and thereby the weights slightly
     start = time.monotonic()
-    for name, tokenizer in make_tokenizers().items():
-        tokenizer.save_pretrained(args.out / name)
+    save_tokenizers(args.out)
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(args.out / "scheduler")
     losses = make_encoders(args)
     seconds = round(time.monotonic() - start)

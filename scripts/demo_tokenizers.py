@@ -4,9 +4,11 @@ Every word of either language is one token, and no token spans two words: a toke
 combination of colour and shape that training never shows. `demo_text.py` writes them; nothing here is random.
 """
 
+import json
 import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
@@ -143,3 +145,19 @@ def t5_tokenizer() -> T5TokenizerFast:
 def make_tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     """Return the three tokenizers by folder name."""
     return {"tokenizer": clip_tokenizer(EOS), "tokenizer_2": clip_tokenizer("!"), "tokenizer_3": t5_tokenizer()}
+
+
+def save_tokenizers(out: Path) -> None:
+    """Write the three tokenizers as folders of ``out``, in a form that transformers 4 reads too."""
+    for name, tokenizer in make_tokenizers().items():
+        tokenizer.save_pretrained(out / name)
+        path = out / name / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("extra_special_tokens") == []:  # transformers 4 expects a table
+            del config["extra_special_tokens"]
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if isinstance(tokenizer, CLIPTokenizer):  # these two are all that CLIPTokenizer of transformers 4 reads
+            vocab, merges = clip_vocabulary()
+            lines = ["#version: 0.2", *(f"{first} {second}" for first, second in merges)]
+            (out / name / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+            (out / name / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

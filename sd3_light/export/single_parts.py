@@ -38,8 +38,9 @@ PREFIXES = {  # in the single file
 }
 PROJECTION = "text_projection.weight"
 _MAX_LAYERS = 1000
+_T5_EMBEDDING, _T5_SECOND_EMBEDDING = "shared.weight", "encoder.embed_tokens.weight"
 # written by some programs but not needed: position numbers, and a second copy of T5's embedding
-_IGNORED = re.compile(r"\.position_ids$|^encoder\.embed_tokens\.weight$")
+_IGNORED = re.compile(rf"\.position_ids$|^{re.escape(_T5_SECOND_EMBEDDING)}$")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTens
         if repeated:
             raise UserError(f"{file} and another file of {folder} contain {min(repeated)}; export the folder again")
         tensors.update(file_tensors)
-    require_shapes(tensors, expected_shapes(part, config, str(folder)), str(folder))
-    return config, tensors
+    shapes = expected_shapes(part, config, str(folder))
+    require_shapes(tensors, shapes, str(folder))
+    return config, {name: tensors[name] for name in shapes}
 
 
 def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -135,6 +137,8 @@ def _to_single(part: str, tensors: Tensors, config: PartConfig, blocks: int) -> 
     if part == "vae":
         names = {stock: vae_name(stock, _levels(config)) for stock in tensors}
         return {name: vae_tensor(name, tensors[stock]) for stock, name in names.items()}
+    if part == "text_encoder_3":  # `StableDiffusion3Pipeline.from_single_file` leaves it without data otherwise
+        return {**tensors, _T5_SECOND_EMBEDDING: tensors[_T5_EMBEDDING]}
     if part != "transformer":
         return tensors
     wide = padded_config(config, blocks)
@@ -160,7 +164,7 @@ def from_single_file(part: str, tensors: Tensors, config: PartConfig, where: str
         dtype = DTYPES[next(iter(tensors.values())).dtype]
         tensors = {**tensors, PROJECTION: stored(torch.eye(*shapes[PROJECTION]).to(dtype))}
     require_shapes(tensors, shapes, where)
-    return dict(tensors)
+    return {name: tensors[name] for name in shapes}
 
 
 def _levels(config: PartConfig) -> int:

@@ -167,9 +167,28 @@ def test_pooled_output_depends_on_meaning_not_language(tokenizers: dict[str, Pre
     assert (nearest == torch.arange(len(scenes))).float().mean() > 0.95
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_transformers_4_finds_its_files(name: str) -> None:
+    """Its CLIPTokenizer reads vocab.json and merges.txt, and it expects a table in `extra_special_tokens`.
+
+    The pipeline names CLIPTokenizerFast: in transformers 4 the other class splits Chinese text unless ftfy is installed.
+    """
+    index = json.loads((DEMO / "model_index.json").read_text(encoding="utf-8"))
+    assert index[name][1].endswith("Fast")
+    config = json.loads((DEMO / name / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert isinstance(config.get("extra_special_tokens", {}), dict)
+    if TOKENIZERS[name] is CLIPTokenizer:
+        model = json.loads((DEMO / name / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        assert json.loads((DEMO / name / "vocab.json").read_text(encoding="utf-8")) == model["vocab"]
+        version, *merges = (DEMO / name / "merges.txt").read_text(encoding="utf-8").splitlines()
+        assert version.startswith("#version")
+        assert [line.split(" ") for line in merges] == model["merges"]
+
+
 def test_files_match_their_hashes() -> None:
     expected = json.loads((DEMO / "hashes.json").read_text(encoding="utf-8"))
-    files = [*DEMO.glob("*/*.safetensors"), *DEMO.glob("*/tokenizer.json")]
+    patterns = ("*.safetensors", "tokenizer.json", "vocab.json", "merges.txt")
+    files = [path for pattern in patterns for path in DEMO.glob(f"*/{pattern}")]
     hashes = {path.relative_to(DEMO).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     assert {name: expected.get(name) for name in hashes} == hashes, (
         "run scripts/demo_hashes.py if this change is intended"

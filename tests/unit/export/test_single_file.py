@@ -43,6 +43,7 @@ FACTS = {
 }
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
 PREFIX = "model.diffusion_model."
+EMBEDDING = "text_encoders.t5xxl.transformer.encoder.embed_tokens.weight"  # a second copy, for diffusers
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 FolderOf = Callable[[str], Path]
@@ -192,6 +193,8 @@ def test_no_value_of_the_folder_is_lost_or_repeated(tmp_path: Path, folder_of: F
     folder = folder_of(shape)
     tensors = single(folder, tmp_path / "m.safetensors", text_encoders=True, pad_blocks=False)
     before = [load_file(path) for part in PARTS for path in (folder / part).glob("*.safetensors")]
+    repeated = tensors.pop(EMBEDDING)
+    assert repeated.equal(tensors["text_encoders.t5xxl.transformer.shared.weight"])
     assert sum(tensor.numel() for tensor in tensors.values()) == sum(
         t.numel() for part in before for t in part.values()
     )
@@ -241,6 +244,10 @@ def test_stock_diffusers_reads_the_full_pipeline(tmp_path: Path, folder_of: Fold
         for name, tensor in load_file(path).items():
             if (part, name) != ("text_encoder", "text_projection.weight"):  # diffusers uses the identity there
                 assert state[name].to(tensor.dtype).equal(tensor), (part, name)
+        assert not [name for name, tensor in state.items() if tensor.is_meta], f"{part}: not in the file"
+    call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 16, "output_type": "pt"}
+    images = pipe.to(torch.float32)("a red star", generator=torch.Generator().manual_seed(0), **call).images
+    assert images.isfinite().all()
 
 
 @pytest.mark.parametrize("levels", [2, 4])
