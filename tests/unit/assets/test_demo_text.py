@@ -171,7 +171,7 @@ def test_pooled_output_depends_on_meaning_not_language(tokenizers: dict[str, Pre
 def test_transformers_4_finds_its_files(name: str) -> None:
     """Its CLIPTokenizer reads vocab.json and merges.txt, and it expects a table in `extra_special_tokens`.
 
-    The pipeline names CLIPTokenizerFast: in transformers 4 the other class splits Chinese text unless ftfy is installed.
+    The pipeline names CLIPTokenizerFast: in transformers 4 the other class splits Chinese words if ftfy is missing.
     """
     index = json.loads((DEMO / "model_index.json").read_text(encoding="utf-8"))
     assert index[name][1].endswith("Fast")
