@@ -67,7 +67,7 @@ def gpu_memory(setup: TrainingSetup) -> GpuMemory:
 
 
 def _stage_memory(setup: TrainingSetup) -> GpuMemory:
-    moments = _moments(setup)
+    moments = _bytes_by_moment(setup)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: count for name, count in moments[moment].items() if count}
     terms["next micro-batch"] = next_batch_bytes(setup)
@@ -195,7 +195,7 @@ def _ends(setup: TrainingSetup) -> int:
 # --- the moments of a step ---------------------------------------------------------------------
 
 
-def _moments(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
+def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     """Return moment -> term -> bytes, for everything a step holds in addition to the state."""
     size, block_activations, batch = setup.size, setup.block_activations, setup.batch
     saved = setup.in_flight * activation_bytes(setup)
