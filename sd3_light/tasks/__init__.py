@@ -3,13 +3,15 @@
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, pack_latents, unpack_latents
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.prior import ClassPictures, WithPrior
 from sd3_light.tasks.process import launch_data_process_task
 from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.texts import drop_text
 from sd3_light.tasks.train import launch_training_task
-from sd3_light.tasks.units import DrawLatent, EncodeImage, PipelineUnit, unit
+from sd3_light.tasks.units import PipelineUnit, unit
 from sd3_light.tasks.videos import VideoDataset
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "DiffusionTrainingModule",
     "DrawLatent",
     "EncodeImage",
+    "EncodeVideo",
     "FlowMatchDPOLoss",
     "FlowMatchSFTLoss",
     "ModelLogger",
@@ -25,8 +28,11 @@ __all__ = [
     "TaskSettings",
     "VideoDataset",
     "WithPrior",
+    "drop_text",
     "launch_data_process_task",
     "launch_training_task",
+    "pack_latents",
     "unit",
+    "unpack_latents",
     "write_video",
 ]

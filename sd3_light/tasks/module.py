@@ -19,6 +19,7 @@ from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
+from sd3_light.tasks.texts import pad_to_longest
 from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units
 from sd3_light.training.errors import as_user_error
 from sd3_light.training.trainable import put_adapter
@@ -38,6 +39,8 @@ class DiffusionTrainingModule(nn.Module):
     """
 
     reads: tuple[str, ...] = ()
+    pads: tuple[str, ...] = ()
+    """Values [L, ...] of unequal length: a batch has them padded with zeros, and a mask [B, L] under ``NAME_mask``."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class DiffusionTrainingModule(nn.Module):
         """Return the loss's inputs: all that the units write for the batch, and each sample's noise and quantile."""
         samples = [_with_identity(sample) for sample in ([batch] if isinstance(batch, Mapping) else batch)]
         split = self.split()
-        values = stack_samples([self._sample_values(sample, split, quantile) for sample in samples])
+        values = stack_samples([self._sample_values(sample, split, quantile) for sample in samples], self.pads)
         for unit in split.gradient:
             values = run_unit(unit, self, values)
         return values
@@ -165,6 +168,7 @@ class DiffusionTrainingModule(nn.Module):
     def _sample_values(self, sample: Sample, split: UnitSplit, quantile: float | None) -> dict[str, Any]:
         """Return the values of one sample before it is stacked with the others."""
         values, draw = self._cached(sample["data"], split), self._draw(sample, quantile is not None)
+        values["is_evaluation"] = quantile is not None
         for unit in split.drawn:
             values = run_unit(unit, self, values, draw)
         clean = values.get(self.loss.latents)
@@ -225,8 +229,11 @@ def without_adapter(transformer: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def stack_samples(samples: Sequence[Values]) -> dict[str, Any]:
-    """Return one batch: tensors are stacked, other values become lists. Unequal shapes are an error."""
+def stack_samples(samples: Sequence[Values], pads: Sequence[str] = ()) -> dict[str, Any]:
+    """Return one batch: tensors are stacked, other values become lists.
+
+    Unequal shapes are an error, except for the length of values in ``pads``, which get a mask ``NAME_mask``.
+    """
     names = list(samples[0])
     batch: dict[str, Any] = {}
     for name in names:
@@ -236,13 +243,17 @@ def stack_samples(samples: Sequence[Values]) -> dict[str, Any]:
         if not isinstance(column[0], Tensor):
             batch[name] = torch.tensor(column) if isinstance(column[0], int | float) else column
             continue
-        shapes = sorted({tuple(tensor.shape) for tensor in column if isinstance(tensor, Tensor)})
+        start = 1 if name in pads else 0
+        shapes = sorted({tuple(tensor.shape)[start:] for tensor in column if isinstance(tensor, Tensor)})
         if len(shapes) > 1:
             raise UserError(
                 f"samples of one batch have {name!r} of shapes {shapes[0]} and {shapes[1]}; name the samples of "
-                "one shape with bucket_of, or use batch_size=1"
+                "one shape with bucket_of, use batch_size=1, or name texts of unequal length in pads"
             )
-        batch[name] = torch.stack(column)
+        if name in pads:
+            batch[name], batch[f"{name}_mask"] = pad_to_longest(column)
+        else:
+            batch[name] = torch.stack(column)
     return batch
 
 

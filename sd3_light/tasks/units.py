@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.vae import LatentScale
 from sd3_light.training.errors import as_user_error
 
 Values = Mapping[str, Any]
@@ -184,30 +181,3 @@ class _FunctionUnit(PipelineUnit):
         if not isinstance(written, tuple) or len(written) != len(self.writes):
             raise UserError(f"unit {self.name} writes {list(self.writes)}: return a tuple of {len(self.writes)} values")
         return dict(zip(self.writes, written, strict=True))
-
-
-class EncodeImage(PipelineUnit):
-    """Encodes an image (PIL, or an array [H, W, 3] of bytes) with the module's VAE into moments [2C, h, w]."""
-
-    reads, writes, uses = ("image",), ("moments",), ("vae",)
-
-    def run(self, module: Any, image: Any) -> Values:  # type: ignore[override]
-        """Return mean and log-variance of the latent."""
-        pixels = torch.from_numpy(np.array(image))
-        if pixels.ndim != 3 or pixels.shape[-1] != 3:
-            raise UserError(f"EncodeImage: an image has shape {tuple(pixels.shape)}, not [H, W, 3]; convert it to RGB")
-        posterior = module.vae.encode(pixels.permute(2, 0, 1)[None].to(module.vae.device, module.vae.dtype) / 127.5 - 1)
-        return {"moments": posterior.latent_dist.parameters[0].float()}
-
-
-class DrawLatent(PipelineUnit):
-    """Draws a latent from the moments, again in every epoch, and normalises it with the VAE's scale and shift."""
-
-    reads, writes, draws = ("moments",), ("latents",), True
-
-    def run(self, module: Any, moments: Tensor, draw: Draw) -> Values:  # type: ignore[override]
-        """Return the normalised latent [C, h, w]."""
-        mean, log_variance = moments.chunk(2)
-        latent = mean + torch.exp(0.5 * log_variance) * draw("posterior", tuple(mean.shape))
-        config = module.vae.config
-        return {"latents": LatentScale(config.scaling_factor, config.shift_factor or 0.0).normalise(latent)}

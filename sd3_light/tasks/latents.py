@@ -1,0 +1,102 @@
+"""Ready-made units and functions for latents: encoding with any diffusers VAE, normalisation, packing into tokens."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sd3_light.config.faults import UserError
+from sd3_light.encoders.vae import LatentScale
+from sd3_light.tasks.units import Draw, PipelineUnit, Values
+
+
+class EncodeImage(PipelineUnit):
+    """Encodes an image (PIL, or an array [H, W, 3] of bytes) with the module's VAE, of images or of videos.
+
+    The moments are mean and log-variance [2C, h, w]; a VAE without a distribution (DC-AE) gives the latent [C, h, w].
+    """
+
+    reads, writes, uses = ("image",), ("moments",), ("vae",)
+
+    def run(self, module: Any, image: Any) -> Values:  # type: ignore[override]
+        """Return the moments."""
+        pixels = torch.from_numpy(np.array(image))
+        if pixels.ndim != 3 or pixels.shape[-1] != 3:
+            raise UserError(f"EncodeImage: an image has shape {tuple(pixels.shape)}, not [H, W, 3]; convert it to RGB")
+        moments = _encode(module.vae, pixels[None])
+        return {"moments": moments[:, 0] if moments.dim() == 4 else moments}
+
+
+class EncodeVideo(PipelineUnit):
+    """Encodes a video (bytes [F, H, W, 3]) with the module's video VAE into moments [2C, f, h, w]."""
+
+    reads, writes, uses = ("video",), ("moments",), ("vae",)
+
+    def run(self, module: Any, video: Any) -> Values:  # type: ignore[override]
+        """Return the moments."""
+        frames = torch.from_numpy(np.array(video))
+        if frames.ndim != 4 or frames.shape[-1] != 3:
+            raise UserError(f"EncodeVideo: a video has shape {tuple(frames.shape)}, not [F, H, W, 3]; stack RGB frames")
+        if not _encodes_videos(module.vae):
+            raise UserError(f"EncodeVideo: {type(module.vae).__name__} encodes images; give the VAE of a video model")
+        return {"moments": _encode(module.vae, frames)}
+
+
+def _encodes_videos(vae: nn.Module) -> bool:
+    return any(isinstance(layer, nn.Conv3d) for layer in vae.modules())
+
+
+def _encode(vae: Any, frames_FHWC: Tensor) -> Tensor:
+    pixels = frames_FHWC.permute(3, 0, 1, 2)[None].to(vae.device, vae.dtype) / 127.5 - 1
+    encoded = vae.encode(pixels if _encodes_videos(vae) else pixels[:, :, 0])
+    moments: Tensor = encoded.latent_dist.parameters if hasattr(encoded, "latent_dist") else encoded.latent
+    return moments[0].float()
+
+
+class DrawLatent(PipelineUnit):
+    """Draws a latent from the moments, again in every epoch, and normalises it as the VAE's config says."""
+
+    reads, writes, draws = ("moments",), ("latents",), True
+
+    def run(self, module: Any, moments: Tensor, draw: Draw) -> Values:  # type: ignore[override]
+        """Return the normalised latent, as the denoiser expects it."""
+        config = module.vae.config
+        channels = getattr(config, "z_dim", None) or config.latent_channels
+        if len(moments) == channels:  # the latent itself
+            return {"latents": normalise_latent(moments, config)}
+        mean, log_variance = moments.chunk(2)
+        latent = mean + torch.exp(0.5 * log_variance) * draw("posterior", tuple(mean.shape))
+        return {"latents": normalise_latent(latent, config)}
+
+
+def normalise_latent(raw: Tensor, config: Any) -> Tensor:
+    """Return a latent [C, ...] normalised by ``latents_mean`` and ``latents_std`` of the VAE's config, if it has them,
+    or by ``scaling_factor`` and ``shift_factor``; a config with neither leaves it as it is.
+    """
+    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+    if mean is not None and std is not None:
+        mean_C, std_C = (torch.as_tensor(values).to(raw).view(-1, *[1] * (raw.dim() - 1)) for values in (mean, std))
+        return (raw - mean_C) / std_C * (getattr(config, "scaling_factor", None) or 1.0)
+    shift = getattr(config, "shift_factor", None) or 0.0
+    return LatentScale(getattr(config, "scaling_factor", None) or 1.0, shift).normalise(raw)
+
+
+def pack_latents(latents_BCHW: Tensor, patch_size: int = 2) -> Tensor:
+    """Return tokens [B, (H / p) (W / p), C p p], one per patch of p x p latent pixels, as Flux and Qwen-Image do."""
+    height, width = latents_BCHW.shape[-2:]
+    if height % patch_size or width % patch_size:
+        raise UserError(
+            f"latents of {height} x {width} cannot be packed into patches of {patch_size}; crop the images so that "
+            "their sides are multiples of the VAE's factor times the patch size"
+        )
+    patches = latents_BCHW.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, h, p, w, p]
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack_latents(tokens: Tensor, height: int, width: int, patch_size: int = 2) -> Tensor:
+    """Return the latents [B, C, height, width] of packed tokens."""
+    patches = tokens.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, (height // patch_size, -1))
+    latents: Tensor = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    assert latents.shape[-2:] == (height, width), (tokens.shape, height, width)
+    return latents

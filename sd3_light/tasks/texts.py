@@ -1,0 +1,86 @@
+"""Ready-made parts for text: dropout, and texts of unequal length in one batch."""
+
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.tasks.units import Draw, PipelineUnit, Values
+
+FULL, EMPTY = "full_", "empty_"
+
+
+def drop_text(encode: PipelineUnit, probability: float, **empty: Any) -> tuple[PipelineUnit, PipelineUnit]:
+    """Return two units in place of ``encode``, a unit that encodes text: the encoding, and its dropout.
+
+    Each epoch draws again; validation drops nothing. A dropped sample gets what ``encode`` writes for the values in
+    ``empty``, by default ``prompt=""``. A data process stores both, so training on its data needs no text encoder.
+    """
+    if not isinstance(encode, PipelineUnit):
+        raise UserError(f"drop_text: {encode!r} is not a unit; give the unit that encodes the text")
+    if not isinstance(probability, int | float) or not 0 < probability < 1:
+        raise UserError(f"drop_text: probability is {probability!r}; give a number above 0 and below 1")
+    empty = empty or {"prompt": ""}
+    if unknown := [name for name in empty if name not in encode.reads]:
+        raise UserError(
+            f"drop_text: unit {encode.label} does not read {unknown[0]!r}; name a value of {list(encode.reads)}"
+        )
+    return _EncodeBoth(encode, empty), _DropText(encode, float(probability))
+
+
+class _EncodeBoth(PipelineUnit):
+    """Runs ``encode`` on the sample, and once on the empty text."""
+
+    def __init__(self, encode: PipelineUnit, empty: Values) -> None:
+        self.encode, self.empty = encode, empty
+        self.reads, self.uses = encode.reads, encode.uses
+        self.writes = tuple(prefix + name for prefix in (FULL, EMPTY) for name in encode.writes)
+        self._memo: tuple[Any, Values] | None = None
+
+    @property
+    def label(self) -> str:
+        """The encoder's name."""
+        return self.encode.label
+
+    def settings(self) -> Values:
+        """Return the encoder's settings and the empty text."""
+        return {**self.encode.settings(), "empty": str(sorted(self.empty.items()))}
+
+    def run(self, module: Any, **values: Any) -> Values:
+        """Return both results."""
+        if self._memo is None or self._memo[0] is not module:
+            self._memo = (module, self.encode.run(module, **{**values, **self.empty}))
+        results = {FULL: self.encode.run(module, **values), EMPTY: self._memo[1]}
+        return {prefix + name: value for prefix, written in results.items() for name, value in written.items()}
+
+
+class _DropText(PipelineUnit):
+    """Chooses the text or the empty text; one draw for everything that the encoder writes."""
+
+    draws = True
+
+    def __init__(self, encode: PipelineUnit, probability: float) -> None:
+        self.writes, self.probability = encode.writes, probability
+        self.reads = (*(prefix + name for prefix in (FULL, EMPTY) for name in encode.writes), "is_evaluation?")
+        self._threshold = NormalDist().inv_cdf(probability)
+
+    @property
+    def label(self) -> str:
+        """The name in errors."""
+        return "drop_text"
+
+    def run(self, module: Any, draw: Draw, is_evaluation: bool = False, **values: Any) -> Values:  # type: ignore[override]
+        """Return the values under the encoder's names."""
+        dropped = not is_evaluation and float(draw("text-dropout", (1,))) < self._threshold
+        chosen = EMPTY if dropped else FULL
+        return {name: values[chosen + name] for name in (written.rstrip("?") for written in self.writes)}
+
+
+def pad_to_longest(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return values [L_i, ...] padded with zeros to [B, L, ...], and the mask [B, L] of the real positions."""
+    lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
+    padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+    return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
