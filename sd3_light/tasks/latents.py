@@ -90,7 +90,7 @@ def pack_latents(latents_BCHW: Tensor, patch_size: int = 2) -> Tensor:
             f"latents of {height} x {width} cannot be packed into patches of {patch_size}; crop the images so that "
             "their sides are multiples of the VAE's factor times the patch size"
         )
-    patches = latents_BCHW.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, h, p, w, p]
+    patches: Tensor = latents_BCHW.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, h, p, w, p]
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 

@@ -13,7 +13,7 @@ from sd3_light.tasks.units import Draw, PipelineUnit, Values
 FULL, EMPTY = "full_", "empty_"
 
 
-def drop_text(encode: PipelineUnit, probability: float, **empty: Any) -> tuple[PipelineUnit, PipelineUnit]:
+def drop_text(encode: Any, probability: Any, **empty: Any) -> tuple[PipelineUnit, PipelineUnit]:
     """Return two units in place of ``encode``, a unit that encodes text: the encoding, and its dropout.
 
     Each epoch draws again; validation drops nothing. A dropped sample gets what ``encode`` writes for the values in
