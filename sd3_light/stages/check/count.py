@@ -27,14 +27,6 @@ class BucketCount:
     enlarged: int = 0
     cropped: float = 0.0
 
-    def add(self, captions: int, masked: bool, enlarged: bool, cropped: float) -> None:
-        """Add one sample."""
-        self.samples += 1
-        self.captions += captions
-        self.masked += masked
-        self.enlarged += enlarged
-        self.cropped += cropped
-
 
 @dataclass
 class SampleCounts:
@@ -89,7 +81,12 @@ def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryC
     counts.samples += 1
     captions = len(caption_variants(row.captions, seed, row.key, directory))
     for resolution, bucket, fit in fits(row.width, row.height, directory):
-        counts.bucket(resolution, bucket, number).add(captions, bool(row.mask), fit.enlarged, fit.cropped_fraction)
+        count = counts.bucket(resolution, bucket, number)
+        count.samples += 1
+        count.captions += captions
+        count.masked += bool(row.mask)
+        count.enlarged += fit.enlarged
+        count.cropped += fit.cropped_fraction
 
 
 def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:

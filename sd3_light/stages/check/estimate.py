@@ -88,10 +88,7 @@ class RunEstimate:
     path: Path
     setup: TrainingSetup
     why_stock: str | None
-    accumulation: int
     start: WeightsStart
-    parameters: int
-    adapter: int | None
     text: TextShape
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
@@ -99,11 +96,6 @@ class RunEstimate:
     run_flops: Amount
     host: Amount
     gpu: GpuMemory
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch."""
-        return self.data.steps
 
 
 def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
@@ -117,16 +109,14 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
-    steps = _total_steps(train, data.steps)
+    limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
+    steps = min(limit for limit in limits if limit is not None)
     epoch = sum(row.steps * row.step_flops.value for row in data.rows)
     return RunEstimate(
         path=loaded.path,
         setup=setup,
         why_stock=estimator.why_stock,
-        accumulation=train.gradient_accumulation_steps,
         start=start,
-        parameters=start.size.num_parameters(),
-        adapter=None if setup.adapter is None else sum(setup.adapter),
         text=text,
         data=data,
         evals=evals,
@@ -135,12 +125,6 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
         host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
     )
-
-
-def _total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the run: the lower of the limits `epochs` and `max_steps`."""
-    limits = [train.max_steps, None if train.epochs is None else train.epochs * steps_per_epoch]
-    return min(limit for limit in limits if limit is not None)
 
 
 def empty_faults(estimate: RunEstimate) -> list[Fault]:
@@ -238,6 +222,7 @@ class _Estimator:
         train, draws_samples, size = self.train, bool(self.train.sampling.prompts), self.start.size
         adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
+        vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()
         return TrainingSetup(
             size,
             tokens,
@@ -252,7 +237,7 @@ class _Estimator:
             world=self.world,
             parallel=train.parallel,
             evaluates=bool(train.eval_datasets) or draws_samples,
-            other_models=_vae_bytes(train) if draws_samples else 0,
+            other_models=4 * sum(count for _, count in vae),
             adapter=adapter,
             deepspeed=self.by_deepspeed,
             zero=train.zero_stage,
@@ -260,11 +245,6 @@ class _Estimator:
             bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
             base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
-
-
-def _vae_bytes(train: TrainConfig) -> int:
-    """Return the bytes of the VAE that decodes samples, in float32."""
-    return 4 * sum(count for _, count in stored_weights(train.model.diffusers_path / "vae"))
 
 
 def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:

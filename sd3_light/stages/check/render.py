@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.preprocess import REASONS
 from sd3_light.model.text_shape import TextShape
@@ -25,26 +26,6 @@ def render(estimate: RunEstimate) -> RenderableType:
     return Group(*parts)
 
 
-def size_text(count: int) -> str:
-    """Return bytes in the unit that gives three or four digits."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
-        value /= 1024
-    return f"{value:,.3g} TiB" if value < 1000 else f"{value:,.0f} TiB"
-
-
-def flops_text(count: int) -> str:
-    """Return FLOPs in the unit that gives three or four digits."""
-    value = float(count)
-    for unit in ("", "k", "M", "G", "T", "P", "E"):
-        if value < 1000:
-            return f"{value:.3g} {unit}FLOP"
-        value /= 1000
-    return f"{value:,.3g} ZFLOP"
-
-
 def _numbers(estimate: RunEstimate) -> Table:
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -57,42 +38,45 @@ def _numbers(estimate: RunEstimate) -> Table:
 
 def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
     size, text, gpu, data = estimate.start.size, estimate.text, estimate.gpu, estimate.data
+    parameters = size.num_parameters()
     images = sorted({row.tokens.image for row in data.rows})
     shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
     setup, replicas = estimate.setup, estimate.setup.replicas
     unit = "pipeline" if setup.stages > 1 else "GPU"
-    batch = f"micro-batch·{estimate.accumulation} accumulation·{replicas} {unit}{'s' if replicas > 1 else ''}"
+    batch = f"micro-batch·{setup.accumulation} accumulation·{replicas} {unit}{'s' if replicas > 1 else ''}"
     batches = sorted({row.global_batch for row in data.rows})
+    fast, why_stock = ("fast kernels", "if Triton is installed, else stock"), estimate.why_stock
+    blocks = fast if why_stock is None else ("stock", f"because {why_stock}")
     costliest = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [
         ("weights start", estimate.start.kind, estimate.start.sentence),
-        ("parameters", f"{estimate.parameters:,}", shape),
+        ("parameters", f"{parameters:,}", shape),
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("processes", f"{setup.world:,}", layout_text(setup)),
-        ("blocks on GPUs", *_blocks(estimate.why_stock)),
+        ("blocks on GPUs", *blocks),
         ("samples per step", _span(batches), batch),
-        ("steps per epoch", f"{estimate.steps_per_epoch:,}", "sum over buckets of samples·repeats / samples per step"),
+        ("steps per epoch", f"{data.steps:,}", "sum over buckets of samples·repeats / samples per step"),
         ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps per epoch, whichever is lower"),
     ]
-    if estimate.adapter is not None:
-        share = f"{estimate.adapter / estimate.parameters:.2%} of the parameters train; the rest is frozen"
-        lines.insert(2, ("adapter", f"{estimate.adapter:,}", share))
+    if setup.adapter is not None:
+        share = f"{sum(setup.adapter) / parameters:.2%} of the parameters train; the rest is frozen"
+        lines.insert(2, ("adapter", f"{sum(setup.adapter):,}", share))
     if costliest is not None:
         flops = costliest.step_flops
-        lines.append(("FLOPs per step", flops_text(flops.value), f"{costliest.bucket}: {flops.formula}"))
-    lines.append(("FLOPs, all steps", flops_text(estimate.run_flops.value), estimate.run_flops.formula))
+        lines.append(("FLOPs per step", format_flops(flops.value), f"{costliest.bucket}: {flops.formula}"))
+    lines.append(("FLOPs, all steps", format_flops(estimate.run_flops.value), estimate.run_flops.formula))
     for dataset in (data, *estimate.evals):
         formula = f"{dataset.cache.formula}; in {dataset.cache_dir}"
-        lines.append((f"cache {dataset.name}", size_text(dataset.cache.value), formula))
+        lines.append((f"cache {dataset.name}", format_bytes(dataset.cache.value), formula))
     stage = f" on stage {gpu.stage}, which needs most" if setup.stages > 1 else ""
     return [
         *lines,
-        ("host memory per GPU", size_text(estimate.host.value), f"{estimate.host.formula}; without interpreters"),
-        ("GPU memory (estimate)", size_text(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
-        ("  state", size_text(gpu.state.value), gpu.state.formula),
-        ("  step", size_text(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
-        ("  context", size_text(gpu.context.value), gpu.context.formula),
+        ("host memory per GPU", format_bytes(estimate.host.value), f"{estimate.host.formula}; without interpreters"),
+        ("GPU memory (estimate)", format_bytes(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
+        ("  state", format_bytes(gpu.state.value), gpu.state.formula),
+        ("  step", format_bytes(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),
+        ("  context", format_bytes(gpu.context.value), gpu.context.formula),
     ]
 
 
@@ -111,12 +95,6 @@ def layout_text(setup: TrainingSetup) -> str:
     layers = ", ".join(f"{start} to {stop - 1}" for start, stop in pairwise(setup.layer_bounds))
     pipelines = f"{setup.replicas} pipelines" if setup.replicas > 1 else "one pipeline"
     return f"{text}, {pipelines} of {setup.stages} stages: layers {layers}"
-
-
-def _blocks(why_stock: str | None) -> tuple[str, str]:
-    if why_stock is None:
-        return "fast kernels", "if Triton is installed, else stock"
-    return "stock", f"because {why_stock}"
 
 
 def _text_tokens(text: TextShape) -> str:

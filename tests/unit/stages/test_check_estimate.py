@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
 from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
@@ -14,7 +15,6 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
 from sd3_light.stages.check import count as count_module
-from sd3_light.stages.check.render import flops_text, size_text
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
@@ -46,7 +46,7 @@ def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
         "64x64": (5, 0, 3, 1),
         "96x48": (1, 1, 1, 1),
     }
-    assert estimate.steps_per_epoch == 4
+    assert estimate.data.steps == 4
 
 
 def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
@@ -55,8 +55,8 @@ def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
     dataset = 'resolutions = [64]\n[[directory]]\npath = "images"\nnum_repeats = 4\n'
     alone, many = (estimated(files.load(top=top, dataset=dataset), world) for world in (1, 4))
-    assert (alone.steps_per_epoch, alone.total_steps) == (8, 24)
-    assert (many.steps_per_epoch, many.total_steps) == (2, 6)
+    assert (alone.data.steps, alone.total_steps) == (8, 24)
+    assert (many.data.steps, many.total_steps) == (2, 6)
     assert alone.run_flops == many.run_flops
 
 
@@ -81,7 +81,7 @@ def test_costs_match_the_formulas(files: Any) -> None:
     assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
     assert row.tokens == Tokens(16, 32)
     assert row.step_flops.value == 2 * training_flops(SIZES["demo"], Tokens(16, 32)).value
-    assert estimate.parameters == SIZES["demo"].num_parameters()
+    assert estimate.start.size.num_parameters() == SIZES["demo"].num_parameters()
     pixels = latent_pixels(row.bucket.width, row.bucket.height)
     image, caption = image_bytes(pixels, variants=2), caption_bytes(estimate.text)
     assert estimate.data.cache.value == 2 * (image.value + caption.value)
@@ -107,7 +107,7 @@ def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
     files.image("silent.png", 64, 64, caption=None)
     estimate = check.run(files.load(tables="[ema]\nenable = true"), world=2)
     text = shown(estimate)
-    assert f"{estimate.parameters:,}" in text
+    assert f"{estimate.start.size.num_parameters():,}" in text
     assert "random weights of size demo" in text
     assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + compute copies 2)" in text
     assert "rejected 1: no_caption" in text
@@ -129,8 +129,8 @@ def test_real_tokens_are_counted_as_the_longest_captions(files: Any) -> None:
 
 
 def test_numbers_are_shown_in_readable_units() -> None:
-    assert [size_text(count) for count in (12, 2048, 3 << 30, 5 << 40)] == ["12 B", "2 KiB", "3 GiB", "5 TiB"]
-    assert [flops_text(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
+    assert [format_bytes(count) for count in (12, 2048, 3 << 30, 5 << 40)] == ["12 B", "2 KiB", "3 GiB", "5 TiB"]
+    assert [format_flops(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
 
 
 def test_dropping_every_bucket_is_a_fault(files: Any) -> None:
