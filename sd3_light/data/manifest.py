@@ -16,6 +16,8 @@ MANIFEST = "manifest.json"
 SHARDS = "shards"
 LARGEST_SHARE = 0.8
 """Share of the available memory that a cache may use."""
+REJECTED = "rejected: "
+"""Prefix of a manifest's counts of rejects."""
 
 
 @dataclass(frozen=True, slots=True)  # slots: every process holds an entry per shard, and there may be millions
@@ -65,6 +67,11 @@ class Manifest:
         """Write the manifest atomically into a cache folder."""
         text = json.dumps({"format": CACHE_FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         write_atomically(folder / MANIFEST, text.encode())
+
+    @property
+    def rejects(self) -> dict[str, int]:
+        """The number of rejected inputs by reason."""
+        return {name.removeprefix(REJECTED): n for name, n in self.counts.items() if name.startswith(REJECTED)}
 
     @staticmethod
     def load(folder: Path) -> "Manifest":

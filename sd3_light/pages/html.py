@@ -1,7 +1,8 @@
-"""Render templates into self-contained pages: styles and scripts are inlined, values are escaped."""
+"""Render templates into self-contained pages: styles, scripts and images are inlined, values are escaped."""
 
 import base64
 import hashlib
+import io
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
@@ -16,6 +18,12 @@ from sd3_light.files import write_atomically
 from sd3_light.pages import formats
 
 _ROOT = Path(__file__).parent
+
+LARGEST_SIDE = 512
+"""Default limit in pixels; larger images are scaled down to it."""
+
+_QUALITY = 88
+_LOSSLESS_AREA = 96 * 96  # pixels: up to here a PNG is hardly larger than a WebP
 
 # the browser blocks every request and every script that the page does not name by its hash
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -55,6 +63,21 @@ def check_output_path(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot create the folder {out.parent}: {error.strerror}; use another path") from error
+
+
+def data_uri(image: Image.Image, side: int = LARGEST_SIDE) -> str:
+    """Return the image as a data URI, no side longer than ``side`` pixels."""
+    if max(image.size) > side:
+        image = image.copy()
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    if image.width * image.height <= _LOSSLESS_AREA:
+        kind = "png"
+        image.save(buffer, "PNG", optimize=True)
+    else:
+        kind = "webp"
+        image.save(buffer, "WEBP", quality=_QUALITY)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def save_page(out: Path, page: str) -> None:

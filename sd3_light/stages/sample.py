@@ -36,6 +36,7 @@ from sd3_light.sampling.texts import TextPolicy
 
 GRID = "grid.png"
 
+_REQUEST_FACTS = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
 _MAX_GRID_IMAGES = 256
 _MAX_THUMBNAIL_SIDE = 384  # larger images are shrunk to this in the grid
 _MIN_THUMBNAIL_SIDE = 128  # smaller images are enlarged to about this
@@ -158,11 +159,10 @@ def _common_facts(
 ) -> dict[str, Any]:
     """Return the metadata that all images share."""
     scheduler = pipe.scheduler.config
+    shift = scheduler.get("flow_shift", scheduler.get("shift"))
     return {
         "sampler": options.sampler,
-        "shift": "dynamic"
-        if scheduler.get("use_dynamic_shifting")
-        else scheduler.get("flow_shift", scheduler.get("shift")),
+        "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
         "dtype": options.dtype,
         "device": pipe.device.type,
         "model": model.resolve().name,
@@ -172,11 +172,6 @@ def _common_facts(
         "text_tokens": policy.text_tokens,
         "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
     }
-
-
-def _facts(request: ImageRequest, common: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
-    return {name: getattr(request, name) for name in names} | common
 
 
 def _generate(
@@ -189,20 +184,15 @@ def _generate(
 ) -> float:
     """Generate and write this process's images; return the longest time between two batches, in seconds."""
     numbers, slowest, last = list(requests), 0.0, time.monotonic()
-    batches = stream_images(
-        pipe,
-        list(requests.values()),
-        policy,
-        batch_size=options.batch,
-        exact=pipe.device.type == "cpu",
-        threads=options.threads,
-    )
+    exact = pipe.device.type == "cpu"
+    images = list(requests.values())
+    batches = stream_images(pipe, images, policy, batch_size=options.batch, exact=exact, threads=options.threads)
     with progress("sample", len(numbers), "images") as bar, closing(batches):
         for batch in batches:
             for index, image in batch:
                 path = _name(out, numbers[index])
                 _refuse_to_overwrite([path])
-                facts = _facts(requests[numbers[index]], common)
+                facts = {name: getattr(requests[numbers[index]], name) for name in _REQUEST_FACTS} | common
                 metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
                 with write_errors(path):
                     save_png(image, path, metadata)

@@ -7,7 +7,6 @@ reused, and missing ones are encoded by this run or the next.
 
 import gc
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_siz
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
-from sd3_light.data.building.claims import POLL_SECONDS, Claims
+from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
@@ -37,7 +36,7 @@ from sd3_light.runlog import info, progress, show
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, is_readable, mark_damaged, render_state
 from sd3_light.stages.cache.manifest_writer import REJECTS, is_manifest_current, write_manifest
-from sd3_light.stages.cache.shard_builder import ShardBuilder, empty_content
+from sd3_light.stages.cache.shard_builder import ShardBuilder, empty_content, wait_for_main
 
 _SHORT_KEYS = ("format", "preprocess", "text_tokens", "t5_max_length")  # their values fit in a message
 
@@ -116,9 +115,9 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
     """Return whether a local cache has a manifest. It must match the config's encoders."""
-    if not (dataset.local_cache_dir / MANIFEST).is_file():
-        return False
     folder = dataset.local_cache_dir
+    if not (folder / MANIFEST).is_file():
+        return False
     expected = make_recipe(train, folder / "parts.json")
     _require_recipe(str(folder), Manifest.load(folder), expected, "run without --trust_cache to encode it again")
     return True
@@ -176,7 +175,9 @@ class _Stage:
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
             plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
-            _require_samples(dataset, plan)
+            if not plan.units:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+                raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
             prompts = () if name else self._train.sampling.prompts
             state = self._check(folder, plan, recipe, prompts)
             if self._options.dry_run:
@@ -274,14 +275,11 @@ class _Stage:
             sweep_files(folder)
             sweep_files(folder / SHARDS)
             return counts
-        deadline = time.monotonic() + self._train.sd3_manifest_timeout_sec
-        while not is_manifest_current(folder, recipe, plan.units):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"timed out waiting for the main process to write {folder / MANIFEST}; see its output, or raise "
-                    "sd3_manifest_timeout_sec"
-                )
-            time.sleep(POLL_SECONDS)
+        task = f"write {folder / MANIFEST}"
+        wait_for_main(
+            lambda: None if is_manifest_current(folder, recipe, plan.units) else task,
+            self._train.sd3_manifest_timeout_sec,
+        )
         return Manifest.load(folder).counts
 
     def _small_buckets(self, units: Sequence[Unit], dataset: DatasetConfig) -> dict[str, int]:
@@ -314,12 +312,6 @@ def _log_report(title: str, report: CacheReport, policy: str) -> None:
     for bucket, count in report.small_buckets.items():
         result = "dropped" if policy == "drop" else "repeated to fill one"
         info(f"{title}: bucket {bucket} has {count:,} samples, fewer than one global batch: they are {result}")
-
-
-def _require_samples(dataset: DatasetConfig, plan: CachePlan) -> None:
-    if not plan.units:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
-        raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
 
 
 def _verify(shards: Path, units: Sequence[Unit]) -> None:

@@ -1,17 +1,15 @@
 """Cache the [sampling] prompts while the encoders are loaded; `prompt_features` defines their files."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sd3_light.config.faults import UserError
-from sd3_light.data.building.claims import POLL_SECONDS
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.files import sweep_files
 from sd3_light.runlog import info
 from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.freshness import CacheState
+from sd3_light.stages.cache.shard_builder import wait_for_main
 
 
 def missing_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
@@ -41,11 +39,9 @@ def cache_prompts(
 
 def wait_for_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], timeout: float) -> None:
     """Wait until the main process has encoded all prompts."""
-    deadline = time.monotonic() + timeout
-    while missing := missing_prompts(cache, prompts, recipe):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"timed out waiting for the main process to encode the prompt {missing[0]!r}; see its output, or raise "
-                "sd3_manifest_timeout_sec"
-            )
-        time.sleep(POLL_SECONDS)
+
+    def task() -> str | None:
+        missing = missing_prompts(cache, prompts, recipe)
+        return f"encode the prompt {missing[0]!r}" if missing else None
+
+    wait_for_main(task, timeout)

@@ -10,7 +10,7 @@ from typing import Any
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
-from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
 from sd3_light.stages.cache.shard_builder import reject_line
@@ -36,7 +36,7 @@ def write_manifest(
         "pictures": plan.counts.images,
         "cropped": plan.counts.cropped,
         "enlarged": plan.counts.enlarged,
-        **{f"rejected: {reason}": count for reason, count in sorted(rejected.items())},
+        **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }
     Manifest(recipe, tuple(entries), empty, counts, dict(paths)).save(folder)
     return counts

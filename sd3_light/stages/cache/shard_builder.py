@@ -38,6 +38,16 @@ def is_done(shards: Path, unit: Unit) -> bool:
     return read_entry(shards, unit.file) is not None or path.with_suffix(".none").is_file()
 
 
+def wait_for_main(pending_task: Callable[[], str | None], timeout: float) -> None:
+    """Wait until the main process has no pending task; ``pending_task`` describes it for the error."""
+    deadline = time.monotonic() + timeout
+    while (task := pending_task()) is not None:
+        if time.monotonic() > deadline:
+            hint = "see its output, or raise sd3_manifest_timeout_sec"
+            raise UserError(f"timed out waiting for the main process to {task}; {hint}")
+        time.sleep(POLL_SECONDS)
+
+
 @dataclass
 class _UnitInProgress:
     """The decoded and encoded samples of a unit so far."""

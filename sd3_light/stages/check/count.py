@@ -92,13 +92,10 @@ def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryC
 def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
     """Count one caption per sample; a manifest does not list cropping and enlarging per bucket."""
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
-    counts = SampleCounts(samples=manifest.counts.get("pictures", 0))
+    counts = SampleCounts(manifest.counts.get("pictures", 0), Counter(manifest.rejects))
     for shard in manifest.shards:
         bucket = Bucket(*map(int, shard.bucket.split("x")))
         count = counts.bucket(shard.resolution, bucket, numbers[shard.directory])
         count.samples += shard.count
         count.captions += shard.count
-    for name, number in manifest.counts.items():
-        if name.startswith("rejected: "):
-            counts.rejects[name.removeprefix("rejected: ")] = number
     return counts

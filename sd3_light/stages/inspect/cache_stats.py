@@ -15,13 +15,10 @@ import numpy as np
 import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 
-from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
 from sd3_light.data.shards import read_origins
 from sd3_light.randomness import stream
-
-REJECTED = "rejected: "
-"""Prefix of the manifest's counts of rejects."""
 
 # Han and kana are written without spaces: each such character counts as a word
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -86,8 +83,7 @@ class Inspection:
     @property
     def rejects(self) -> dict[str, int]:
         """reason -> inputs, the most frequent first."""
-        counts = Counter({name: count for name, count in self.manifest.counts.items() if name.startswith(REJECTED)})
-        return {name.removeprefix(REJECTED): count for name, count in counts.most_common()}
+        return dict(Counter(self.manifest.rejects).most_common())
 
     @property
     def buckets(self) -> dict[str, int]:
@@ -178,9 +174,9 @@ def reason_meaning(reason: str) -> str:
 
 def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sum by name, in the order of first occurrence."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for name, count in pairs:
-        sums[name] = sums.get(name, 0) + count
+        sums[name] += count
     return sums
 
 

@@ -1,7 +1,6 @@
 """Source images for the page: finding, opening and tinting them."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +38,9 @@ def image_location(places: Mapping[str, str], directory: str, text: str) -> Loca
 
 def open_truncated(data: bytes) -> Image.Image:
     """Return an image whose end may be missing; raise Reject where nothing can be shown."""
-    with _allow_truncated():
-        return decode(data)
-
-
-@contextmanager
-def _allow_truncated() -> Iterator[None]:
-    """Pillow's setting is global to the process, and the cache relies on its default: change it for one image only."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    # Pillow's setting is global to the process, and the cache relies on its default: change it for one image only
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
     try:
-        yield
+        return decode(data)
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sd3_light.pages import Chart, ChartLine, ChartMark
-from sd3_light.pages.axes import Axis, fit_axis
+from sd3_light.pages.charts import Axis, fit_axis
 from sd3_light.pages.formats import tick_label
 from sd3_light.pages.html import environment
 

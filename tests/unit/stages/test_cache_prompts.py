@@ -15,6 +15,7 @@ from sd3_light.engines import Launch
 from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.stages import cache, train
 from sd3_light.stages.cache import cached_prompts as stage_prompts
+from sd3_light.stages.cache import shard_builder
 from tests.project import Project
 
 PROMPTS = ("a large red circle on a white background", "两个蓝色的小方块")
@@ -158,7 +159,7 @@ def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: py
         sleeps.append(seconds)
         cache.run(loaded, Launch(0, 0, 2))  # the main process, meanwhile
 
-    monkeypatch.setattr(stage_prompts, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(shard_builder, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     cache.run(loaded, Launch(1, 1, 2))
     assert len(sleeps) == 1
     assert files(project) == names(project, *PROMPTS)
