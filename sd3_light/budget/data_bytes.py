@@ -70,7 +70,6 @@ def loader_bytes(
     prefetch: int,
     shard_size: int,
     open_shards: int,
-    captions: float = 1.0,
     *,
     latents: int = 0,
     read: int = 0,
@@ -83,7 +82,7 @@ def loader_bytes(
     posterior draw and intermediate values), malloc's cache, and the indices of ``open_shards`` shards.
     """
     preparers, in_copy = max(1, workers), int(workers > 0)
-    index = open_shard_bytes(shard_size, captions)
+    index = open_shard_bytes(shard_size)
     batches = workers * prefetch + in_use + in_copy
     value = batches * prepared.value + preparers * (3 * latents + read + MALLOC_CACHE_BYTES + open_shards * index)
     formula = (

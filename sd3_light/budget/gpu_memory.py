@@ -205,7 +205,9 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     recomputed = one_block if setup.checkpointing else work
     if setup.checkpointing == "selective":
         recomputed -= batch * setup.saved_activations.largest(size, setup.tokens)
-    gradients, exchanged = _gradients(setup), _exchanged(setup)
+    gradients = _gradients(setup)
+    # activations of one neighbouring stage, gradients of the other
+    exchanged = batch * ((not setup.is_first) + (not setup.is_last)) * _stream(setup)
     accumulated = _all_gradients(setup) if setup.accumulation > 1 else 0  # before the last micro-batch
     all_copies, block_copies = _weight_copies(setup)
     name = {False: "activations", True: "block inputs", "selective": "products"}[setup.checkpointing]
@@ -244,12 +246,6 @@ def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, 
     backup = 4 * setup.trained_parameters // setup.shards if setup.ema_tracks else 0
     gradients = _all_gradients(setup) if setup.zero_stage is None else 0
     return {"gradients": gradients, "backup of weights": backup, "one block": one_block, "copies of weights": copies}
-
-
-def _exchanged(setup: TrainingSetup) -> int:
-    """Return the bytes exchanged with the neighbouring stages: activations of one, gradients of the other."""
-    neighbours = (not setup.is_first) + (not setup.is_last)
-    return setup.batch * neighbours * _stream(setup)
 
 
 def _all_gradients(setup: TrainingSetup) -> int:

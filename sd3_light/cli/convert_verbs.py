@@ -1,15 +1,12 @@
 """Verbs that convert models: convert, and lora convert, merge, extract."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sd3_light.cli.app import PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, init_process
-
-if TYPE_CHECKING:
-    from sd3_light.stages.lora import LoraFormat
 
 _lora = typer.Typer(
     help="Convert LoRA files, merge them into a model, or extract one from two models.", no_args_is_help=True
@@ -69,7 +66,7 @@ def lora_convert(
     init_process()
     from sd3_light.stages import lora as stage
 
-    echo(f"wrote {stage.convert(lora, out, _lora_format(layout, dtype, padded_for), trained_on)}")
+    echo(f"wrote {stage.convert(lora, out, stage.LoraFormat(layout, dtype, padded_for), trained_on)}")
 
 
 @_lora.command(name="merge")
@@ -108,13 +105,7 @@ def lora_extract(
     init_process()
     from sd3_light.stages import lora as stage
 
-    extracted = stage.extract(base, tuned, out, rank, target, _lora_format(layout, dtype, padded_for))
+    extracted = stage.extract(base, tuned, out, rank, target, stage.LoraFormat(layout, dtype, padded_for))
     for name, share in sorted(extracted.left_out.items(), key=lambda item: -item[1])[:5]:
         echo(f"note: a LoRA cannot represent {name}: {share:.2%} of the difference")
     echo(f"wrote {out}: {len(extracted.modules)} layers, {extracted.share:.2%} of the squared difference")
-
-
-def _lora_format(layout: str, dtype: str, padded_for: Path | None) -> "LoraFormat":
-    from sd3_light.stages.lora import LoraFormat
-
-    return LoraFormat(layout, dtype, padded_for)

@@ -78,7 +78,9 @@ def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> 
     printed. The last line says "stopped" where an exception ended the block.
     """
     bar = Bar(title, total, unit, done)
-    bar._display = _display_for(bar)
+    if is_main_process():
+        is_live = console.is_terminal and not console.is_dumb_terminal
+        bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar)
     finished = False
     try:
         yield bar
@@ -154,12 +156,6 @@ def _new_screen() -> Progress:
         # rich would redirect stdout to stderr, and a pipe that reads stdout would get nothing
         redirect_stdout=sys.stdout.isatty(),
     )
-
-
-def _display_for(bar: Bar) -> _Display:
-    if not is_main_process():
-        return _Display()
-    return _LiveDisplay(bar) if console.is_terminal and not console.is_dumb_terminal else _LineDisplay(bar)
 
 
 def _number(value: Field, digits: int = 4) -> str:

@@ -65,7 +65,10 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
     refuse_existing(out)
     if is_single_file(out):
         raise UserError(f"{out}: merging writes a folder; pass a folder name and convert it with `sd3-light convert`")
-    _require_folder(model)
+    if model.is_file():
+        raise UserError(f"{model} is a file; convert it first: sd3-light convert {model} FOLDER --base FOLDER")
+    if missing := missing_parts(model, transformer=True):
+        raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
     config, stored = read_part(model / "transformer", "transformer")
     save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
     state = merge_loras(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
@@ -105,14 +108,6 @@ def _spec(model: Path, config: dict[str, Any], dtype: torch.dtype, loras: Sequen
         text=asdict(read_text_policy(model)),
         facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
     )
-
-
-def _require_folder(model: Path) -> None:
-    if model.is_file():
-        raise UserError(f"{model} is a file; convert it first: sd3-light convert {model} FOLDER --base FOLDER")
-    missing = missing_parts(model, transformer=True)
-    if missing:
-        raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
 
 
 def _padding(file: Path) -> Padding:

@@ -62,11 +62,6 @@ class _UnitInProgress:
     text: dict[str, Tensor] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all images have been decoded."""
-        return self.num_decoded == len(self.members)
-
     def add(self, images: Sequence[Decoded], parts: FrozenParts) -> None:
         """Encode the next images; record the rejected ones."""
         batch = self.members[self.num_decoded : self.num_decoded + len(images)]
@@ -172,7 +167,7 @@ class ShardBuilder:
             writes: deque[Future[None]] = deque()
             for images in pool.map(self._tasks(units, queue, claimed, tokenizer)):
                 queue[0].add(images, self._parts)
-                if queue[0].is_complete:
+                if queue[0].num_decoded == len(queue[0].members):
                     current = queue.popleft()
                     if current.accepted:
                         current.encode_text(self._parts)
@@ -199,13 +194,11 @@ class ShardBuilder:
                 self._bar.advance(unit.count)
             else:
                 members, root = self._plan.members(unit), self._plan.source(unit).root
-                queue.append(_UnitInProgress(unit, members, tokenizer.submit(self._tokenize, members)))
+                captions = list(_captions(members)[1])
+                queue.append(_UnitInProgress(unit, members, tokenizer.submit(self._parts.tokenize, captions)))
                 size = self._train.caching_batch_size
                 for start in range(0, len(members), size):
                     yield [_task(member, root, unit) for member in members[start : start + size]]
-
-    def _tokenize(self, members: Sequence[Member]) -> CaptionTokens:
-        return self._parts.tokenize(list(_captions(members)[1]))
 
     def _is_built(self, unit: Unit) -> bool:
         if not self._regenerate:

@@ -25,15 +25,15 @@ def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False)
     try:
         loaded = load_config(path, overrides)
     except ConfigFaults as error:
-        more = _more_faults(error, caching) if isinstance(error.partial, LoadedConfig) else []
-        raise ConfigFaults([*error.faults, *more]) from None
+        raise ConfigFaults([*error.faults, *_more_faults(error, caching)]) from None
     require(loaded, caching)
     return loaded
 
 
 def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
     """Return disk faults of the valid part, except for keys that are faulty already or need a missing model folder."""
-    assert isinstance(error.partial, LoadedConfig)
+    if not isinstance(error.partial, LoadedConfig):
+        return []
     faulty = {fault.key for fault in error.faults}
     if "model.diffusers_path" in faulty:
         faulty.add("model")
