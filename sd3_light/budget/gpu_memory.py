@@ -43,10 +43,7 @@ _ALLREDUCE_BYTES = 4 * 500_000_000  # DeepSpeed's default, without ZeRO
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes per GPU: for the whole run, for the costliest ``moment`` of a step, and for CUDA itself.
-
-    ``stage`` is the pipeline stage they belong to.
-    """
+    """Bytes per GPU of pipeline stage ``stage``: for the run, for the costliest ``moment`` of a step, and for CUDA."""
 
     state: Amount
     step: Amount

@@ -40,10 +40,7 @@ _NO_CUT = _Cut(float("inf"), float("inf"), float("inf"), 0)
 
 @cache
 def balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Return bounds with a small difference between the largest and smallest part, as DeepSpeed computes them.
-
-    It extends its best cut into one part fewer; among equal cuts the one with the latest start wins.
-    """
+    """Return bounds of similar parts as DeepSpeed computes them: of equal cuts the one with the latest start wins."""
     count = len(weights)
     if count <= parts:
         return uniform(count, parts)

@@ -15,10 +15,7 @@ QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
-    """Every batch of a dataset at every quantile: item ``batch * len(QUANTILES) + quantile``.
-
-    Keeps the last batch, because the next items use it again.
-    """
+    """Every batch at every quantile: item ``batch * len(QUANTILES) + quantile``. Keeps the last batch for reuse."""
 
     def __init__(self, batches: Dataset[CachedBatch], count: int) -> None:
         self.batches, self.count = batches, count

@@ -23,10 +23,7 @@ def is_main_process() -> bool:
 
 
 def info(text: str) -> None:
-    """Print a line to stderr, unwrapped and unstyled; other ranks print nothing.
-
-    Failures to print (a file on a full disk, a closed terminal) are ignored.
-    """
+    """Print an unstyled line to stderr on the main process; a full disk or a closed terminal is ignored."""
     if is_main_process():
         with suppress(OSError):
             console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -90,10 +90,7 @@ class RunLog:
                 self._tensorboard.begin(_to_python(fields[self._x_axis]) + (kind == "resume"))
 
     def image(self, name: str, image: "Image", **position: Any) -> None:
-        """Send an image to TensorBoard and the trackers; `position` (step=, samples=) has its x.
-
-        The log itself gets no line: a "sample" event names the file.
-        """
+        """Send an image to TensorBoard and the trackers only; `position` (step=, samples=) has its x."""
         if self._file is None:
             return
         with self._lock:
@@ -154,10 +151,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log in order, without an incomplete last line.
-
-    Raises UserError for any other invalid line: opening a log for append repairs the last one.
-    """
+    """Yield the events of a log in order, without an incomplete last line; other invalid lines are a UserError."""
     for number, line in log_lines(path):
         yield parse_event(path, number, line)
 

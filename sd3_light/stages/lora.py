@@ -51,10 +51,7 @@ class LoraFormat:
 
 
 def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
-    """Write the LoRA ``source`` in another format.
-
-    ``trained_on`` is the padded single file that another program trained it on.
-    """
+    """Write a LoRA in another format. ``trained_on``: the padded single file on which another program trained it."""
     form.checked(out)
     lora = read_lora(source, None if trained_on is None else _padding(trained_on))
     return form.write(out, lora.modules, lora.facts)

@@ -66,10 +66,7 @@ def write_dataset(
 def draw_prompts(
     count: int, seed: int, held_out: bool, kinds: Sequence[str] | None = None, language: str = "en"
 ) -> list[Prompt]:
-    """Return `count` prompts with their scenes, alternating kinds; `mixed` also alternates languages within a kind.
-
-    Scenes do not repeat as long as a kind has enough of them.
-    """
+    """Return `count` prompts, alternating kinds (`mixed`: languages too); scenes repeat only if a kind has too few."""
     chosen = tuple(kinds or SCENE_KINDS)
     if unknown := [kind for kind in chosen if kind not in SCENE_KINDS]:
         raise UserError(f"unknown kind of scene {unknown[0]!r}; the kinds are {', '.join(SCENE_KINDS)}")

@@ -61,11 +61,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Results for one dataset.
-
-    ``encoded`` counts the samples that this process encoded; ``small_buckets`` has the sample counts of buckets with
-    fewer samples than one global batch.
-    """
+    """Results for one dataset: samples that this process encoded, and those of buckets below one global batch."""
 
     folder: Path
     counts: dict[str, int] = field(default_factory=dict)

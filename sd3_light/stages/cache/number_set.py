@@ -10,10 +10,7 @@ from sd3_light.config.faults import UserError
 
 
 class NumberSet:
-    """A set that is filled first and queried afterwards.
-
-    It is stored in an unnamed temporary file and memory-mapped, so that the kernel can reclaim its pages.
-    """
+    """A set that is filled first and queried afterwards, in a memory-mapped file whose pages the kernel can reclaim."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__

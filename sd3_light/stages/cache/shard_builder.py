@@ -139,10 +139,7 @@ class ShardBuilder:
         self.encoded = 0
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
-        """Build units until all are built, by this or another process.
-
-        It takes over units of dead processes, and waits for units of living processes as long as there is progress.
-        """
+        """Build units until all are built, by this or another process; wait for others as long as there is progress."""
         remaining = rotate_to_share(units, share)
         if not remaining:
             return

@@ -18,10 +18,7 @@ __all__ = ["RunEstimate", "disk_faults", "estimate_run", "load", "render", "requ
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:
-    """Load a config and check it against the disk; all faults are raised in one report (law 7).
-
-    ``caching`` skips the checks that only training needs.
-    """
+    """Load a config and check it against the disk: one report of all faults. ``caching`` skips training's checks."""
     try:
         loaded = load_config(path, overrides)
     except ConfigFaults as error:

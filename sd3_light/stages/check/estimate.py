@@ -80,10 +80,7 @@ class DatasetEstimate:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The numbers of a run. Memory is that of the costliest bucket.
-
-    ``why_stock`` is the reason why GPUs would run the stock blocks; None if they run the fast ones.
-    """
+    """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks."""
 
     path: Path
     setup: TrainingSetup

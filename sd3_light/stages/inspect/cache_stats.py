@@ -37,10 +37,7 @@ class SampleRef:
 
 @dataclass
 class ShardStats:
-    """Statistics over some shards: captions by length, bytes by kind of content, and the shards that cannot be read.
-
-    ``tokens`` counts T5 tokens; it is empty where all captions are padded to one length.
-    """
+    """Statistics over some shards. ``tokens`` (of T5) is empty where all captions are padded to one length."""
 
     words: Counter[int] = field(default_factory=Counter)
     tokens: Counter[int] = field(default_factory=Counter)
@@ -112,10 +109,7 @@ class Inspection:
 
 
 def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
-    """Read the manifest of a cache, and random shards until they hold ``samples`` samples.
-
-    Raises UserError where ``folder`` has no cache.
-    """
+    """Read the manifest of a cache, and random shards until they hold ``samples`` samples."""
     manifest = Manifest.load(folder)
     stats = ShardStats()
     real = manifest.recipe.get("text_tokens") == "real"

@@ -59,10 +59,7 @@ class RejectSummary:
 
 
 def read_rejects(folder: Path, places: Mapping[str, str], seed: int, most: int = MOST_SHOWN) -> RejectSummary:
-    """Count the rejects of a cache, and choose at most ``most`` to show: at random, spread evenly over the reasons.
-
-    Memory holds at most ``most`` lines per reason. A cache without the file has no rejects.
-    """
+    """Count the rejects of a cache, and choose at most ``most`` to show: at random, spread evenly over the reasons."""
     path = folder / REJECTS
     summary = RejectSummary()
     if not path.is_file():

@@ -35,10 +35,7 @@ _CachedSample = tuple[SampleRef, Origin, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class SampleCard:
-    """A sample on the page. Images are data URIs, "" where they cannot be shown; ``problem`` says why.
-
-    ``psnr`` is the peak signal-to-noise ratio between the original and the decoded image, in dB.
-    """
+    """A sample on the page. Images are data URIs, "" where they cannot be shown; ``psnr`` compares both, in dB."""
 
     ref: SampleRef
     origin: Origin
@@ -90,10 +87,7 @@ class LatentDecoder:
 
 
 def open_decoder(places: Mapping[str, str], vae: Path | None) -> tuple[LatentDecoder | None, str]:
-    """Return the VAE in ``vae``, or the one that built the cache, and why there is none.
-
-    Raises UserError where ``vae`` cannot be used; the VAE of the cache may have moved.
-    """
+    """Return the VAE in ``vae``, which must be usable, or the one that built the cache, and why there is none."""
     folder = vae or (Path(places["diffusers_path"]) if "diffusers_path" in places else None)
     if folder is None:
         return None, "The cache does not record which VAE built it; pass its diffusers folder with --vae FOLDER."

@@ -44,10 +44,7 @@ class Curve:
 
 
 class CurveBuilder:
-    """Builds curves from about ``num_records`` records that arrive one by one.
-
-    It reads the fields ``names`` of each record, and all fields inside its fields ``groups`` (as GROUP/FIELD).
-    """
+    """Builds curves of the fields ``names`` of records, and of all fields in their ``groups`` (as GROUP/FIELD)."""
 
     def __init__(self, num_records: int, names: Iterable[str], groups: Iterable[str] = ()) -> None:
         self.curves: dict[str, Curve] = {}

@@ -21,10 +21,7 @@ _MOST_EVAL_TILES = 4
 
 
 def write_run_page(folder: Path, out: Path) -> list[str]:
-    """Write the page of a run to ``out`` and return notes about what cannot be shown.
-
-    Raises UserError where the run has no log or ``out`` cannot be written.
-    """
+    """Write the page of a run to ``out`` and return notes about what cannot be shown."""
     check_output_path(out)
     report = read_run(folder)
     notes: list[str] = []
