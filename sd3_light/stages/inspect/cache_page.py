@@ -14,7 +14,7 @@ from sd3_light.stages.inspect.cache_stats import (
 )
 from sd3_light.stages.inspect.histogram import Histogram, make_histogram
 from sd3_light.stages.inspect.rejects import MOST_SHOWN, RejectSummary, read_rejects
-from sd3_light.stages.inspect.sample_cards import SampleCard, load_samples, open_decoder
+from sd3_light.stages.inspect.sample_cards import SampleCard, load_samples, open_vae
 
 PAGE_SAMPLES = 50_000
 """The histograms use the captions of about this many samples."""
@@ -60,9 +60,9 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
         if folder is None or not Path(folder).exists():
             problem = "the cache does not record its folder" if folder is None else f"{folder} does not exist"
             notes.append(f"The originals of {label} cannot be shown: {problem}.")
-    decoder, problem = open_decoder(manifest.places, vae) if samples else (None, "")
+    opened_vae, problem = open_vae(manifest.places, vae) if samples else (None, "")
     notes += [problem] if problem else []
-    cards = load_samples(cache.folder, manifest, draw_samples(manifest.shards, samples, seed), decoder, notes)
+    cards = load_samples(cache.folder, manifest, draw_samples(manifest.shards, samples, seed), opened_vae, notes)
     rejects = read_rejects(cache.folder, manifest.places, seed)
     if rejects.damaged:
         notes.append(f"Damaged lines in rejects.jsonl: {rejects.damaged:,}.")

@@ -67,26 +67,7 @@ class SampleCard:
         return ", ".join(parts)
 
 
-class LatentDecoder:
-    """A VAE that decodes cached moments."""
-
-    def __init__(self, vae: AutoencoderKL) -> None:
-        self.vae = vae
-
-    @torch.no_grad()
-    def __call__(self, moments: Sequence[Tensor]) -> list[Pixels]:
-        """Decode the posterior mean of moments of one size, [2C, h, w] each, to [height, width, 3] each."""
-        means = torch.stack([each.chunk(2)[0] for each in moments])
-        images = self.vae.decode(means.to(self.vae.device, self.vae.dtype)).sample
-        values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
-        return list(values.permute(0, 2, 3, 1).numpy())
-
-    def accepts(self, moments: Tensor) -> bool:
-        """Return whether moments have the channels of this VAE."""
-        return bool(moments.shape[0] == 2 * self.vae.config.latent_channels)
-
-
-def open_decoder(places: Mapping[str, str], vae: Path | None) -> tuple[LatentDecoder | None, str]:
+def open_vae(places: Mapping[str, str], vae: Path | None) -> tuple[AutoencoderKL | None, str]:
     """Return the VAE in ``vae``, which must be usable, or the one that built the cache, and why there is none."""
     folder = vae or (Path(places["diffusers_path"]) if "diffusers_path" in places else None)
     if folder is None:
@@ -97,7 +78,7 @@ def open_decoder(places: Mapping[str, str], vae: Path | None) -> tuple[LatentDec
     if (folder / "vae" / "config.json").is_file():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            return LatentDecoder(load_vae(folder, device, torch.float32)), ""
+            return load_vae(folder, device, torch.float32), ""
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             problem = f"the VAE of {folder} cannot be loaded: {str(error).splitlines()[0]}"
     if vae is not None:
@@ -106,7 +87,7 @@ def open_decoder(places: Mapping[str, str], vae: Path | None) -> tuple[LatentDec
 
 
 def load_samples(
-    folder: Path, manifest: Manifest, refs: Sequence[SampleRef], decoder: LatentDecoder | None, notes: list[str]
+    folder: Path, manifest: Manifest, refs: Sequence[SampleRef], vae: AutoencoderKL | None, notes: list[str]
 ) -> list[SampleCard]:
     """Load samples as far as they can be shown; a shard that cannot be read is added to ``notes``.
 
@@ -118,7 +99,7 @@ def load_samples(
     with progress("inspect", len(refs), "samples") as bar:
         for batch in _batches(refs):
             samples = [sample for ref in batch if (sample := shards.read(ref)) is not None]
-            decoded = _decode([moments for _, _, moments, _ in samples], decoder, notes)
+            decoded = _decode([moments for _, _, moments, _ in samples], vae, notes)
             for (ref, origin, _, mask), pixels in zip(samples, decoded, strict=True):
                 cards.append(_card(manifest.places, ref, origin, mask, pixels))
             bar.advance(len(batch))
@@ -163,18 +144,23 @@ class _Shards:
         return reader, origins
 
 
-def _decode(moments: Sequence[Tensor], decoder: LatentDecoder | None, notes: list[str]) -> list[Pixels | None]:
-    if decoder is None or not moments:
+@torch.no_grad()
+def _decode(moments: Sequence[Tensor], vae: AutoencoderKL | None, notes: list[str]) -> list[Pixels | None]:
+    """Decode the posterior mean of moments of one size, [2C, h, w] each, to [height, width, 3] each."""
+    if vae is None or not moments:
         return [None] * len(moments)
-    if not decoder.accepts(moments[0]):
+    if len(moments[0]) != 2 * vae.config.latent_channels:
         note = (
-            f"The VAE has {decoder.vae.config.latent_channels} latent channels and the cache {len(moments[0]) // 2}; "
+            f"The VAE has {vae.config.latent_channels} latent channels and the cache {len(moments[0]) // 2}; "
             "pass the folder of the VAE that built the cache with --vae FOLDER."
         )
         if note not in notes:
             notes.append(note)
         return [None] * len(moments)
-    return [*decoder(moments)]
+    means = torch.stack([each.chunk(2)[0] for each in moments])
+    images = vae.decode(means.to(vae.device, vae.dtype)).sample
+    values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
+    return list(values.permute(0, 2, 3, 1).numpy())
 
 
 def _card(
