@@ -65,8 +65,8 @@ def test_the_estimate_counts_trained_parameters(files: Any) -> None:
     for number in range(3):
         files.image(f"{number}.png", 64, 64)
     full, adapter = (check.run(files.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
-    assert full.adapter is None
-    assert adapter.adapter == 31 * 4 * (256 + 256)
+    assert full.setup.adapter is None
+    assert sum(adapter.setup.adapter or ()) == 31 * 4 * (256 + 256)
     assert adapter.gpu.state.value < full.gpu.state.value / 5
     assert adapter.run_flops.value < full.run_flops.value
     console = Console(record=True, width=200)
