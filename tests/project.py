@@ -98,3 +98,17 @@ class Project:
         """Copy the project, except names that match ``without``; the model folder is shared."""
         shutil.copytree(self.folder, target, ignore=shutil.ignore_patterns(*without))
         return Project(target, self.model)
+
+
+def with_nan(model: Path, target: Path, part: str) -> Path:
+    """Copy a model folder; weights of ``part`` in the copy are NaN."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, target)
+    (file,) = (target / part).glob("*.safetensors")
+    tensors = load_file(file)
+    for name in tensors:
+        if "norm" in name and name.endswith("weight"):
+            tensors[name][0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    return target

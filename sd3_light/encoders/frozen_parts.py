@@ -120,7 +120,7 @@ class FrozenParts:
                     moments = raw_moments(vae, images, flip=variant == 1)
                 if encoded is None:
                     encoded = torch.empty(len(source), 1 + flip, *moments.shape[1:], dtype=moments.dtype)
-                self._copies.submit(moments, encoded[rows, variant].copy_)
+                self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", torch.float32))
         assert encoded is not None, "no images"
         return encoded
 
@@ -149,9 +149,10 @@ class FrozenParts:
             members = list(batch.members)
             rows = ranges(ids.starts[members], ids.lengths[members])
             tokens, pooled = self._encode_batch(name, batch, ids, rows)
-            self._collect(features, f"{name}.tokens", tokens, len(ids.ids), rows)
+            source = self._describe(TEXT_ENCODERS[name][0], self._text_dtype)
+            self._collect(features, f"{name}.tokens", tokens, len(ids.ids), rows, source)
             if pooled is not None:
-                self._collect(features, f"{name}.pooled", pooled, len(ids.lengths), np.array(members))
+                self._collect(features, f"{name}.pooled", pooled, len(ids.lengths), np.array(members), source)
         return features
 
     def caption_batches(self, name: str, lengths: Sequence[int]) -> list[CaptionBatch]:
@@ -183,16 +184,19 @@ class FrozenParts:
             tokens = tokens if real_index is None else tokens[real_index]
             return tokens.to(STORED_DTYPE), None if pooled is None else pooled.to(STORED_DTYPE)
 
+    def _describe(self, folder: str, dtype: torch.dtype) -> str:
+        return f"the encoder {self.path / folder}, computed in {str(dtype).removeprefix('torch.')},"
+
     def _collect(
-        self, features: dict[str, Tensor], name: str, values: Tensor, count: int, rows: NDArray[np.int64]
+        self, features: dict[str, Tensor], name: str, values: Tensor, count: int, rows: NDArray[np.int64], source: str
     ) -> None:
         """Copy ``values`` to ``rows`` of ``features[name]``, which has ``count`` rows."""
         if name not in features:
             features[name] = torch.empty(count, values.shape[-1], dtype=values.dtype)
         if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-            self._copies.submit(values, features[name][rows[0] : rows[-1] + 1].copy_)
+            self._copies.submit(values, features[name][rows[0] : rows[-1] + 1].copy_, source)
         else:
-            self._copies.submit(values, partial(features[name].index_copy_, 0, torch.from_numpy(rows)))
+            self._copies.submit(values, partial(features[name].index_copy_, 0, torch.from_numpy(rows)), source)
 
     # --- the device -----------------------------------------------------------------------------
 

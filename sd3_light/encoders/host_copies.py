@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd3_light.config.faults import UserError
+
 BUFFERS = 4
 
 
@@ -29,35 +31,43 @@ class AsyncHostCopies:
         for _ in range(buffers):
             self._free.put(torch.empty(0, dtype=torch.uint8))
 
-    def submit(self, result: Tensor, store: Callable[[Tensor], Any]) -> None:
+    def submit(self, result: Tensor, store: Callable[[Tensor], Any], source: str) -> None:
         """Call ``store`` with a host copy of ``result`` that is valid during the call only.
 
-        Waits while all buffers are in use, and raises the error of an earlier ``store``.
+        A result with NaN or infinity is a UserError that names its ``source``. Waits while all buffers are in use, and
+        raises the error of an earlier result.
         """
+        is_finite = result.isfinite().all()  # on the device, where it costs one more read
         if self.device.type != "cuda":
+            _require_finite(is_finite, source)
             store(result)
             return
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
         buffer = self._free.get()
-        if buffer.numel() < result.nbytes:
-            buffer = torch.empty(result.nbytes, dtype=torch.uint8, pin_memory=True)
+        if buffer.numel() <= result.nbytes:  # the last byte is the flag
+            buffer = torch.empty(result.nbytes + 1, dtype=torch.uint8, pin_memory=True)
+        flag = buffer[-1:].view(torch.bool)
         copy = buffer[: result.nbytes].view(result.dtype).view(result.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         # results are inference tensors: record_stream on them is allowed in inference mode only
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             copy.copy_(result, non_blocking=True)
-            result.record_stream(self._stream)  # keeps the allocator from reusing its memory before it is read
+            flag.copy_(is_finite, non_blocking=True)
+            for tensor in (result, is_finite):  # the allocator must not reuse their memory before it is read
+                tensor.record_stream(self._stream)
             arrived = torch.cuda.Event(blocking=True)
             arrived.record(self._stream)
-        self._pending.append(self._thread.submit(self._store, arrived, buffer, copy, store))
 
-    def _store(self, arrived: torch.cuda.Event, buffer: Tensor, copy: Tensor, store: Callable[[Tensor], Any]) -> None:
-        try:
-            arrived.synchronize()
-            store(copy)
-        finally:
-            self._free.put(buffer)
+        def finish() -> None:
+            try:
+                arrived.synchronize()
+                _require_finite(flag, source)
+                store(copy)
+            finally:
+                self._free.put(buffer)
+
+        self._pending.append(self._thread.submit(finish))
 
     def waiter(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, until everything submitted so far is stored."""
@@ -73,3 +83,11 @@ class AsyncHostCopies:
         """Wait for pending copies and stop the thread."""
         if self.device.type == "cuda":
             self._thread.shutdown(wait=True)
+
+
+def _require_finite(is_finite: Tensor, source: str) -> None:
+    if not is_finite:
+        raise UserError(
+            f"{source} returned NaN or infinity; check its weights, or use model.dtype = 'bfloat16' if it overflows "
+            "float16. Finished shards are kept"
+        )

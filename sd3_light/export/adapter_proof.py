@@ -13,7 +13,7 @@ from sd3_light.config import AdapterConfig
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import AdapterSpec
 from sd3_light.export.lora_fusing import baked
-from sd3_light.export.proof import compare_outputs, fixed_inputs, run_clean_process
+from sd3_light.export.proof import compare_outputs, fixed_inputs, require_finite, run_clean_process
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, load_lycoris
@@ -46,6 +46,7 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
         denoiser = proof_process.load_base(folder, getattr(torch, dtype))
     _apply(denoiser, modules, spec.adapter, spec.save_dtype)
     expected = proof_process.denoise(denoiser, inputs)
+    require_finite("the denoiser with the adapter", expected)
     difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
     return {
         **{name: version(name) for name in ("diffusers", "peft", "torch", "safetensors")},

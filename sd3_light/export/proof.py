@@ -49,6 +49,8 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
     with tempfile.TemporaryDirectory() as work:
         report, reloaded = run_clean_process(folder, Path(work), request, inputs)
     expected = _in_memory(spec, weights, inputs)
+    require_finite("the exported denoiser", expected["output"])
+    require_finite(f"the VAE of {spec.base}", expected["image"])
     _compare_config(report["config"], spec.transformer_config)
     digests = proof_process.digests(dict(weights))
     _compare_weights(report["weights"], digests)
@@ -142,6 +144,12 @@ def _compare_weights(actual: Mapping[str, str], expected: Mapping[str, str]) -> 
     changed = [name for name, digest in expected.items() if actual[name] != digest]
     if changed:
         raise ProofError(f"reloaded weights differ in value: {changed[:5]}")
+
+
+def require_finite(part: str, output: Tensor) -> None:
+    """Raise a ProofError if a part of the model computes NaN or infinity."""
+    if not output.isfinite().all():
+        raise ProofError(f"{part} returns NaN or infinity; check its weights")
 
 
 def compare_outputs(subject: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:

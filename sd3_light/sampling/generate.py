@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
@@ -199,12 +200,15 @@ def _generate_batch(
         texts = [*encoder([request.negative_prompt for request in batch]), *texts]
     # latents get the dtype of the text, and the VAE must accept it
     text = batch_texts(texts, texts[0].tokens.device, pipe.vae.dtype)
-    if policy.text_tokens == "padded":
-        return run_pipeline(pipe, batch, text, steps, guidance)
-    step = pipe.vae_scale_factor * pipe.patch_size
-    num_image = (batch[0].width // step) * (batch[0].height // step)
-    mask = real_text_mask(text.lengths, text.tokens.shape[1], num_image)
-    return run_pipeline(pipe, batch, text, steps, guidance, {"attention_mask": mask})
+    attention = None
+    if policy.text_tokens == "real":
+        step = pipe.vae_scale_factor * pipe.patch_size
+        num_image = (batch[0].width // step) * (batch[0].height // step)
+        attention = {"attention_mask": real_text_mask(text.lengths, text.tokens.shape[1], num_image)}
+    images, fault = run_pipeline(pipe, batch, text, steps, guidance, attention)
+    if fault:
+        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
+    return images
 
 
 def run_pipeline(
@@ -214,8 +218,8 @@ def run_pipeline(
     steps: int,
     guidance: float,
     attention: dict[str, Any] | None = None,
-) -> list[Image.Image]:
-    """Run the stock pipeline on encoded texts, for requests of one size.
+) -> tuple[list[Image.Image], str | None]:
+    """Run the stock pipeline on encoded texts, for requests of one size; return the images and what is wrong with them.
 
     With guidance, the rows of ``text`` are all negative texts, then all prompts. ``attention`` is passed to the
     denoiser as ``joint_attention_kwargs``.
@@ -224,8 +228,15 @@ def run_pipeline(
     embeds = {name: tensor[-len(batch) :] for name, tensor in rows.items()}
     if guidance > 1:
         embeds |= {f"negative_{name}": tensor[: len(batch)] for name, tensor in rows.items()}
+    latents: Tensor | None = None
+
+    def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal latents
+        latents = tensors["latents"]
+        return {}
+
     with _no_progress_bar(pipe), torch.no_grad():
-        result = pipe(
+        pixels: Tensor = pipe(
             **embeds,
             # with a list, diffusers draws each image's noise independently of the batch
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
@@ -234,9 +245,23 @@ def run_pipeline(
             num_inference_steps=steps,
             guidance_scale=guidance,
             joint_attention_kwargs=attention,
-        )
-    images: list[Image.Image] = result.images
-    return images
+            callback_on_step_end=keep_latents,
+            output_type="pt",
+        ).images
+    assert latents is not None, "at least one step"
+    computed = {"text encoder": (text.tokens, text.pooled), "denoiser": (latents,), "VAE": (pixels,)}
+    fault = next((_not_finite(part) for part, tensors in computed.items() if not _are_finite(tensors)), None)
+    processor = pipe.image_processor
+    images: list[Image.Image] = processor.numpy_to_pil(processor.pt_to_numpy(pixels.nan_to_num()))
+    return images, fault
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _not_finite(part: str) -> str:
+    return f"the {part} returned NaN or infinity; check its weights"
 
 
 @contextmanager

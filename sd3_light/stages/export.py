@@ -18,6 +18,7 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.hub import check_push, push
+from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.model.start import where_weights_start
@@ -66,6 +67,8 @@ def run(
         _write(train, weights_to_export, run_folder, out, contents)
     except ExportError as error:
         raise UserError(f"{run_folder}: {error}; does its config.toml belong to these weights?") from error
+    except ProofError as error:
+        raise UserError(f"{out} was not written: {error}") from error
     if push_to_hub is not None:
         info(f"pushed to {push(out, push_to_hub)}")
     return out

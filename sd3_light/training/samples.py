@@ -55,6 +55,7 @@ class Sampler:
     device: torch.device
     stages: int = 1
     _vae: AutoencoderKL | None = field(default=None, repr=False)
+    _fault: str | None = None
 
     @staticmethod
     def of_config(
@@ -92,10 +93,14 @@ class Sampler:
         """Draw a grid with all ranks and write it to ``path``; return it on rank 0 and None elsewhere.
 
         ``facts`` (the step, ...) go into the PNG's metadata with prompts, seeds and settings. ``group`` joins all ranks
-        and transfers CPU tensors (gloo). A grid that cannot be written is reported, and None on rank 0 too.
+        and transfers CPU tensors (gloo). A grid that cannot be written, or with values that are not finite, is
+        reported, and None on rank 0 too.
         """
-        images = self._gather(self.draw(denoise), group)
+        images, fault = self._gather(self.draw(denoise), group), self._first_fault(group)
         if images is None:
+            return None
+        if fault is not None:
+            info(f"the grid {path} was not written: {fault}")
             return None
         grid = self._grid(images, facts)
         settings = self.config.sampling
@@ -113,13 +118,26 @@ class Sampler:
         return self.requests[0].width, self.requests[0].height
 
     def draw(self, denoise: DenoiseFeatures) -> list[tuple[int, Image.Image]]:
-        """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often."""
-        pipe, share = self._pipeline(), self._share(self.launch.rank)
+        """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often.
+
+        Values that are not finite raise no error, as other ranks would wait; see `_first_fault`.
+        """
+        pipe, share, self._fault = self._pipeline(), self._share(self.launch.rank), None
         drawn: list[tuple[int, Image.Image]] = []
         for start in range(0, len(share), self.batch_size):
             indices = share[start : start + self.batch_size]
-            drawn += zip(indices, self._draw_batch(pipe, denoise, indices), strict=True)
+            images, fault = self._draw_batch(pipe, denoise, indices)
+            self._fault = self._fault or fault
+            drawn += zip(indices, images, strict=True)
         return drawn
+
+    def _first_fault(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return on rank 0 what was wrong with the images of any rank."""
+        if self.launch.world == 1:
+            return self._fault
+        faults: list[str | None] | None = [None] * self.launch.world if self.launch.is_main else None
+        dist.gather_object(self._fault, faults, dst=0, group=group)
+        return next(filter(None, faults or ()), None)
 
     def _share(self, rank: int) -> list[int]:
         data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
@@ -127,7 +145,7 @@ class Sampler:
 
     def _draw_batch(
         self, pipe: StableDiffusion3Pipeline, denoise: DenoiseFeatures, indices: Sequence[int]
-    ) -> list[Image.Image]:
+    ) -> tuple[list[Image.Image], str | None]:
         settings = self.config.sampling
         batch = [self.requests[index] for index in indices]
         texts = [self.texts[request.prompt] for request in batch]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd3_light.config.faults import UserError
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.host_copies import AsyncHostCopies
 
@@ -51,7 +52,7 @@ def test_many_copies_through_few_buffers_are_stored_correctly() -> None:
     copies = AsyncHostCopies(device, buffers=2)
     stored = torch.zeros(64, 1 << 16)
     for number in range(64):
-        copies.submit(torch.full((1 << 16,), float(number), device=device), stored[number].copy_)
+        copies.submit(torch.full((1 << 16,), float(number), device=device), stored[number].copy_, "a test")
     copies.waiter()()
     copies.close()
     assert torch.equal(stored, torch.arange(64.0)[:, None].expand_as(stored))
@@ -63,7 +64,21 @@ def test_a_failed_store_is_raised() -> None:
     def fail(_: torch.Tensor) -> None:
         raise KeyError("full")
 
-    copies.submit(torch.zeros(1, device="cuda"), fail)
+    copies.submit(torch.zeros(1, device="cuda"), fail, "a test")
     with pytest.raises(KeyError):
         copies.waiter()()
     copies.close()
+
+
+def test_a_result_that_is_not_finite_is_an_error() -> None:
+    """Also after a larger result, whose buffer is reused."""
+    copies = AsyncHostCopies(torch.device("cuda"), buffers=1)
+    stored = torch.zeros(8)
+    copies.submit(torch.ones(1 << 16, device="cuda"), lambda _: None, "a test")
+    copies.submit(torch.ones(8, device="cuda"), stored.copy_, "a test")
+    copies.waiter()()
+    copies.submit(torch.full((8,), float("inf"), device="cuda", dtype=torch.bfloat16), stored.copy_, "the encoder")
+    with pytest.raises(UserError, match="the encoder returned NaN or infinity"):
+        copies.waiter()()
+    copies.close()
+    assert torch.equal(stored, torch.ones(8))

@@ -28,6 +28,7 @@ from sd3_light.export.proof import ProofError, combined_digest, prove
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.saver import model_spec
+from tests.project import with_nan
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "zero", "t5_max_length": 16}
@@ -427,3 +428,17 @@ def test_the_digest_depends_on_names_types_and_bits() -> None:
     }
     assert len(digests) == 4
     assert digest(dict(reversed(weights.items()))) in digests
+
+
+def test_the_proof_names_the_part_that_is_not_finite(
+    demo_parts: Path, tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing: Any = lambda *_: ({"config": CONFIG, "weights": {}}, {})  # noqa: E731
+    monkeypatch.setattr(proof_module, "run_clean_process", nothing)
+    base = with_nan(demo_parts, tmp_path / "nan", "vae")
+    with pytest.raises(ProofError, match=rf"the VAE of {base} returns NaN or infinity"):
+        write_folder(tmp_path / "out", state, spec(base))
+    broken = {**state, "proj_out.weight": torch.full_like(state["proj_out.weight"], 3e38)}
+    with pytest.raises(ProofError, match="the exported denoiser returns NaN or infinity"):
+        write_folder(tmp_path / "out", broken, spec(demo_parts, save_dtype=torch.float32))
+    assert not (tmp_path / "out").exists()

@@ -158,3 +158,20 @@ def test_a_png_contains_its_parameters(tmp_path: Path) -> None:
     assert text["seed"] == "3"
     assert json.loads(text["sizes"]) == [1, 2]
     assert [file.name for file in path.parent.iterdir()] == ["one.png"]
+
+
+@pytest.mark.parametrize(
+    ("part", "named"), [("vae", "VAE"), ("transformer", "denoiser"), ("text_encoder_3", "text encoder")]
+)
+@pytest.mark.parametrize("exact", [False, True])
+def test_values_that_are_not_finite_give_an_error_instead_of_a_flat_image(
+    pipe: Any, part: str, named: str, exact: bool
+) -> None:
+    weight = list(getattr(pipe, part).parameters())[-1].data
+    value = weight.clone()
+    weight.fill_(float("nan"))
+    try:
+        with pytest.raises(UserError, match=f"'a small red circle': the {named} returned NaN or infinity"):
+            generate(pipe, REQUESTS[:1], POLICY, STEPS, exact=exact)
+    finally:
+        weight.copy_(value)

@@ -32,7 +32,7 @@ from sd3_light.stages.check import disk_faults
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
-from tests.project import Project
+from tests.project import Project, with_nan
 
 NUM_IMAGES = 40
 
@@ -709,3 +709,13 @@ def test_a_missing_folder_is_reported_before_anything_is_encoded(fresh_project: 
     with pytest.raises(ConfigFaults, match="nowhere"):
         build_caches(fresh_project.load(), Launch())
     assert not fresh_project.cache.exists()
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"])
+def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp_path: Path, part: str) -> None:
+    """At the first batch, and nothing that contains NaN is written."""
+    model = with_nan(fresh_project.model, tmp_path / "nan", part)
+    with pytest.raises(UserError, match=rf"the encoder {model / part}, computed in float32, returned NaN or infinity"):
+        fresh_project.build_cache(f'model.diffusers_path="{model}"')
+    assert not list(fresh_project.cache.glob("shards/*.safetensors"))
+    assert not (fresh_project.cache / MANIFEST).exists()

@@ -369,3 +369,18 @@ def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:
     assert torch.equal(
         join_features(features).pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
     )
+
+
+def test_a_grid_with_values_that_are_not_finite_is_reported(
+    caches: dict[str, Project], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawing = sampler(caches["padded"], *overrides())
+
+    def broken(features: tuple[Tensor, ...]) -> Tensor:
+        return torch.full_like(features[0], float("nan"))
+
+    assert drawing.sample(broken, tmp_path / "grid.png", {"step": 1}) is None
+    assert not list(tmp_path.iterdir())
+    line = f"the grid {tmp_path / 'grid.png'} was not written: the denoiser returned NaN or infinity"
+    assert line in capfd.readouterr().err
+    assert drawing.sample(lambda features: torch.zeros_like(features[0]), tmp_path / "grid.png", {"step": 1})
