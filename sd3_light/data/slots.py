@@ -32,6 +32,8 @@ Pin = Callable[[int, int], Callable[[], Any] | None]
 
 _ALIGN = 64
 _GROWTH = 1 << 20
+_HEADROOM = 8
+"""A slot that grows gets this fraction of its size in addition."""
 
 
 class InPlaceDataset(Dataset[Any]):
@@ -100,6 +102,8 @@ class SlotPool:
     def _mapped(self, slot: int, nbytes: int) -> NDArray[np.uint8]:
         view = self._maps.get(slot)
         if view is None or len(view) < nbytes:
+            if view is not None:  # batches differ: grow rarely, because pinning and unpinning stop the device
+                nbytes = max(nbytes + nbytes // _HEADROOM, *map(len, self._maps.values()))
             size = max(os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
             os.ftruncate(self._files[slot], size)
             view = self._maps[slot] = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)

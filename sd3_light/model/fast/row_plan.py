@@ -77,44 +77,41 @@ def _padded_plan(samples: int, num_image: int, num_text: int, device: torch.devi
 
 
 def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, device: torch.device) -> RowPlan:
-    image = torch.full((samples,), num_image, dtype=torch.int64)
-    text = torch.full_like(image, num_text) if lengths is None else lengths
-    assert len(text) == samples and int(text.min()) > 0 and int(text.max()) <= num_text, "text lengths"
+    counts = torch.full((samples,), num_text, dtype=torch.int64) if lengths is None else lengths
+    shortest, longest, num_rows = int(counts.min()), int(counts.max()), int(counts.sum())
+    assert len(counts) == samples and shortest > 0 and longest <= num_text, "text lengths"
+    # from pinned memory: a copy from pageable memory would wait for all queued work of the device
+    text = counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts.to(device)
+    image = torch.full_like(text, num_image)
     joined = _starts(image + text)
-    image_rows = _rows(image, joined[:-1], device)
-    text_rows = _rows(text, joined[:-1] + image, device)
     text_index = None
     if lengths is not None:
-        first = torch.arange(samples) * num_text - _starts(text)[:-1]
-        text_index = _to_device(torch.arange(int(text.sum())) + first.repeat_interleave(text), device, torch.int64)
-    longest, total = int((image + text).max()), int(joined[-1])
+        first = torch.arange(samples, device=device) * num_text - _starts(text)[:-1]
+        text_index = torch.arange(num_rows, device=device) + _repeat(first, text, num_rows)
+    total, length = samples * num_image + num_rows, longest if shortest == longest else None
     is_rounded = lengths is not None and device.type == "cuda"
     return RowPlan(
-        image_rows,
-        text_rows,
-        _to_device(joined, device),
-        longest,
-        longest if text_rows.length is not None else None,
+        _rows(image, joined[:-1], samples * num_image, num_image, num_image),
+        _rows(text, joined[:-1] + image, num_rows, longest, length),
+        joined.int(),
+        num_image + longest,
+        None if length is None else num_image + longest,
         text_index,
         -(-total // ROUND) * ROUND if is_rounded else total,
     )
 
 
-def _rows(lengths: Tensor, begin: Tensor, device: torch.device) -> Rows:
-    """Return the rows of samples of these lengths that begin at ``begin`` among the joined rows."""
-    starts, longest = _starts(lengths), int(lengths.max())
-    sample_index = torch.arange(len(lengths)).repeat_interleave(lengths)
-    joined_index = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(lengths)
-    length = longest if bool((lengths == longest).all()) else None
-    return Rows(
-        _to_device(starts, device), _to_device(sample_index, device), _to_device(joined_index, device), longest, length
-    )
+def _rows(lengths: Tensor, begin: Tensor, count: int, longest: int, length: int | None) -> Rows:
+    """Return the ``count`` rows of samples of these lengths that begin at ``begin`` among the joined rows."""
+    starts = _starts(lengths)
+    sample_index = _repeat(torch.arange(len(lengths), device=lengths.device), lengths, count)
+    joined_index = torch.arange(count, device=lengths.device) + _repeat(begin - starts[:-1], lengths, count)
+    return Rows(starts.int(), sample_index.int(), joined_index.int(), longest, length)
 
 
-def _to_device(values: Tensor, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    values = values.to(dtype)
-    # a copy from pageable memory would wait for all queued work of the device
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+def _repeat(values: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """Repeat each value by its length; with the known ``count`` of results the host does not wait for the device."""
+    return values.repeat_interleave(lengths, output_size=count)
 
 
 def _starts(lengths: Tensor) -> Tensor:
