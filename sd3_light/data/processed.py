@@ -4,6 +4,7 @@
     shards/PPPPP-NNNNN.safetensors     samples of one bucket: NAME -> [n, ...], and `data_id`; its hash is in the .json
     shards/PPPPP-NNNNN.arrow           fingerprint and non-tensor values (as JSON) of each sample
     P/ID.json                          shard, row, names, shapes and fingerprint of sample ID of process P
+    P/ID.pth                           instead of a shard, what a module's own forward returned (`sample_files.py`)
 
 Shards are written atomically. A process that is started again keeps samples whose fingerprint has not changed.
 """
@@ -23,8 +24,9 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS
+from sd3_light.data.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
 from sd3_light.data.shards import write_files
-from sd3_light.files import file_sha256, write_atomically
+from sd3_light.files import atomic_file, file_sha256, write_atomically
 
 PROCESSED_FORMAT = 1
 _ID = "data_id"
@@ -90,18 +92,20 @@ class ProcessedWriter:
         self._pending: dict[Hashable, list[ProcessedSample]] = {}
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         (folder / str(process)).mkdir(exist_ok=True)
+        self._others = [path for path in folder.glob("[0-9]*") if path.is_dir() and path.name != str(process)]
         self.known = self._existing()
         entries = (folder / SHARDS).glob(f"{process:05d}-*.json")
         self._next = 1 + max((int(path.stem.split("-")[1]) for path in entries), default=-1)
 
     def _existing(self) -> dict[int, str]:
-        """Return data_id -> fingerprint of the samples that this process wrote in earlier runs."""
-        existing = {}
-        for path in (self.folder / str(self.process)).glob("*.json"):
+        """Return data_id -> fingerprint of the samples that any process wrote in earlier runs."""
+        existing: dict[int, str] = {}
+        for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several views the manifest uses the last
+            existing.pop(int(path.stem), None)
             try:
                 view = json.loads(path.read_text(encoding="utf-8"))
                 shard, known = self.folder / view["shard"], view["fingerprint"]
-            except (ValueError, LookupError, TypeError):  # damaged: computed again
+            except (OSError, ValueError, LookupError, TypeError):  # damaged, or being replaced: computed again
                 continue
             if shard.is_file():
                 existing[int(path.stem)] = known
@@ -140,6 +144,28 @@ class ProcessedWriter:
         view = {"shard": file, "row": row, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
         text = json.dumps({**view, "tensors": names, "values": sample.plain}, ensure_ascii=False, indent=1)
         write_atomically(self.folder / str(self.process) / f"{sample.data_id}.json", text.encode())
+        self._remove_older(sample.data_id)
+
+    def _remove_older(self, data_id: int) -> None:
+        """Remove what another process wrote for the sample when there was another number of processes."""
+        for folder in self._others:
+            for suffix in (".json", SAMPLE_SUFFIX):
+                (folder / f"{data_id}{suffix}").unlink(missing_ok=True)
+
+
+class SampleFileWriter(ProcessedWriter):
+    """Writes the samples of one process in one file each; their values are any that `storable` returns."""
+
+    def add(self, sample: ProcessedSample) -> None:
+        """Write the sample and its JSON view."""
+        file = f"{self.process}/{sample.data_id}{SAMPLE_SUFFIX}"
+        path = self.folder / file
+        view: dict[str, Any] = {"shard": file, "row": 0, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
+        with atomic_file(path) as temporary:
+            write_sample_file(temporary, sample.values)
+            view["sha256"] = file_sha256(temporary)
+        write_atomically(path.with_suffix(".json"), json.dumps(view, indent=1).encode())
+        self._remove_older(sample.data_id)
 
 
 def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
@@ -150,6 +176,8 @@ def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int
         view = json.loads(path.read_text(encoding="utf-8"))
         if int(path.stem) < count:
             rows[int(path.stem)] = (view["shard"], view["row"])
+            if "sha256" in view:
+                entries.append({"file": view["shard"], "bucket": view["bucket"], "count": 1, "sha256": view["sha256"]})
     if missing := sorted(set(range(count)) - rows.keys()):
         raise UserError(
             f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; run the data process again"
@@ -185,6 +213,12 @@ class ProcessedDataset(Dataset[Any]):
         self._entries = {entry["file"]: entry for entry in manifest["shards"]}
         self._samples: list[tuple[str, int]] = [(file, row) for file, row in manifest["samples"]]
         self._open: dict[str, tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
+        self._verified: set[str] = set()
+
+    @property
+    def load_from_cache(self) -> bool:
+        """Whether the samples are what a module's own forward returned: its ``inputs`` in the second stage."""
+        return bool(self._samples) and self._samples[0][0].endswith(SAMPLE_SUFFIX)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
@@ -196,18 +230,27 @@ class ProcessedDataset(Dataset[Any]):
         """Return the bucket in which the sample was processed."""
         return str(self._entries[self._samples[index][0]]["bucket"])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Any:
         file, row = self._samples[index]
+        if self.load_from_cache:
+            return read_sample_file(self._verify(file))
         columns, plain = self._shard(file)
         return {**{name: column[row] for name, column in columns.items()}, **plain[row]}
 
     def _shard(self, file: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         if file not in self._open:
-            path = self.folder / file
-            if not path.is_file() or file_sha256(path) != self._entries[file]["sha256"]:
-                raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
+            path = self._verify(file)
             with safe_open(path, framework="pt") as opened:
                 columns = {name: opened.get_tensor(name) for name in opened.keys() if name != _ID}  # noqa: SIM118
             rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()
             self._open[file] = columns, [json.loads(row["values"]) for row in rows]
         return self._open[file]
+
+    def _verify(self, file: str) -> Path:
+        """Return the path of a file; when it is first used its hash is compared."""
+        path = self.folder / file
+        if file not in self._verified:
+            if not path.is_file() or file_sha256(path) != self._entries[file]["sha256"]:
+                raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
+            self._verified.add(file)
+        return path

@@ -90,14 +90,16 @@ class TaskEngine(TorchEngine):
         with self._autocast():
             return task_losses(self.layout.run, self.module, batch)
 
-    def _clipped_norm(self) -> Tensor:
-        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
-        if missing:
-            raise UserError(
-                f"no gradient reached {missing[0]} of the denoiser; use it in denoise, or freeze it with "
-                "requires_grad_(False)"
-            )
-        return super()._clipped_norm()
+    def _require_gradients(self) -> None:
+        # an accelerator that finds unused parameters says that there may be some
+        if getattr(getattr(self.accelerator, "ddp_handler", None), "find_unused_parameters", False):
+            return
+        for name, weight in self._parameters.items():
+            if weight.grad is None:
+                raise UserError(
+                    f"no gradient reached {name} of the denoiser; use it in denoise, or freeze it with "
+                    "requires_grad_(False)"
+                )
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:

@@ -41,6 +41,8 @@ class StepResult:
 
     def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
         self.names = tuple(names)
+        self.first = numbers[0]
+        """The first loss, on the device."""
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

@@ -92,13 +92,16 @@ class TorchEngine(Engine):
 
     def _clipped_norm(self) -> Tensor:
         """Clip the gradients and return their global norm before clipping."""
-        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
-        assert not missing, f"no gradient reached {missing[:3]}"
+        self._require_gradients()
         grads = [self.layout.held(weight.grad) for weight in self._parameters.values() if weight.grad is not None]
         norm = self._norm(grads)
         if self.clip:
             torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
         return norm
+
+    def _require_gradients(self) -> None:
+        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
+        assert not missing, f"no gradient reached {missing[:3]}"
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         return self.layout.sum_parts(sum_of_squares(parts)).sqrt()

@@ -1,6 +1,6 @@
 """The single file that a task saves: the adapter if only an adapter is trained, else all trained weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_facts, adapter_modules, read_adapter, write_adapter_file
 from sd3_light.export.adapter_proof import AdapterModules
 from sd3_light.export.lora_file import cast_tensors, diffusers_state, load_tensors, save_tensors
-from sd3_light.files import atomic_file
+from sd3_light.files import atomic_file, scratch_folder
 from sd3_light.model.lora_layers import LoraModule
 
 
@@ -25,18 +25,24 @@ def write_trained(
     adapter: AdapterConfig | None,
     save_dtype: torch.dtype = torch.float32,
     facts: Mapping[str, Any] | None = None,
+    rename: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> Path:
     """Write the trained weights, named as in ``transformer``, atomically; an existing file is replaced.
 
     A LoRA gets diffusers' names, ``transformer.<layer>.lora_A.weight``, with its scale multiplied in: it works in stock
-    diffusers (``load_lora_weights``) and, for SD3, in ComfyUI.
+    diffusers (``load_lora_weights``) and, for SD3, in ComfyUI. ``rename`` changes the names in the file, or converts
+    the tensors.
     """
     facts = {**(facts or {}), **({"adapter": adapter_facts(adapter)} if adapter else {})}
     if adapter is None:
-        return _write(path, state, save_dtype, facts)
+        return write_weights(path, rename(state) if rename else state, save_dtype, facts)
+    if rename is not None:
+        with scratch_folder(path) as folder:
+            plain = load_file(write_trained(folder / path.name, state, transformer, adapter, save_dtype, facts))
+        return write_weights(path, rename(plain), save_dtype, facts)
     modules: Any = adapter_modules(state, adapter)
     if adapter.type == "lora" and not isinstance(transformer, SD3Transformer2DModel):
-        return _write(path, diffusers_state(modules), save_dtype, facts)
+        return write_weights(path, diffusers_state(modules), save_dtype, facts)
     return write_adapter_file(path, modules, adapter, save_dtype, facts)
 
 
@@ -57,7 +63,8 @@ def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterCon
     return modules
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts: Mapping[str, Any]) -> Path:
+def write_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts: Mapping[str, Any]) -> Path:
+    """Write tensors by name, atomically; an existing file is replaced."""
     saved = cast_tensors(tensors, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:

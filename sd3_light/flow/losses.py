@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
+from sd3_light.flow.pipe_loss import pipe_flow_loss
 from sd3_light.flow.timesteps import times_from_quantiles
 
 METHODS = ("logit_normal", "uniform")
@@ -29,7 +30,8 @@ class FlowMatchSFTLoss:
 
     An optional ``mask`` [B, H, W] limits the loss to a region. An optional ``loss_weight`` [B], as in prior
     preservation, multiplies each sample's loss. ``flux_shift`` counts tokens of ``patch_size`` latent pixels: one
-    number for height and width, or one per axis, the last for the width.
+    number for height and width, or one per axis, the last for the width. ``FlowMatchSFTLoss(pipe, **inputs)`` is
+    the loss of a DiffSynth pipeline itself, for a custom forward: see `pipe_flow_loss`.
     """
 
     latents: str = "latents"
@@ -39,6 +41,13 @@ class FlowMatchSFTLoss:
     flux_shift: bool = False
     pseudo_huber_c: float | None = None
     patch_size: int | tuple[int, ...] = 2
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Return the settings, or the loss of a pipeline: a first argument that is not a name, or ``pipe``."""
+        if cls is FlowMatchSFTLoss and ("pipe" in settings or (args and not isinstance(args[0], str))):
+            pipe = args[0] if args else settings.pop("pipe")
+            return pipe_flow_loss(pipe, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.timestep_sample_method not in METHODS:

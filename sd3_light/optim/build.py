@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.groups import WeightKinds
 from sd3_light.runlog import info
 
@@ -108,6 +109,9 @@ def make_optimizer(model: nn.Module, named: Named, config: OptimizerConfig, devi
     """Return the optimizer of ``[optimizer]`` for trainable weights of ``model``, by name, all on ``device``."""
     assert named, "nothing to train"
     assert all(parameter.device.type == device.type for parameter in named.values()), f"weights must be on {device}"
+    if isinstance(config, CustomizedOptimizer):
+        customized = make_customized(WeightKinds(model).groups(named, config.weight_decay), config)
+        return Optimizer(named, [OptimizerPart(customized, create_customized_state, skips_on_device=False)])
     record = OPTIMIZERS[config.type]
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')

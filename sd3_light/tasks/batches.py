@@ -47,28 +47,46 @@ def length_of(dataset: Any) -> int:
     return len(dataset)
 
 
-def item_of(dataset: Any, index: int) -> Mapping[str, Any]:
-    """Return a sample's values by name; errors of the dataset name the sample."""
+def any_item_of(dataset: Any, index: int) -> Any:
+    """Return a sample; errors of the dataset name the sample."""
     with as_user_error(f"sample {index}: the dataset", "fix the sample, or leave it out"):
-        item = dataset[index]
+        return dataset[index]
+
+
+def item_of(dataset: Any, index: int) -> Mapping[str, Any]:
+    """Return a sample's values by name."""
+    item = any_item_of(dataset, index)
     if not isinstance(item, Mapping):
         raise UserError(f"sample {index} is a {type(item).__name__}; a dataset returns dicts of values by name")
     return item
 
 
+ReadItem = Callable[[Any, int], Any]
+"""`item_of`, or `any_item_of` for modules with a custom forward."""
+
+
 class TaskBatches(Dataset[Any]):
     """A rank's micro-batches by number: ``step * micro_batches + micro``."""
 
-    def __init__(self, dataset: Dataset[Any], samples: SampleOrder, rank: int, world: int, micro_batches: int) -> None:
-        self.dataset, self.samples = dataset, samples
+    def __init__(
+        self, dataset: Dataset[Any], samples: SampleOrder, rank: int, world: int, micro_batches: int, read: ReadItem
+    ) -> None:
+        self.dataset, self.samples, self.read = dataset, samples, read
         self.rank, self.world, self.micro_batches = rank, world, micro_batches
+        self.load_from_cache = bool(getattr(dataset, "load_from_cache", False))
 
     def __getitem__(self, number: int) -> TaskBatch:
         step, micro = divmod(number, self.micro_batches)
         size = self.samples.order.batch_size(step)
         start, stop = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
         return [
-            {"data": item_of(self.dataset, index), "data_id": index, "epoch": epoch, "repeat": repeat}
+            {
+                "data": self.read(self.dataset, index),
+                "data_id": index,
+                "epoch": epoch,
+                "repeat": repeat,
+                "load_from_cache": self.load_from_cache,
+            }
             for index, epoch, repeat in self.samples.picks(step, start, stop)
         ]
 
@@ -81,21 +99,26 @@ class _Unprepared:
         return batch
 
 
-def task_steps(batches: TaskBatches, num_workers: int) -> Callable[[int], StepStream]:
+def task_steps(batches: TaskBatches, num_workers: int, prefetch: int) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position, read by workers."""
 
     def steps(first: int) -> StepStream:
         micro = batches.micro_batches
         items = range(first * micro, 2**62)
-        return PipelineDataLoader(batches, None, micro, _Unprepared(), num_workers, 2, items).steps()
+        return PipelineDataLoader(batches, None, micro, _Unprepared(), num_workers, prefetch, items).steps()
 
     return steps
 
 
 def evaluation_batches(
-    dataset: Dataset[Any], batch_size: int, bucket_of: Callable[[int], Hashable] | None, rank: int, world: int
+    dataset: Dataset[Any],
+    batch_size: int,
+    bucket_of: Callable[[int], Hashable] | None,
+    rank: int,
+    world: int,
+    read: ReadItem,
 ) -> Iterator[tuple[TaskBatch, float]]:
     """Yield (micro-batch, quantile) so that every sample is evaluated once at every quantile."""
     samples = SampleOrder(dataset, 0, batch_size * world, bucket_of)
-    batches = TaskBatches(dataset, samples, rank, world, 1)
+    batches = TaskBatches(dataset, samples, rank, world, 1, read)
     return ((batches[step], quantile) for step in range(samples.order.steps_per_epoch) for quantile in QUANTILES)

@@ -1,7 +1,7 @@
 """`DiffusionTrainingModule`: any denoiser with the units before it and the loss after it, for custom scripts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
+from sd3_light.tasks.helpers import ModuleHelpers, seeded
+from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
 from sd3_light.tasks.texts import pad_to_longest
-from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units
+from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
 from sd3_light.training.errors import as_user_error
 from sd3_light.training.trainable import put_adapter
 
@@ -28,7 +30,7 @@ Sample = Mapping[str, Any]
 """An item of the dataset with its identity: ``{"data": item, "data_id": int, "epoch": int, "repeat": int}``."""
 
 
-class DiffusionTrainingModule(nn.Module):
+class DiffusionTrainingModule(ModuleHelpers):
     """``module(batch)`` returns the loss of a batch, a list of samples (or one sample): ordered units, then the loss.
 
     A subclass defines ``denoise(noisy, t, inputs)``, which predicts the velocity with ``self.transformer``, and names
@@ -36,6 +38,9 @@ class DiffusionTrainingModule(nn.Module):
     attributes; everything outside ``transformer`` is frozen. Noise and time belong to the sample (law 1): they are
     drawn from ``seed``, its index and the epoch, so the loss does not depend on the batch or on the number of
     processes.
+
+    A subclass may instead call ``super().__init__()`` without a transformer and override ``forward(data, inputs=None)``
+    to return the loss of one sample; its parts are attributes, and what requires gradients trains (`CustomForward`).
     """
 
     reads: tuple[str, ...] = ()
@@ -44,18 +49,20 @@ class DiffusionTrainingModule(nn.Module):
 
     def __init__(
         self,
-        transformer: nn.Module,
+        transformer: nn.Module | None = None,
         units: Sequence[PipelineUnit] = (),
         loss: FlowMatchSFTLoss | None = None,
         seed: int = 0,
         reads: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(transformer, nn.Module):
-            raise UserError(f"the denoiser is a {type(transformer).__name__}; give a torch module")
+        if transformer is not None:
+            if not isinstance(transformer, nn.Module):
+                raise UserError(f"the denoiser is a {type(transformer).__name__}; give a torch module")
+            self.transformer = transformer
+        self.has_custom_forward = transformer is None and type(self).forward is not DiffusionTrainingModule.forward
         if reads is not None:
             self.reads = tuple(reads)
-        self.transformer = transformer
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None
         self.dropout: AdapterDropout | None = None
@@ -85,12 +92,17 @@ class DiffusionTrainingModule(nn.Module):
         return (parameter for _, parameter in self.named_trainable())
 
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of what trains; names are those inside ``transformer``."""
-        parameters = self.transformer.named_parameters()
+        """Yield (name, parameter) of what trains; names are those inside ``transformer``, if it trains alone."""
+        parameters = (self if self.has_custom_forward else self.transformer).named_parameters()
         return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
 
     def freeze_the_rest(self) -> None:
         """Freeze everything outside ``transformer``."""
+        if not isinstance(getattr(self, "transformer", None), nn.Module):
+            raise UserError(
+                f"{type(self).__name__} has no transformer; pass one to super().__init__(transformer, ...), or "
+                "override forward(data, inputs=None) to return the loss"
+            )
         for name, parameter in self.named_parameters():
             if not name.startswith("transformer."):
                 parameter.requires_grad_(False)
@@ -102,7 +114,7 @@ class DiffusionTrainingModule(nn.Module):
             raise UserError(
                 "a loss names the values it needs in `reads` and `latents`; derive it from FlowMatchSFTLoss"
             )
-        return split_units(self, self.units, (*self.loss.reads, *self.reads))
+        return split_units(self, adapt_units(self.units), (*self.loss.reads, *self.reads))
 
     # --- a batch ---------------------------------------------------------------------------------
 
@@ -151,23 +163,29 @@ class DiffusionTrainingModule(nn.Module):
         return values
 
     @torch.no_grad()
-    def process(self, data: Values) -> dict[str, Any]:
+    def process(self, data: Values, data_id: int = 0) -> dict[str, Any]:
         """Return what the cached units write for one item, as far as the rest of the training reads it."""
         split = self.split()
-        values = self._cached(data, split)
+        values = self._cached(data, split, data_id)
+        if missing := [name for name in split.required if name not in values]:
+            raise UserError(
+                f"sample {data_id}: training will read {missing[0]!r}, which is neither in the data nor written by a "
+                "unit; add a unit that writes it"
+            )
         return {name: values[name] for name in split.stored if name in values}
 
-    def _cached(self, data: Values, split: UnitSplit) -> dict[str, Any]:
+    def _cached(self, data: Values, split: UnitSplit, data_id: int) -> dict[str, Any]:
         values = {name: self._to_device(value) for name, value in data.items()}
-        for unit in split.cached:
-            if not all(name.rstrip("?") in values for name in unit.writes):  # processed data already has them
+        for unit in units_to_run(split.cached, values, split.stored):  # processed data already has their results
+            seed = int(stream(self.seed, f"unit-{unit.label}", 0, 0, data_id).integers(2**63))
+            with seeded(seed, self.device) if isinstance(unit, ProcessUnit) else nullcontext():
                 values = run_unit(unit, self, values)
         return values
 
     @torch.no_grad()
     def _sample_values(self, sample: Sample, split: UnitSplit, quantile: float | None) -> dict[str, Any]:
         """Return the values of one sample before it is stacked with the others."""
-        values, draw = self._cached(sample["data"], split), self._draw(sample, quantile is not None)
+        values, draw = self._cached(sample["data"], split, sample["data_id"]), self._draw(sample, quantile is not None)
         values["is_evaluation"] = quantile is not None
         for unit in split.drawn:
             values = run_unit(unit, self, values, draw)

@@ -7,11 +7,19 @@ from torch import nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.processed import ProcessedDataset, fingerprint
+from sd3_light.tasks.custom_forward import CustomForward, TaskModule
 from sd3_light.tasks.module import DiffusionTrainingModule
 
 
-def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:
-    """Return the cached units of a module, with hashes of the weights that they use."""
+def recipe_of(model: TaskModule) -> dict[str, Any]:
+    """Return the cached units of a module, with hashes of the weights that they use.
+
+    A custom forward is one unit that uses all weights; its settings are the module's plain attributes.
+    """
+    if isinstance(model, CustomForward):
+        plain = {name: value for name, value in vars(model.model).items() if isinstance(value, str | int | float)}
+        unit = {"unit": model.name, "settings": plain, "parts": {"": _weights_hash(model.model)}}
+        return {"units": [{**unit, "reads": [], "writes": []}], "kept": [], "digest": fingerprint(unit)}
     split = model.split()
     units = [
         {
@@ -19,7 +27,7 @@ def recipe_of(model: DiffusionTrainingModule) -> dict[str, Any]:
             "reads": list(unit.reads),
             "writes": list(unit.writes),
             "settings": dict(unit.settings()),
-            "parts": {name: _weights_hash(getattr(model, name, None)) for name in unit.uses},
+            "parts": {name: _weights_hash(part) for name, part in unit.parts(model).items()},
         }
         for unit in split.cached
     ]
@@ -49,8 +57,7 @@ def require_same_recipe(dataset: ProcessedDataset, model: DiffusionTrainingModul
             continue
         changed = [key for key in ("reads", "writes") if list(getattr(unit, key)) != recorded[key]]
         changed += ["settings"] if dict(unit.settings()) != recorded["settings"] else []
-        parts = {name: getattr(model, name, None) for name in unit.uses}
-        loaded = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        loaded = {name: part for name, part in unit.parts(model).items() if isinstance(part, nn.Module)}
         changed += [name for name, part in loaded.items() if _weights_hash(part) != recorded["parts"].get(name)]
         if changed:
             raise UserError(

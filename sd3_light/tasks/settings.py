@@ -21,8 +21,10 @@ from sd3_light.config.base import (
 )
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import OptimizerName
+from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
+_OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
 
 
@@ -38,6 +40,7 @@ class TaskSettings(Table):
     learning_rate: Positive = 1e-5
     weight_decay: NotNegative = 1e-2
     num_workers: CountOrZero = 1
+    prefetch_batches_per_worker: Count = 1
     save_steps: Count | None = None
     num_epochs: Count = 1
     max_steps: Count | None = None
@@ -50,6 +53,7 @@ class TaskSettings(Table):
     lr_step_size: Count | None = None
     lr_step_gamma: Positive | None = None
     optimizer: OptimizerName = "adamw"
+    customized_optimizer: Annotated[str, Allowed("the path of a class, such as 'torch.optim.Adam'")] | None = None
     betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
     ema_decay: Decay | None = None
     ema_update_every: Count = 1
@@ -72,11 +76,17 @@ class TaskSettings(Table):
         An invalid setting is a one-line `UserError` that names it and the remedy.
         """
         names = TaskSettings.model_fields.keys()
+        for name in _OFFLOADING:
+            if settings.get(name) or getattr(args, name, None):
+                raise UserError(f"{name} is not supported; leave it out and train an adapter with base_bits=4 instead")
+        settings = {name: value for name, value in settings.items() if name not in _OFFLOADING}
         if unknown := sorted(settings.keys() - names):
             raise UserError(f"launch_training_task does not know {unknown[0]!r}; it knows {', '.join(sorted(names))}")
         if isinstance(args, Mapping):
             raise UserError("args is a dict, whose keys are not attributes; give argparse.Namespace(**args)")
         overrides = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+        if (workers := getattr(args, "dataset_num_workers", None)) is not None:
+            overrides["num_workers"] = workers
         values = {**settings, **overrides}
         try:
             return TaskSettings.model_validate(values)
@@ -90,6 +100,9 @@ class TaskSettings(Table):
             if len(present) == 1:
                 (missing,) = set(pair) - set(present)
                 raise invalid_value(f"{present[0]} needs {missing} beside it; give both or none")
+        if self.customized_optimizer is not None and (self.optimizer != "adamw" or self.engine == "deepspeed"):
+            other = "optimizer" if self.optimizer != "adamw" else 'engine="deepspeed"'
+            raise invalid_value(f"customized_optimizer does not go with {other}; give one of them")
         step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
@@ -101,6 +114,8 @@ class TaskSettings(Table):
     def optimizer_table(self) -> OptimizerConfig:
         """The settings as the config's `[optimizer]`."""
         table = {"type": self.optimizer, "lr": self.learning_rate, "weight_decay": self.weight_decay}
+        if self.customized_optimizer is not None:
+            return CustomizedOptimizer.model_validate({**table, "path": self.customized_optimizer})
         return OptimizerConfig.model_validate({**table, "betas": self.betas})
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.lock import locked_folder
@@ -25,8 +26,18 @@ from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, set_main_process
-from sd3_light.tasks.batches import SampleOrder, TaskBatches, evaluation_batches, length_of, task_steps
-from sd3_light.tasks.logger import ModelLogger
+from sd3_light.tasks.batches import (
+    ReadItem,
+    SampleOrder,
+    TaskBatches,
+    any_item_of,
+    evaluation_batches,
+    item_of,
+    length_of,
+    task_steps,
+)
+from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
+from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
@@ -62,7 +73,7 @@ def aborting_on_error() -> Iterator[None]:
 def launch_training_task(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
-    model: DiffusionTrainingModule,
+    model: nn.Module,
     model_logger: ModelLogger,
     learning_rate: float = 1e-5,
     weight_decay: float = 1e-2,
@@ -74,6 +85,9 @@ def launch_training_task(
 ) -> Progress:
     """Train ``model`` on ``dataset`` with AdamW and a constant learning rate by default; return the final progress.
 
+    ``model`` is a `DiffusionTrainingModule`, or any torch module with ``forward(data)``, which returns the loss of a
+    sample, and ``trainable_modules()``. ``model_logger`` is a `ModelLogger`, or an object with its methods.
+
     ``model_logger`` saves every ``save_steps`` optimizer steps (None: after every epoch). ``settings`` are further
     fields of `TaskSettings`; attributes of ``args`` that are not None override all of them. The log, checkpoints and
     sample images are in ``model_logger.output_path``. With several processes all call it with the same arguments.
@@ -81,20 +95,11 @@ def launch_training_task(
     documented: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     documented |= {"num_workers": num_workers, "save_steps": save_steps, "num_epochs": num_epochs}
     resolved = TaskSettings.of({**documented, **settings}, args)
-    require_module_and_logger(model, model_logger)
     with ExitStack() as stack:
         driver = _make_driver(accelerator, dataset, model, model_logger, resolved, stack)
         if driver.launch.is_main:
-            driver.run.log = stack.enter_context(closing(RunLog(model_logger.output_path))).event
+            driver.run.log = stack.enter_context(closing(RunLog(driver.folder))).event
         return _train(stack.enter_context(driver.running()), model_logger, resolved.engine)
-
-
-def require_module_and_logger(model: Any, logger: Any) -> None:
-    """Raise if the module or the logger of a task has the wrong type."""
-    if not isinstance(model, DiffusionTrainingModule):
-        raise UserError(f"the model is a {type(model).__name__}; derive it from DiffusionTrainingModule")
-    if not isinstance(logger, ModelLogger):
-        raise UserError(f"the logger is a {type(logger).__name__}; give ModelLogger(output_path)")
 
 
 def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
@@ -116,43 +121,45 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
 def _make_driver(
     accelerator: Accelerator | None,
     dataset: Dataset[Any],
-    model: DiffusionTrainingModule,
+    model: nn.Module,
     logger: ModelLogger,
     settings: TaskSettings,
     stack: ExitStack,
 ) -> Driver:
     """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
+    module, folder = task_module(model), require_logger(logger)
     running = _running_accelerator(accelerator, settings)
     launch = Launch.detect() if running is None else launch_from_accelerator(running)
     device = launch.device() if running is None else running.device
     set_main_process(launch.is_main)
     groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
-    groups.decide_on_rank_0(lambda: _check_start(dataset, model, logger, settings, stack))
+    groups.decide_on_rank_0(lambda: _check_start(dataset, module, folder, settings, stack))
     micro_batches = _accumulation_steps(accelerator, settings)
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
     )
-    _prepare_module(model, settings, launch, running is not None and running.mixed_precision == "bf16")
-    engine = _engine_from_settings(model, settings, micro_batches, launch, device, running, groups)
-    batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches)
-    steps_per_epoch, folder = samples.order.steps_per_epoch, logger.output_path
+    _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16")
+    engine = _engine_from_settings(module, settings, micro_batches, launch, device, running, groups)
+    read = any_item_of if isinstance(module, CustomForward) else item_of
+    batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches, read)
+    steps_per_epoch = samples.order.steps_per_epoch
     total = settings.num_epochs * steps_per_epoch
     total = total if settings.max_steps is None else min(total, settings.max_steps)
     run = Run(
         engine=engine,
-        steps=task_steps(batches, settings.num_workers),
+        steps=task_steps(batches, settings.num_workers, settings.prefetch_batches_per_worker),
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
         averages=Averages(engine.weights, settings.ema_table),
         requests=RunRequests(folder if launch.is_main else None, group=groups.control),
-        begin_step=model.dropout.begin if model.dropout is not None else lambda step: None,
+        begin_step=module.dropout.begin if module.dropout is not None else lambda step: None,
         steps_per_epoch=steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
         logging_steps=settings.logging_steps,
         faster_data=f"raise num_workers (now {settings.num_workers})" if device.type == "cuda" else "",
     )
-    hooks = _TaskHooks(accelerator, model, logger, settings, launch, engine, steps_per_epoch)
+    hooks = _TaskHooks(accelerator, model, logger, settings, launch, run, steps_per_epoch, read)
     driver = Driver(
         run=run,
         launch=launch,
@@ -179,7 +186,7 @@ def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings
 
 
 def _engine_from_settings(
-    model: DiffusionTrainingModule,
+    model: TaskModule,
     settings: TaskSettings,
     micro_batches: int,
     launch: Launch,
@@ -205,26 +212,25 @@ def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings)
     return steps or default
 
 
-def _check_start(
-    dataset: Any, model: DiffusionTrainingModule, logger: ModelLogger, settings: TaskSettings, stack: ExitStack
-) -> None:
+def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
-    stack.enter_context(locked_folder(logger.output_path, "output_path"))
-    newest = newest_usable(logger.output_path, _DAMAGED_REMEDY)
+    stack.enter_context(locked_folder(folder, "output_path"))
+    newest = newest_usable(folder, _DAMAGED_REMEDY)
     if newest is not None and not settings.resume:
         raise UserError(
-            f"{logger.output_path} holds a task ({newest.name}); continue it with resume=True, or choose another "
-            "output_path"
+            f"{folder} holds a task ({newest.name}); continue it with resume=True, or choose another output_path"
         )
     if settings.eval_dataset is not None:
         length_of(settings.eval_dataset)
-    if isinstance(dataset, ProcessedDataset):
-        require_same_recipe(dataset, model)
+    if isinstance(dataset, ProcessedDataset) and isinstance(module, DiffusionTrainingModule):
+        require_same_recipe(dataset, module)
 
 
-def _prepare_module(model: DiffusionTrainingModule, settings: TaskSettings, launch: Launch, bf16: bool) -> None:
+def _prepare_module(model: TaskModule, settings: TaskSettings, launch: Launch, bf16: bool) -> None:
     model.seed = settings.seed
     model.freeze_the_rest()
+    if isinstance(model, CustomForward):
+        return
     if model.adapter is not None and model.adapter.dropout > 0:
         model.dropout = AdapterDropout(model.transformer, settings.seed, launch.rank)
     if model.adapter is not None and bf16:
@@ -233,10 +239,10 @@ def _prepare_module(model: DiffusionTrainingModule, settings: TaskSettings, laun
 
 def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> HookSchedule:
     save = every(settings.save_steps)
-    if settings.save_steps is None:
+    if type(logger).on_step_end is not ModelLogger.on_step_end:
+        save = every(1)  # a custom on_step_end is called after every step
+    elif settings.save_steps is None:
         save = every(epochs=1, steps_per_epoch=steps_per_epoch)
-    elif type(logger).on_step_end is not ModelLogger.on_step_end:
-        save = every(1)  # a user's own on_step_end is called after every step
     return HookSchedule(
         evaluate=every(settings.eval_steps),
         sample=every(settings.draw_steps),
@@ -267,12 +273,13 @@ class _TaskHooks:
     """What a task does between steps: the logger's saves, the user's evaluation set and images."""
 
     accelerator: Accelerator | None
-    model: DiffusionTrainingModule
+    model: nn.Module
     logger: ModelLogger
     settings: TaskSettings
     launch: Launch
-    engine: Engine
+    run: Run
     steps_per_epoch: int
+    read: ReadItem
 
     def run_hooks(self, autocast: Callable[[], AbstractContextManager[Any]]) -> RunHooks:
         """Return the hooks for the driver."""
@@ -288,9 +295,9 @@ class _TaskHooks:
         """Yield the validation loss at fixed times with fixed noise."""
         settings, launch = self.settings, self.launch
         batches: Any = evaluation_batches(
-            settings.eval_dataset, settings.batch_size, settings.bucket_of, launch.rank, launch.world
+            settings.eval_dataset, settings.batch_size, settings.bucket_of, launch.rank, launch.world, self.read
         )
-        yield "eval", validate(batches, self.engine.evaluate, self.engine.sum_over_ranks)
+        yield "eval", validate(batches, self.run.engine.evaluate, self.run.engine.sum_over_ranks)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
         """Write the image that the user's function returns; all processes call it, as sharded weights need."""
@@ -301,19 +308,19 @@ class _TaskHooks:
             raise UserError(f"draw(model) returned a {type(image).__name__}; return a PIL image, or None")
         if image is None or not self.launch.is_main:
             return None
-        path = self.logger.output_path / "samples" / f"{checkpoint_name(progress.step)}.png"
+        path = Path(self.logger.output_path) / "samples" / f"{checkpoint_name(progress.step)}.png"
         path.parent.mkdir(exist_ok=True)
         image.save(path)
         return path
 
     def save(self, progress: Progress) -> None:
-        """Call the logger after a step, or after an epoch where ``save_steps`` is None."""
-        if self.settings.save_steps is None:
-            self.logger.num_steps = progress.step
+        """Call the logger after a step, and after an epoch where ``save_steps`` is None."""
+        self.logger.num_steps = progress.step - 1  # the logger counts optimizer steps itself
+        assert self.run.last_result is not None
+        loss = self.run.last_result.first
+        call_on_step_end(self.logger, self.accelerator, self.model, self.settings.save_steps, loss)
+        if self.settings.save_steps is None and progress.position % self.steps_per_epoch == 0:
             self.logger.on_epoch_end(self.accelerator, self.model, progress.position // self.steps_per_epoch - 1)
-        else:
-            self.logger.num_steps = progress.step - 1  # the logger counts optimizer steps itself
-            self.logger.on_step_end(self.accelerator, self.model, self.settings.save_steps)
 
     def finish(self, progress: Progress) -> None:
         """Save, through the logger, what its intervals left out."""

@@ -38,6 +38,14 @@ class PipelineUnit:
     uses: tuple[str, ...] = ()
     draws: bool = False
 
+    def __init__(self, **interface: Any) -> None:
+        """Accept DiffSynth's arguments (``input_params``, ``output_params``, ...) of a unit with `process`."""
+        known = ("input_params", "output_params", "input_params_posi", "input_params_nega", "onload_model_names")
+        for name in interface:
+            if name not in (*known, "seperate_cfg", "take_over"):
+                raise UserError(f"unit {self.label} does not know {name!r}; it knows {', '.join(known)}")
+        vars(self).update(interface)
+
     @property
     def label(self) -> str:
         """The unit's name in errors and manifests."""
@@ -47,6 +55,13 @@ class PipelineUnit:
         """Return the values that it writes; a unit that draws also gets ``draw``."""
         raise NotImplementedError
 
+    def parts(self, module: Any) -> dict[str, Any]:
+        """Return the parts of the module that it uses; None for those that the module does not have."""
+        return {name: getattr(module, name, None) for name in self.uses}
+
+    def require_no_gradient(self) -> None:
+        """Raise if the unit cannot be a gradient unit."""
+
     def settings(self) -> Values:
         """Return what decides its result besides the parts it uses, as JSON, for the fingerprint of a cache."""
         return {key: value for key, value in sorted(vars(self).items()) if isinstance(value, str | int | float | bool)}
@@ -54,17 +69,22 @@ class PipelineUnit:
 
 @dataclass(frozen=True)
 class UnitSplit:
-    """The units of a module by kind, in order, and the values that the others read from cached units."""
+    """The units of a module by kind, in order, and the values that the others read from cached units or the data.
+
+    Of the ``stored`` values, training cannot do without those that are ``required``.
+    """
 
     cached: tuple[PipelineUnit, ...]
     drawn: tuple[PipelineUnit, ...]
     gradient: tuple[PipelineUnit, ...]
     stored: tuple[str, ...]
+    required: tuple[str, ...]
 
 
 def split_units(module: nn.Module, units: Sequence[PipelineUnit], loss_reads: Iterable[str]) -> UnitSplit:
     """Sort the units by kind, from their declarations and from what trains; ``loss_reads`` is what the loss reads."""
     _require_valid(units)
+    loss_reads = tuple(loss_reads)
     kinds: dict[str, UnitKind] = {}
     by_kind: dict[UnitKind, list[PipelineUnit]] = {"cached": [], "drawn": [], "gradient": []}
     for unit in units:
@@ -72,18 +92,35 @@ def split_units(module: nn.Module, units: Sequence[PipelineUnit], loss_reads: It
         kind: UnitKind = "cached"
         if "gradient" in read or _trains(module, unit):
             kind = "gradient"
+            unit.require_no_gradient()
         elif "drawn" in read or unit.draws:
             kind = "drawn"
         by_kind[kind].append(unit)
         kinds |= {name.rstrip("?"): kind for name in unit.writes}
     later = [name for unit in (*by_kind["drawn"], *by_kind["gradient"]) for name in unit.reads]
-    wanted = dict.fromkeys(name.rstrip("?") for name in (*later, *loss_reads))
+    later += loss_reads
+    wanted = dict.fromkeys(name.rstrip("?") for name in later)
     stored = tuple(name for name in wanted if kinds.get(name, "cached") == "cached")
-    return UnitSplit(tuple(by_kind["cached"]), tuple(by_kind["drawn"]), tuple(by_kind["gradient"]), stored)
+    required = tuple(name for name in stored if name in later)
+    return UnitSplit(tuple(by_kind["cached"]), tuple(by_kind["drawn"]), tuple(by_kind["gradient"]), stored, required)
+
+
+def units_to_run(units: Sequence[PipelineUnit], values: Values, wanted: Iterable[str]) -> list[PipelineUnit]:
+    """Return the units, in order, whose results are wanted, directly or by such units, and not among the values."""
+    wanted = set(wanted)
+    to_run: list[PipelineUnit] = []
+    for unit in reversed(units):
+        needed = [name for name in unit.writes if name.rstrip("?") in wanted]
+        required = [name for name in needed if not name.endswith("?")]
+        has_all = all(name in values for name in required) if required else any(n[:-1] in values for n in needed)
+        if needed and not has_all:
+            to_run.insert(0, unit)
+            wanted |= {name.rstrip("?") for name in unit.reads}
+    return to_run
 
 
 def _trains(module: nn.Module, unit: PipelineUnit) -> bool:
-    parts = [getattr(module, name, None) for name in unit.uses]
+    parts = unit.parts(module).values()
     return any(p.requires_grad for part in parts if isinstance(part, nn.Module) for p in part.parameters())
 
 
@@ -97,6 +134,8 @@ def _require_valid(units: Sequence[PipelineUnit]) -> None:
         label = unit.label
         for name in unit.reads:
             plain = name.rstrip("?")
+            if plain in unit.writes or f"{plain}?" in unit.writes:
+                raise UserError(f"unit {label} reads and writes {plain!r}; give what it writes another name")
             if plain in all_written and plain not in writers:
                 raise UserError(f"unit {label} reads {plain!r} before it is written; put it after its writer")
         for name in unit.writes:
@@ -107,7 +146,10 @@ def _require_valid(units: Sequence[PipelineUnit]) -> None:
 
 def _require_unit(number: int, unit: Any) -> None:
     if not isinstance(unit, PipelineUnit):
-        raise UserError(f"unit {number} is a {type(unit).__name__}; derive it from PipelineUnit, or write @unit(...)")
+        raise UserError(
+            f"unit {number} is a {type(unit).__name__}; derive it from PipelineUnit, write @unit(...), or give a class "
+            "with input_params, output_params and process(pipe, ...)"
+        )
     for key in ("reads", "writes", "uses"):
         names = getattr(unit, key)
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -124,9 +166,9 @@ def run_unit(unit: PipelineUnit, module: Any, values: Values, draw: Draw | None 
             inputs[plain] = values[plain]
         elif not name.endswith("?"):
             raise UserError(f"unit {label} reads {plain!r}; it is neither in the data nor written by an earlier unit")
-    for part in unit.uses:
-        if getattr(module, part, None) is None:
-            raise UserError(f"unit {label} uses {part!r}, which the module does not have; set self.{part}")
+    for name, part in unit.parts(module).items():
+        if part is None:
+            raise UserError(f"unit {label} uses {name!r}, which the module does not have; set self.{name}")
     extra = {"draw": draw} if unit.draws else {}
     with as_user_error(f"unit {label}"):
         written = unit.run(module, **inputs, **extra)

@@ -9,7 +9,7 @@ from typing import Any
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Engine, MicroBatch, StepStream
+from sd3_light.engines.protocol import Engine, MicroBatch, StepResult, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
@@ -60,6 +60,7 @@ class Run:
     logging_steps: int = 1
     steps_per_print: int = 1
     faster_data: str = ""
+    last_result: StepResult | None = None
     _updates_before: int | None = None  # the engine's count before the step in progress
     _skipped_in_a_row: int = 0
     _starved: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
@@ -89,7 +90,7 @@ def train(run: Run) -> Progress:
 
             run.begin_step(before.step)
             run._updates_before = run.engine.updates_started
-            result = run.engine.train_step(micro_batches, lr)
+            result = run.last_result = run.engine.train_step(micro_batches, lr)
             run.averages.update(run.engine.weights, before.step + 1)
             run._updates_before = None
 

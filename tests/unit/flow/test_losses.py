@@ -93,3 +93,63 @@ def test_preferences_are_learned_against_the_reference() -> None:
     assert torch.allclose(better, torch.log1p(torch.exp(now - before)), atol=1e-6)
     with pytest.raises(AssertionError, match="compares with the model before training"):
         loss(same, inputs)
+
+
+class Scheduler:
+    timesteps = torch.linspace(1000.0, 1.0, 10)
+
+    def add_noise(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        return clean + noise * timestep / 1000
+
+    def training_target(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        return noise - clean
+
+    def training_weight(self, timestep: Tensor) -> Tensor:
+        return timestep[0] / 100
+
+
+class Pipe:
+    scheduler, in_iteration_models, torch_dtype, device, dit = Scheduler(), ("dit",), torch.float32, "cpu", 3.0
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, float]] = []
+
+    def model_fn(self, dit: float, latents: Tensor, timestep: Tensor, **inputs: Any) -> Tensor:
+        self.seen.append((latents, float(timestep)))
+        return dit * latents
+
+
+def test_the_loss_of_a_pipeline_is_a_function_call() -> None:
+    """With DiffSynth's scheduler interface, and the draws in its order: the timestep, then the noise."""
+    pipe, clean = Pipe(), torch.randn(1, 2, 3, 4, 4)
+    torch.manual_seed(1)
+    loss: Any = FlowMatchSFTLoss(pipe, input_latents=clean, noise_scale=0.5)  # type: ignore[arg-type, call-arg]
+    torch.manual_seed(1)
+    timestep = Scheduler.timesteps[torch.randint(0, 10, (1,))]
+    noise = 0.5 * torch.randn_like(clean)
+    noisy = clean + noise * timestep / 1000
+    assert torch.allclose(loss, (3 * noisy - noise + clean).square().mean() * timestep[0] / 100)
+    torch.manual_seed(1)
+    first = torch.ones(1, 2, 1, 4, 4)
+    frames: Any = FlowMatchSFTLoss(pipe=pipe, input_latents=clean, noise_scale=0.5, first_frame_latents=first)  # type: ignore[call-arg]
+    assert torch.equal(pipe.seen[-1][0], torch.cat([first, noisy[:, :, 1:]], 2))
+    assert torch.allclose(frames, (3 * noisy - noise + clean)[:, :, 1:].square().mean() * timestep[0] / 100)
+    for _ in range(20):
+        FlowMatchSFTLoss(pipe, input_latents=clean, min_timestep_boundary=0.3, max_timestep_boundary=0.6)  # type: ignore[arg-type, call-arg]
+    assert {at for _, at in pipe.seen[2:]} == set(Scheduler.timesteps[3:6].tolist())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FlowMatchSFTLoss(5), "the pipe is a int without 'scheduler'"),  # type: ignore[arg-type]
+        (lambda: FlowMatchSFTLoss(Pipe()), "no tensor 'input_latents'"),  # type: ignore[arg-type]
+        (
+            lambda: FlowMatchSFTLoss(Pipe(), input_latents=torch.ones(1), max_timestep_boundary=0.01),  # type: ignore[arg-type, call-arg]
+            "no timestep lies between",
+        ),
+    ],
+)
+def test_a_wrong_pipeline_is_one_line(call: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        call()

@@ -95,3 +95,19 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     processed = ProcessedDataset(tmp_path)
     with pytest.raises(UserError, match=rf"{shard} is missing or damaged"):
         [processed[index] for index in range(6)]
+
+
+def test_samples_of_another_number_of_processes_are_reused_or_replaced(tmp_path: Path) -> None:
+    """No stale sample of a process that no longer exists is trained on."""
+    process(tmp_path)
+    other = tmp_path / "1"
+    other.mkdir()
+    for number in (1, 3, 5):
+        (tmp_path / "0" / f"{number}.json").rename(other / f"{number}.json")
+    assert process(tmp_path) == 0
+    changed = Toy()
+    with torch.no_grad():
+        changed.encoder.weight += 1
+    assert process(tmp_path, model=changed) == 6
+    expected = changed.process(Images(6, mixed=True)[3])["latents"]
+    assert torch.equal(ProcessedDataset(tmp_path)[3]["latents"], expected)

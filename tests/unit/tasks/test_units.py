@@ -126,3 +126,97 @@ def test_a_unit_must_write_what_it_declares() -> None:
 
     with pytest.raises(UserError, match=r"unit WrongWrites declares .* \['moments'\] but wrote \['other'\]"):
         Module(WrongWrites(), DrawLatents(), Later(), Learned()).each([sample()])
+
+
+class ProcessEncode:
+    """DiffSynth's interface, without its base class; draws from the global generator."""
+
+    input_params, output_params, onload_model_names = ("image", "missing"), ("moments", "mask"), ("vae",)
+
+    def process(self, pipe: Any, image: Tensor, missing: Any) -> dict[str, Tensor]:
+        assert missing is None
+        assert image.shape == (4,), "values of the data are passed as they are"
+        return {"moments": (pipe.vae(image) + torch.rand(4))[None]}
+
+
+class ProcessPrompt(PipelineUnit):
+    """Derived from our class, with the positive side of guidance."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            seperate_cfg=True,
+            input_params=("moments",),
+            input_params_posi={"value": "text"},
+            input_params_nega={"value": "negative"},
+            output_params=("shifted",),
+        )
+
+    def process(self, pipe: Any, value: float, moments: Tensor) -> dict[str, Tensor]:
+        assert moments.shape == (1, 4), "values of earlier units are batches of one"
+        return {"shifted": moments + value}
+
+
+class ProcessModule(DiffusionTrainingModule):
+    reads = ("shifted",)
+
+    def __init__(self, *units: Any) -> None:
+        units = units or (ProcessEncode(), ProcessPrompt(), DrawLatents())
+        super().__init__(nn.Linear(4, 4), units)
+        self.pipe = nn.Module()
+        self.pipe.vae = nn.Linear(4, 4)
+
+    def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
+        velocity: Tensor = self.transformer(noisy) + inputs["shifted"]
+        return velocity
+
+
+def test_units_with_diffsynths_interface_work_beside_ours() -> None:
+    module = ProcessModule()
+    split = module.split()
+    assert [unit.label for unit in split.cached] == ["ProcessEncode", "ProcessPrompt"]
+    assert names(split.drawn) == ["DrawLatents"]
+    stored = module.process(sample(1)["data"], 1)
+    assert {name: tuple(value.shape) for name, value in stored.items()} == {"moments": (4,), "shifted": (4,)}
+    assert torch.equal(stored["moments"], module.process(sample(1)["data"], 1)["moments"]), "draws belong to the sample"
+    whole = module([sample(1), sample(2)])
+    cached = [{**sample(n), "data": module.process(sample(n)["data"], n)} for n in (1, 2)]
+    del module.pipe.vae
+    assert torch.equal(module(cached), whole), "the second stage needs neither the image nor the encoder"
+
+
+def test_units_with_diffsynths_interface_have_limits() -> None:
+    class TakesOver(ProcessEncode):
+        take_over = True
+
+    class Wide(ProcessEncode):
+        def process(self, pipe: Any, image: Tensor, missing: Any) -> dict[str, Tensor]:
+            return {"moments": torch.zeros(2, 4)}
+
+    class Trains(ProcessEncode):
+        onload_model_names = ("dit",)
+
+    for unit, message in (
+        (TakesOver(), "unit TakesOver takes over the unit runner; call it in a custom forward"),
+        (Wide(), r"unit Wide wrote 'moments' of shape \(2, 4\); write a batch of one sample"),
+        (Trains(), "unit Trains uses a part that trains; call its process"),
+    ):
+        module = ProcessModule(unit, ProcessPrompt(), DrawLatents())
+        module.pipe.dit = module.transformer
+        with pytest.raises(UserError, match=message):
+            module([sample()])
+    with pytest.raises(UserError, match="unit PipelineUnit does not know 'output'; it knows input_params"):
+        PipelineUnit(output=("a",))
+
+
+class Both(PipelineUnit):
+    reads, writes = ("image",), ("latents", "unread")
+
+    def run(self, module: Any, image: Tensor) -> dict[str, Tensor]:
+        return {"latents": image, "unread": image}
+
+
+def test_a_result_that_nothing_reads_is_neither_stored_nor_missed() -> None:
+    module = Module(Both(), Learned())
+    stored = module.process(sample()["data"])
+    assert set(stored) == {"latents", "text"}
+    assert torch.equal(module([{**sample(), "data": stored}]), module([sample()]))

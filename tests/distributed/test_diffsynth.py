@@ -1,0 +1,151 @@
+"""Scripts for DiffSynth's launcher: one written from a tutorial alone, one with the package itself if installed."""
+
+import csv
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from sd3_light.runlog import read_log
+from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.unit.tasks.tutorial_script import Videos, VideoTrainingModule
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "tests" / "unit" / "tasks" / "tutorial_script.py"
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def start(*command: Any, path: str = "") -> None:
+    paths = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    whole = [sys.executable, *map(str, command)]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def losses(out: Path) -> list[float]:
+    return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
+
+
+def test_the_script_of_the_tutorial_runs_on_two_processes(tmp_path: Path) -> None:
+    """A step has four samples instead of two; `tests/unit/tasks` runs the script on one process."""
+    start(*TWO, TUTORIAL, tmp_path, "one", "--num_epochs", 4)
+    assert len(losses(tmp_path / "one")) == 4
+    model, videos = VideoTrainingModule("one"), Videos()
+    settings: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 4}
+    launch_training_task(Accelerator(cpu=True), videos, model, ModelLogger(tmp_path / "alone"), 1e-2, **settings)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+# --- the package ---------------------------------------------------------------------------------
+
+STUB = """\
+import importlib.abc, importlib.machinery, sys, types
+
+class Anything:
+    def __getattr__(self, name): return Anything()
+    def __call__(self, *args, **kwargs): return Anything()
+
+class Stub(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        return Anything()
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.startswith("torchvision.") else None
+    def create_module(self, spec): return Stub(spec.name)
+    def exec_module(self, module): pass
+
+sys.meta_path.insert(0, Finder())
+from torchvision import models, transforms
+"""
+"""A torchvision whose names can be imported; the script calls none of them."""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The script with our launcher, and a folder with stand-ins for torchvision and modelscope if they are missing."""
+    folder = tmp_path_factory.mktemp("diffsynth")
+    text = (ROOT / "tests" / "distributed" / "diffsynth_script.py").read_text()
+    theirs = "from diffsynth.diffusion import launch_data_process_task"
+    ours = "from sd3_light.tasks import launch_data_process_task"
+    assert text.count(theirs) == 1
+    (folder / "ours.py").write_text(text.replace(theirs, ours))
+    stubs = folder / "stubs"
+    stubs.mkdir()
+    if importlib.util.find_spec("torchvision") is None:
+        (stubs / "torchvision").mkdir()
+        (stubs / "torchvision" / "__init__.py").write_text(STUB)
+        (stubs / "torchvision-0.1.dist-info").mkdir()
+        (stubs / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    if importlib.util.find_spec("modelscope_hub") is None:
+        (stubs / "modelscope.py").write_text("snapshot_download = None\n")
+    start(
+        "-c",
+        f"import diffsynth_script as s, pathlib; s.write_dataset(pathlib.Path({str(folder / 'data')!r}))",
+        path=os.pathsep.join([str(stubs), str(ROOT / "tests" / "distributed")]),
+    )
+    return folder / "ours.py", str(stubs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
+def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: tuple[Path, str]) -> None:
+    """Only the import of the launcher differs: python, torchrun and accelerate launch, in one stage and two."""
+    file, stubs = script
+    data = file.parent / "data"
+    raw = ("--dataset_base_path", data, "--dataset_metadata_path", data / "metadata.json")
+    options: tuple[Any, ...] = ("--lora_base_model", "dit", "--lora_target_modules", "q,k,v,o", "--lora_rank", 2)
+    options += ("--num_epochs", 2, "--enable_csv_log")
+
+    def run(out: str, task: str, *source: Any, launcher: tuple[str, ...] = ()) -> list[float]:
+        start(*launcher, file, *source, *options, "--task", task, "--output_path", tmp_path / out, path=stubs)
+        return [] if task.endswith("process") else losses(tmp_path / out)
+
+    one = run("one", "sft", *raw)
+    assert len(one) == 12
+    rows = list(csv.DictReader((tmp_path / "one" / "loss.csv").open()))
+    assert [float(row["value"]) for row in rows] == pytest.approx(one), "the package's logger gets every loss"
+    saved = load_file(tmp_path / "one" / "epoch-1.safetensors")
+    assert len(saved) == 32
+    assert "blocks.0.self_attn.q.lora_A.default.weight" in saved, "its logger exports and names the weights"
+    assert all(tensor.abs().max() > 0 for name, tensor in saved.items() if "lora_B" in name)
+    two = run("two", "sft", *raw, launcher=TWO)
+    assert two[0] == pytest.approx((one[0] + one[1]) / 2, rel=0.01)
+    accelerate = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+    assert run("accelerate", "sft", *raw, launcher=accelerate) == one
+    run("cache", "sft:data_process", *raw)
+    run("cache2", "sft:data_process", *raw, launcher=TWO)
+    second = run("second", "sft:train", "--dataset_base_path", tmp_path / "cache")
+    assert len(second) == 12
+    assert len(run("second2", "sft:train", "--dataset_base_path", tmp_path / "cache2", launcher=TWO)) == 6
+    stored = [torch.load(tmp_path / f"cache{n}" / "0" / "4.pth", weights_only=False) for n in ("", 2)]
+    assert torch.equal(*(inputs[0]["input_latents"] for inputs in stored))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
+def test_the_loss_equals_that_of_the_package(script: tuple[Path, str]) -> None:
+    folders = [script[1], str(ROOT / "tests" / "distributed")]
+    start(
+        "-c",
+        "import torch, diffsynth_script as s, diffsynth.diffusion as theirs; from sd3_light import tasks\n"
+        "pipe = s.make_pipeline('cpu', torch.float32); pipe.scheduler.set_timesteps(1000, training=True)\n"
+        "inputs = {'input_latents': torch.randn(1, 4, 3, 4, 4), 'context': torch.randn(1, 5, 16)}\n"
+        "for more in ({}, {'first_frame_latents': torch.randn(1, 4, 1, 4, 4)}, {'max_timestep_boundary': 0.3}):\n"
+        "    both = []\n"
+        "    for loss in (theirs.FlowMatchSFTLoss, tasks.FlowMatchSFTLoss):\n"
+        "        torch.manual_seed(3); both.append(loss(pipe, **inputs, **more))\n"
+        "    assert torch.equal(*both), both\n",
+        path=os.pathsep.join(folders),
+    )
