@@ -60,11 +60,11 @@ def make_vae(family: str) -> Any:
         sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
         return diffusers.AutoencoderKLQwenImage(**sizes, **statistics)
     if family == "sana":
-        blocks, widths = ("ResBlock", "EfficientViTBlock"), (8, 8)
+        blocks, widths = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"), (8, 8, 8, 8)
         sides = {f"{side}_block_types": blocks for side in ("encoder", "decoder")}
         sides |= {f"{side}_block_out_channels": widths for side in ("encoder", "decoder")}
-        sides |= {f"{side}_layers_per_block": (1, 1) for side in ("encoder", "decoder")}
-        sides |= {f"{side}_qkv_multiscales": ((), ()) for side in ("encoder", "decoder")}
+        sides |= {f"{side}_layers_per_block": (1, 1, 1, 1) for side in ("encoder", "decoder")}
+        sides |= {f"{side}_qkv_multiscales": ((), (), (), ()) for side in ("encoder", "decoder")}
         return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=4, scaling_factor=0.41407, **sides)
     down, up = (("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4)
     sizes = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}

@@ -24,7 +24,7 @@ def drop_text(encode: Any, probability: Any, **empty: Any) -> tuple[PipelineUnit
     if not isinstance(probability, int | float) or not 0 < probability < 1:
         raise UserError(f"drop_text: probability is {probability!r}; give a number above 0 and below 1")
     empty = empty or {"prompt": ""}
-    if unknown := [name for name in empty if name not in encode.reads]:
+    if unknown := [name for name in empty if not {name, f"{name}?"} & set(encode.reads)]:
         raise UserError(
             f"drop_text: unit {encode.label} does not read {unknown[0]!r}; name a value of {list(encode.reads)}"
         )
