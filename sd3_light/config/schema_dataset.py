@@ -117,6 +117,8 @@ class DatasetDefaults(Table):
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: TomlString = ""
     """Column (or JSON key) with the captions. Empty: detected by name."""
+    max_image_mb: Positive = 512.0
+    """Largest image or mask, a file or a tar member, in MB; larger ones are rejected without being read."""
     skip_empty_caption: Flag = False
     """Skip samples with an empty or missing caption."""
 

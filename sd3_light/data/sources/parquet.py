@@ -35,6 +35,10 @@ class ParquetCell:
     group: int
     row: int
 
+    def num_bytes(self) -> int:
+        """Return 0: the size is known only after reading."""
+        return 0
+
     def read(self) -> bytes:
         """Read the bytes of the cell; empty for a null, which `decode` rejects as an empty file."""
         try:

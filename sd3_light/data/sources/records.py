@@ -18,6 +18,9 @@ class Location(Protocol):
     def path(self) -> str:
         """The file that contains the bytes."""
 
+    def num_bytes(self) -> int:
+        """Return the number of bytes, 0 if only `read` finds it or why it cannot."""
+
     def read(self) -> bytes:
         """Read the bytes; raises Reject if that is not possible."""
 
@@ -38,6 +41,13 @@ class FileBytes:
 
     path: str
 
+    def num_bytes(self) -> int:
+        """Return the file's size."""
+        try:
+            return os.stat(self.path).st_size
+        except OSError:
+            return 0
+
     def read(self) -> bytes:
         """Read the file."""
         try:
@@ -54,17 +64,21 @@ class FileRange:
     offset: int
     size: int
 
+    def num_bytes(self) -> int:
+        """Return the size that the tar declares."""
+        return self.size
+
     def read(self) -> bytes:
-        """Read the range."""
+        """Read the range; nothing is allocated for bytes that the file does not have."""
         try:
             with open(self.path, "rb") as file:
+                missing = self.offset + self.size - os.fstat(file.fileno()).st_size
+                if missing > 0:
+                    raise Reject("truncated", f"{self.path!r} ends {missing} bytes before the end of its member")
                 file.seek(self.offset)
-                data = file.read(self.size)
+                return file.read(self.size)
         except OSError as error:
             raise Reject("unreadable", str(error)) from error
-        if len(data) < self.size:
-            raise Reject("truncated", f"{self.path!r} ends {self.size - len(data)} bytes before the end of its member")
-        return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,18 @@ class ScanContext:
         elif self._is_chosen(key):
             try:
                 captions = prepare_captions(raw_captions(), self._directory)
-                yield Record(key, captions, image, self._masks.find(mask_name or name))
+                mask = self._masks.find(mask_name or name)
+                if self.media is IMAGES:  # videos are not read at once
+                    self._require_size(image, mask)
+                yield Record(key, captions, image, mask)
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)
+
+    def _require_size(self, *locations: Location | None) -> None:
+        limit = self._directory.max_image_mb
+        for location in filter(None, locations):
+            if (size := location.num_bytes()) > 1e6 * limit:
+                raise Reject("file_too_large", f"{location.path!r}: {size / 1e6:,.1f} MB, max_image_mb = {limit:g}")
 
     def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
         """Yield the reject of ``name``, unless subsampling leaves it out."""

@@ -34,6 +34,7 @@ _SETTINGS = (
     "skip_empty_caption",
     "image_column",
     "caption_column",
+    "max_image_mb",
     "mask_path",
     "default_mask_file",
 )

@@ -8,7 +8,7 @@ import os
 import posixpath
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, named, texts
@@ -17,7 +17,8 @@ from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
 
 _Group = dict[str, FileRange]
-_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError)
+_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError)
+_MAX_HEADER = 1 << 24
 
 
 def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
@@ -101,8 +102,18 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
         raise error
 
 
+class _HeaderReader:
+    """A file for `tarfile`, which reads headers only: one that declares a huge size is cut short."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.tell, self.seek, self._read = file.tell, file.seek, file.read
+
+    def read(self, size: int) -> bytes:
+        return self._read(min(size, _MAX_HEADER))
+
+
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:
-    with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with open(path, "rb") as file, tarfile.open(fileobj=_HeaderReader(file), mode="r:") as tar:
         while (info := tar.next()) is not None:
             # tarfile keeps every member it has seen; a long tar would fill the memory
             tar.members = []  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ A case lays files into a folder; its outcome is what becomes of each input: a re
 
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,25 @@ def tarred(*members: tuple[str, bytes]) -> Callable[[Path], object]:
     return lambda root: write_tar(root / "x.tar", members)
 
 
+def declaring(size: int, kind: bytes = tarfile.REGTYPE) -> Callable[[Path], object]:
+    """A tar with a good sample, then a header that declares ``size`` bytes."""
+
+    def write(root: Path) -> None:
+        write_tar(root / "x.tar", [("a.png", png()), ("a.txt", b"a caption"), ("b.txt", b"a caption")])
+        header = tarfile.TarInfo("b.png")
+        header.size, header.type = size, kind
+        data = (root / "x.tar").read_bytes().rstrip(bytes(1))
+        data += bytes(-len(data) % 512) + header.tobuf(tarfile.GNU_FORMAT)
+        (root / "x.tar").write_bytes(data + bytes(1024))
+
+    return write
+
+
+def sparse(name: str, size: int = 1 << 40) -> Callable[[Path], object]:
+    """A file of 1 TB that takes no space."""
+    return lambda root: os.truncate(root / name, size)
+
+
 def cut_tar(root: Path) -> None:
     members = [(f"{n}.{end}", data) for n in range(2) for end, data in (("txt", b"a caption"), ("png", png(n)))]
     path = write_tar(root / "x.tar", members)
@@ -161,6 +181,23 @@ CASES: dict[str, Case] = {
     "zeros": image(bytes(5000), "not_an_image"),
     "EPS by another name": image(save(halves(), "EPS"), "not_an_image"),
     "a decompression bomb": image(png_header(20_000, 20_000), "too_large", "a.png"),
+    "a sparse file of 1 TB": Case(
+        {"a.png": "file_too_large"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.png")
+    ),
+    "a sparse mask of 1 TB": Case(
+        {"a.png": "file_too_large"},
+        {"a.png": png(), "a.txt": "a caption", "masks/a.png": png()},
+        {"mask_path": "masks"},
+        sparse("masks/a.png"),
+    ),
+    "a sparse caption of 1 TB": Case(
+        {"a.png": "caption_too_long"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.txt")
+    ),
+    "a file above a configured limit": Case(
+        {"a.png": "file_too_large", "b.png": Used()},
+        {"a.png": save(noise(), "PNG"), "a.txt": "a caption", "b.png": png(), "b.txt": "a caption"},
+        {"max_image_mb": 0.002},
+    ),
     "a TIFF of floats": image(save(Image.new("F", (8, 8), 0.5), "TIFF"), "unsupported_mode", "a.tif"),
     "a TIFF of 32-bit integers": image(save(Image.new("I", (8, 8), 1 << 20), "TIFF"), "unsupported_mode", "a.tif"),
     "a LAB TIFF": image(save(Image.new("LAB", (8, 8)), "TIFF"), "unsupported_mode", "a.tif"),
@@ -240,6 +277,26 @@ CASES: dict[str, Case] = {
     # --- tars
     "a tar cut short": Case({"x.tar/0.png": Used(), "x.tar/1": "missing_file", "x.tar": "broken_tar"}, then=cut_tar),
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),
+    "a member of 2^62 bytes": Case(
+        {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 62)
+    ),
+    "a member of 2^70 bytes": Case(
+        {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 70)
+    ),
+    "a member of 2^62 bytes without a limit": Case(
+        {"x.tar/a.png": Used(), "x.tar/b.png": "truncated", "x.tar": "broken_tar"},
+        {},
+        {"max_image_mb": 1e30},
+        declaring(1 << 62),
+    ),
+    "a long name of 2^62 bytes": Case(
+        {"x.tar/a.png": Used(), "x.tar/b": "missing_file", "x.tar": "broken_tar"},
+        then=declaring(1 << 62, tarfile.GNUTYPE_LONGNAME),
+    ),
+    "a PAX header of 2^62 bytes": Case(
+        {"x.tar/a.png": Used(), "x.tar/b": "missing_file", "x.tar": "broken_tar"},
+        then=declaring(1 << 62, tarfile.XHDTYPE),
+    ),
     "a member twice": Case(
         {"x.tar/a.png": [Used(), "duplicate_key"]},
         then=tarred(("a.png", png()), ("a.txt", b"a caption"), ("a.png", png()), ("a.txt", b"again")),
