@@ -8,6 +8,7 @@ import os
 import posixpath
 import tarfile
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from sd3_light.data.preprocess import Reject
@@ -102,18 +103,13 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
         raise error
 
 
-class _HeaderReader:
-    """A file for `tarfile`, which reads headers only: one that declares a huge size is cut short."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.tell, self.seek, self._read = file.tell, file.seek, file.read
-
-    def read(self, size: int) -> bytes:
-        return self._read(min(size, _MAX_HEADER))
+def _bounded(file: BinaryIO) -> Any:
+    """Return the file for `tarfile`, which reads only headers: one that declares a huge size is cut short."""
+    return SimpleNamespace(tell=file.tell, seek=file.seek, read=lambda size: file.read(min(size, _MAX_HEADER)))
 
 
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:
-    with open(path, "rb") as file, tarfile.open(fileobj=_HeaderReader(file), mode="r:") as tar:
+    with open(path, "rb") as file, tarfile.open(fileobj=_bounded(file), mode="r:") as tar:
         while (info := tar.next()) is not None:
             # tarfile keeps every member it has seen; a long tar would fill the memory
             tar.members = []  # type: ignore[attr-defined]
