@@ -53,6 +53,7 @@ def launch_data_process_task(
     is not computed again, so the task may be interrupted and started again.
     `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
     """
+    bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
     for name in ("num_workers", "dataset_num_workers"):
         workers = getattr(args, name, None)
         num_workers = num_workers if workers is None else workers

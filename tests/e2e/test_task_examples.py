@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
-    WanTransformer3DModel,
 )
 
 from sd3_light.assets import DEMO
@@ -65,34 +63,6 @@ def output(transformer: Any) -> torch.Tensor:
     return velocity
 
 
-def test_a_video_model_of_another_class(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        from wan_lora_task import WanLora, clip
-    finally:
-        sys.path.pop(0)
-    run_example("wan_lora_task.py", tmp_path)
-    events = list(read_log(tmp_path / "log.jsonl"))
-    assert len(losses(tmp_path)) == 12, "twelve clips in two buckets of pairs, twice"
-    assert [event["step"] for event in events if event["event"] == "eval"] == [6, 12]
-    trained: Any = WanLora()
-    stock = WanTransformer3DModel.from_config(trained.transformer.config)
-    stock.load_state_dict(
-        {
-            name.replace(".base_layer", ""): w
-            for name, w in trained.transformer.state_dict().items()
-            if "lora" not in name
-        }
-    )
-    stock.load_lora_adapter(str(tmp_path), weight_name="step-12.safetensors", prefix="transformer")
-    sample = clip(1)
-    with torch.no_grad():
-        inputs = (sample["latents"][None], torch.tensor([500.0]), sample["text"][None])
-        tuned, plain = (model(*inputs, return_dict=False)[0] for model in (stock, trained.transformer))
-    assert not torch.allclose(tuned, plain, atol=1e-5), "the saved LoRA changes the output"
-
-
-@pytest.mark.parametrize("name", ["sd3_lora_task.py", "wan_lora_task.py"])
-def test_a_script_stays_short(name: str) -> None:
+def test_a_script_stays_short() -> None:
     """At most 40 lines, with docstring, imports and blank lines."""
-    assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 40
+    assert len((ROOT / "examples" / "sd3_lora_task.py").read_text(encoding="utf-8").splitlines()) <= 40
