@@ -29,6 +29,7 @@ class Wan(tasks.DiffusionTrainingModule):
         loss = tasks.FlowMatchSFTLoss(timestep_sample_method="uniform", shift=5.0)
         super().__init__(pipe.transformer, units, loss, reads=("text",))
         self.pipe, self.vae, self.text_encoder = pipe, pipe.vae, pipe.text_encoder
+        self.transformer.enable_gradient_checkpointing()
         if not full:
             self.train_adapter(rank=16, target_modules=["attn1.to_*", "attn2.to_*", "ffn.net.*"])
 
@@ -45,7 +46,8 @@ if __name__ == "__main__":
     for name, default in (("frames", 81), ("fps", 16.0), ("side", 480), ("epochs", 10), ("rate", 1e-4)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
-    module, accelerator, processed = Wan(args.model, args.full), Accelerator(), f"{args.out}/processed"
+    module, processed = Wan(args.model, args.full), f"{args.out}/processed"
+    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     if args.stage == "train":
         clips = tasks.ProcessedDataset(processed)
     else:

@@ -2,6 +2,7 @@
 
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
+from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
 from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, pack_latents, unpack_latents
 from sd3_light.tasks.logger import ModelLogger
@@ -34,5 +35,6 @@ __all__ = [
     "pack_latents",
     "unit",
     "unpack_latents",
+    "wan_to_comfyui",
     "write_video",
 ]

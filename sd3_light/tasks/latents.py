@@ -29,18 +29,37 @@ class EncodeImage(PipelineUnit):
 
 
 class EncodeVideo(PipelineUnit):
-    """Encodes a video (bytes [F, H, W, 3]) with the module's video VAE into moments [2C, f, h, w]."""
+    """Encodes a video (bytes [F, H, W, 3]) with the module's video VAE into moments [2C, f, h, w].
+
+    With ``sample=False`` it keeps the means [C, f, h, w] only, as Wan is trained: `DrawLatent` then draws nothing, and
+    the moments take half the space on disk.
+    """
 
     reads, writes, uses = ("video",), ("moments",), ("vae",)
 
+    def __init__(self, sample: bool = True) -> None:
+        self.sample = sample
+
     def run(self, module: Any, video: Any) -> Values:  # type: ignore[override]
         """Return the moments."""
-        frames = torch.from_numpy(np.array(video))
+        frames = video if isinstance(video, Tensor) else torch.from_numpy(np.array(video))
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise UserError(f"EncodeVideo: a video has shape {tuple(frames.shape)}, not [F, H, W, 3]; stack RGB frames")
         if not _encodes_videos(module.vae):
             raise UserError(f"EncodeVideo: {type(module.vae).__name__} encodes images; give the VAE of a video model")
-        return {"moments": _encode(module.vae, frames)}
+        _require_whole_groups(module.vae, len(frames))
+        moments = _encode(module.vae, frames)
+        return {"moments": moments if self.sample else moments.chunk(2)[0]}
+
+
+def _require_whole_groups(vae: Any, frames: int) -> None:
+    """Raise if the VAE would silently drop the last frames: it encodes the first frame, then groups."""
+    group = getattr(vae.config, "scale_factor_temporal", None) or 1
+    if rest := (frames - 1) % group:
+        raise UserError(
+            f"EncodeVideo: a video has {frames} frames; {type(vae).__name__} encodes {group}n + 1 of them: give "
+            f"frames={frames - rest}"
+        )
 
 
 def _encodes_videos(vae: nn.Module) -> bool:

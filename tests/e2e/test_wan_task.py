@@ -122,7 +122,8 @@ def losses(out: Path) -> list[float]:
 
 def sample(pipe: Any) -> Any:
     """Return the frames that a pipeline draws."""
-    options = {"height": SIDE, "width": SIDE, "num_frames": FRAMES, "num_inference_steps": 2, "guidance_scale": 3.0}
+    options: dict[str, Any] = {"height": SIDE, "width": SIDE, "num_frames": FRAMES, "num_inference_steps": 2}
+    options |= {"guidance_scale": 3.0, "max_sequence_length": 32}
     return pipe("a stripe", **options, generator=torch.Generator().manual_seed(0)).frames[0]
 
 

@@ -76,6 +76,31 @@ def test_without_statistics_a_latent_stays() -> None:
     assert torch.equal(normalise_latent(latent, SimpleNamespace()), latent)
 
 
+def wan_vae() -> Any:
+    """Return a tiny VAE of Wan."""
+    statistics = {"latents_mean": [-0.5, 0.1, 0.2, 0.9], "latents_std": [2.0, 1.5, 0.8, 1.2]}
+    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics)
+
+
+@torch.no_grad()
+def test_means_of_a_video_take_half_the_space() -> None:
+    torch.manual_seed(0)
+    vae, video = wan_vae(), np.stack([PIXELS] * 5)
+    assert torch.equal(
+        latent_of(vae, EncodeVideo(sample=False), 0.5, video=video), latent_of(vae, EncodeVideo(), video=video)
+    )
+    module = SimpleNamespace(vae=vae)
+    assert EncodeVideo(sample=False).run(module, video=torch.from_numpy(video))["moments"].shape[0] == vae.config.z_dim
+
+
+@pytest.mark.parametrize(("frames", "remedy"), [(4, 1), (8, 5), (16, 13)])
+def test_frames_that_the_vae_would_drop_are_an_error(frames: int, remedy: int) -> None:
+    module = SimpleNamespace(vae=wan_vae())
+    message = f"has {frames} frames; AutoencoderKLWan encodes 4n . 1 of them: give frames={remedy}$"
+    with pytest.raises(UserError, match=message):
+        EncodeVideo().run(module, video=np.stack([PIXELS] * frames))
+
+
 @pytest.mark.parametrize(
     ("unit", "values", "message"),
     [
