@@ -18,6 +18,7 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.data.processed import ProcessedDataset
+from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
@@ -300,18 +301,22 @@ class _TaskHooks:
         yield "eval", validate(batches, self.run.engine.evaluate, self.run.engine.sum_over_ranks)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
-        """Write the image that the user's function returns; all processes call it, as sharded weights need."""
+        """Write what the user's function returns; all processes call it, as sharded weights need."""
         assert self.settings.draw is not None
         with torch.no_grad(), as_user_error("draw(model)"):
-            image = self.settings.draw(self.model)
-        if image is not None and not hasattr(image, "save"):
-            raise UserError(f"draw(model) returned a {type(image).__name__}; return a PIL image, or None")
-        if image is None or not self.launch.is_main:
+            drawn = self.settings.draw(self.model)
+        frames = drawn if isinstance(drawn, list | tuple) else [drawn]
+        if drawn is not None and not (frames and all(hasattr(frame, "save") for frame in frames)):
+            kind = type(drawn).__name__
+            raise UserError(f"draw(model) returned a {kind}; return a PIL image, a list of them (a video), or None")
+        if drawn is None or not self.launch.is_main:
             return None
-        path = Path(self.logger.output_path) / "samples" / f"{checkpoint_name(progress.step)}.png"
-        path.parent.mkdir(exist_ok=True)
-        image.save(path)
-        return path
+        stem = Path(self.logger.output_path) / "samples" / checkpoint_name(progress.step)
+        if frames is drawn:
+            return write_video(stem.with_suffix(".gif"), frames)
+        stem.parent.mkdir(exist_ok=True)
+        drawn.save(stem.with_suffix(".png"))
+        return stem.with_suffix(".png")
 
     def save(self, progress: Progress) -> None:
         """Call the logger after a step, and after an epoch where ``save_steps`` is None."""

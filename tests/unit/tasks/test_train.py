@@ -121,6 +121,21 @@ def test_mixed_sizes_are_not_batched_together(tmp_path: Path) -> None:
         run(tmp_path / "none", data=data, batch_size=2, bucket_of=lambda index: 0)
 
 
+def test_drawn_frames_are_saved_as_a_video(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (16, 16), (40 * number, 0, 0)) for number in range(5)]
+    run(tmp_path, Toy(), draw=lambda model: frames, draw_steps=4, max_steps=4)
+    with Image.open(tmp_path / "samples" / "step-00000004.gif") as video:
+        assert video.n_frames == 5
+
+
+@pytest.mark.parametrize("drawn", [[], [1], 1])
+def test_something_else_than_an_image_or_frames_is_an_error(tmp_path: Path, drawn: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"returned a (list|int); return a PIL image, a list of them \(a video\), or None"
+    ):
+        run(tmp_path, Toy(), draw=lambda model: drawn, draw_steps=4, max_steps=4)
+
+
 def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batch_size": 2, "eval_dataset": Images(3), "eval_steps": 2, "ema_decay": 0.9}
     seen = []
