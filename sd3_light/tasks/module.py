@@ -212,7 +212,8 @@ class DiffusionTrainingModule(ModuleHelpers):
     def _draw(self, sample: Sample, evaluation: bool) -> Draw:
         def draw(purpose: str, shape: tuple[int, ...]) -> Tensor:
             generator = self._stream(sample, f"eval-{purpose}" if evaluation else purpose, evaluation)
-            return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)).to(self.device)
+            normals: Tensor = self._to_device(torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)))
+            return normals
 
         return draw
 
@@ -221,7 +222,11 @@ class DiffusionTrainingModule(ModuleHelpers):
         return stream(self.seed, purpose, epoch, repeat, sample["data_id"])
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if self.device.type == "cuda" and value.device.type == "cpu":
+            value = value.pin_memory()  # a copy from pageable memory would wait for all queued work of the device
+        return value.to(self.device, non_blocking=True)
 
     # --- before training -------------------------------------------------------------------------
 
