@@ -4,6 +4,7 @@ While it is written it has a hidden name in the same folder. The name contains t
 writers never collide and the leftovers of a killed process can be recognized.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -20,6 +21,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.system import machine, process_exists
 
 _DAY_SECONDS = 86400
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def file_sha256(path: Path) -> str:
@@ -68,6 +70,14 @@ def refuse_existing(path: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another name") from error
     raise UserError(f"{path} already exists; choose another name. Nothing was changed")
+
+
+def disk_error(error: OSError) -> str | None:
+    """Return one line about a full, read-only, failing or unmounted disk; None for other errors."""
+    if error.errno not in _DISK_ERRORS:
+        return None
+    file = "" if error.filename is None else f" ({error.filename})"
+    return f"{error.strerror}{file}; free disk space or fix the disk, then start again. Finished files are kept"
 
 
 @contextmanager

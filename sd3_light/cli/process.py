@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from sd3_light.config.faults import PeerLost, Stopped, UserError
+from sd3_light.files import disk_error
 from sd3_light.runlog import info, quiet_libraries, set_main_process
 
 if TYPE_CHECKING:
@@ -52,11 +53,17 @@ def run_guarded(work: Callable[[], object]) -> int:
         return RESUMABLE
     except KeyboardInterrupt:
         return _fail("stopped", 130)
+    except OSError as error:
+        return _fail_by_bug(error) if (line := disk_error(error)) is None else _fail(line, 2)
     except Exception as error:  # the top level: every other exception is a bug
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        bug = f"this is a bug in sd3-light (at {Path(frame.filename).name}:{frame.lineno})"
-        return _fail(f"{type(error).__name__}: {error}; {bug}; --debug shows the traceback", 1)
+        return _fail_by_bug(error)
     return 0
+
+
+def _fail_by_bug(error: Exception) -> int:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    bug = f"this is a bug in sd3-light (at {Path(frame.filename).name}:{frame.lineno})"
+    return _fail(f"{type(error).__name__}: {error}; {bug}; --debug shows the traceback", 1)
 
 
 def _fail(text: str, code: int) -> int:

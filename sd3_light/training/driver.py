@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.files import disk_error
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
@@ -207,10 +208,17 @@ class Driver:
                     self.run.log("eval", **progress.counts(), set=name, weights=weights, **losses)
 
     def sample(self, progress: Progress) -> None:
-        """Draw and log a sample image."""
+        """Draw and log a sample image; one that cannot be written is reported, and training continues."""
         assert self.hooks.sample is not None
-        with self.using_weights(self.main_weights):
-            path = self.hooks.sample(progress, self.main_weights)
+        try:
+            with self.using_weights(self.main_weights):
+                path = self.hooks.sample(progress, self.main_weights)
+        except OSError as error:
+            if disk_error(error) is None:
+                raise
+            info(f"the sample at step {progress.step} failed: {error.strerror}: {error.filename}")
+            self.run.log("sample_failed", step=progress.step, reason=error.strerror)
+            return
         if path is not None:
             file = path.relative_to(self.folder).as_posix()
             self.run.log("sample", **progress.counts(), weights=self.main_weights, file=file)

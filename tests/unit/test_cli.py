@@ -1,11 +1,14 @@
 """The command line: what it calls, what it prints, and its exit codes."""
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -206,6 +209,22 @@ def test_a_bug_is_code_1(
         line = error_line(result)
         assert line.startswith("error: RuntimeError: unexpected state; this is a bug in sd3-light (at test_cli.py:")
         assert line.endswith("); --debug shows the traceback")
+
+
+def test_a_failing_disk_is_code_2_and_a_missing_file_a_bug(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {code: OSError(code, os.strerror(code), "run/x") for code in (errno.EROFS, errno.ESTALE, errno.ENOENT)}
+    results = {}
+    for code, error in errors.items():
+        monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=error))
+        results[code] = verb("train", project.train_toml)
+    assert [result.code for result in results.values()] == [2, 2, 1]
+    line = (
+        "error: Read-only file system (run/x); free disk space or fix the disk, then start again. Finished files are "
+    )
+    assert error_line(results[errno.EROFS]) == f"{line}kept"
+    assert "this is a bug in sd3-light" in error_line(results[errno.ENOENT])
 
 
 def test_a_lost_process_is_one_line_and_says_try_again(

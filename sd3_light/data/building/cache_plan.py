@@ -162,7 +162,7 @@ def _is_planned(path: Path, claims: Claims) -> bool:
         rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return False
-    return "unreadable" not in rejected or claims.is_newer(counts)
+    return "unreadable" not in rejected or claims.is_newer(counts, path.stem)
 
 
 def _prune_plans(folder: Path) -> None:

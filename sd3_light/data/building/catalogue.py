@@ -179,7 +179,7 @@ class Catalogue:
     def _is_listed(self, source: Source, listings: dict[str, Listing]) -> bool:
         """Return whether any process has refreshed this listing since this run started."""
         path = self._listing_file(source)
-        if source.name not in listings and self.claims.is_newer(path):
+        if source.name not in listings and self.claims.is_newer(path, source.name):
             data = json.loads(path.read_text(encoding="utf-8"))
             listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
         return source.name in listings
@@ -226,7 +226,7 @@ class Catalogue:
     def _is_probed(self, part: str) -> bool:
         """Return whether a part was probed; if some images were unreadable, whether that was during this run."""
         rows = self._rows_file(part)
-        return self._part(part).is_file() and (not rows.is_file() or self.claims.is_newer(rows))
+        return self._part(part).is_file() and (not rows.is_file() or self.claims.is_newer(rows, part))
 
     def _mark_used(self, part: str) -> bool:
         """Touch a probed part, so that no other run prunes it. Return False if it does not exist."""

@@ -38,6 +38,7 @@ class Claims:
         self._heartbeat_file = folder / f"{self.owner}{_ALIVE}"
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._heartbeat, daemon=True)
         self._owned: set[str] = set()
+        self._done: set[str] = set()
 
     def __enter__(self) -> Self:
         try:
@@ -61,7 +62,8 @@ class Claims:
         self._thread.join()  # otherwise its last heartbeat could create the file again
         for name in tuple(self._owned):
             self.release(name)
-        self._heartbeat_file.unlink(missing_ok=True)
+        with suppress(OSError):  # the next run removes the files of dead processes
+            self._heartbeat_file.unlink(missing_ok=True)
 
     def take(self, name: str) -> bool:
         """Claim the item ``name``. Return False if a living process owns it."""
@@ -82,8 +84,9 @@ class Claims:
         """Release an item, finished or not."""
         self._owned.discard(name)
         # another process may have taken it over while this one seemed dead: remove only our own claim
-        if _read(self._path(name)) == self.owner:
-            self._path(name).unlink(missing_ok=True)
+        with suppress(OSError):  # a claim that stays is that of a dead process when this one ends
+            if _read(self._path(name)) == self.owner:
+                self._path(name).unlink(missing_ok=True)
 
     def divide(self, names: Sequence[str], is_done: Callable[[str], bool], do: Callable[[str], None]) -> None:
         """Do the items that no other process does and wait for the others; items of dead processes are taken over."""
@@ -98,11 +101,17 @@ class Claims:
             return False
         if not is_done(name):
             do(name)
+            self._done.add(name)
         self.release(name)
         return is_done(name)
 
-    def is_newer(self, path: Path) -> bool:
-        """Return whether a file was written after this context was entered."""
+    def is_newer(self, path: Path, item: str | None = None) -> bool:
+        """Return whether a file was written after this context was entered, or is of an ``item`` done here.
+
+        Of the latter it does not ask the clock, which may have been set back.
+        """
+        if item in self._done:
+            return True
         try:
             return path.stat().st_mtime >= self.started
         except FileNotFoundError:
@@ -149,7 +158,8 @@ class Claims:
 
     def _is_recent(self, path: Path) -> bool:
         try:
-            return self._now() - path.stat().st_mtime < self._stale_after
+            # a heartbeat in the future is as old: the clock was set back, and a living owner would have written since
+            return abs(self._now() - path.stat().st_mtime) < self._stale_after
         except FileNotFoundError:
             return False
 

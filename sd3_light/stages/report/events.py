@@ -90,5 +90,5 @@ _DETAILS: dict[str, Callable[[LogEvent], str]] = {
     "skip": _skip,
     "stop": _reason,
     **dict.fromkeys(("checkpoint", "snapshot", "export"), _saved_file),
-    **dict.fromkeys(("checkpoint_failed", "snapshot_failed", "export_failed"), _reason),
+    **dict.fromkeys(("checkpoint_failed", "snapshot_failed", "export_failed", "sample_failed"), _reason),
 }

@@ -28,6 +28,7 @@ from sd3_light.checkpoint.store import (
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from tests.checkpoints import read_checkpoint, write_checkpoint
+from tests.faults import faulty_disk
 
 Writer = Callable[..., Path]
 VALUES = torch.arange(16.0)
@@ -183,6 +184,18 @@ def test_a_failed_write_leaves_only_the_earlier_checkpoint(
             save(tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
+
+
+def test_everything_is_flushed_before_the_rename_and_the_folder_after_it(tmp_path: Path) -> None:
+    """Otherwise a power cut leaves a checkpoint with a valid name and empty files, or none at all."""
+    with faulty_disk(tmp_path) as disk:
+        save(tmp_path / "checkpoints", 1, 1)
+    calls = [(call.kind, call.path) for call in disk.calls if call.kind in ("fsync", "os.rename", "os.remove")]
+    temporary = "checkpoints/.step-00000001.tmp"
+    first = calls.index(("os.rename", temporary))
+    flushed = {path for kind, path in calls[:first] if kind == "fsync"}
+    assert {f"{temporary}/rank-00000.safetensors", f"{temporary}/index.json", temporary} <= flushed
+    assert calls[first + 1] == ("fsync", "checkpoints")
 
 
 def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,11 @@ BAD: dict[str, tuple[Callable[[], bytes], set[str]]] = {
 }
 
 
+def test_16_bit_grey_is_rounded() -> None:
+    values = np.array([[257 * 100 + 128, 257 * 100 + 129, 257 * 100 - 128, 257 * 100 - 129]], dtype=np.uint16)
+    assert np.asarray(decode(save(Image.fromarray(values), "PNG")))[0, :, 0].tolist() == [100, 101, 100, 99]
+
+
 @pytest.mark.parametrize("kind", GOOD)
 def test_every_kind_of_image_becomes_upright_srgb(kind: str) -> None:
     make, size, left, right = GOOD[kind]

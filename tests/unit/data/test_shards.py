@@ -132,6 +132,7 @@ def test_a_shard_never_exists_without_its_companions(
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path, content)
+    assert not (tmp_path / ENTRY.file).exists()
     assert read_entry(tmp_path, ENTRY.file) is None
     monkeypatch.undo()
     entry = written(tmp_path, content)

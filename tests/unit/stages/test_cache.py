@@ -19,7 +19,8 @@ from sd3_light.data.building import cache_plan, catalogue
 from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import MANIFEST, Manifest
-from sd3_light.data.shards import read_origins
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import CaptionFeatures, read_origins
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import load_vae, raw_moments
@@ -70,6 +71,16 @@ def rejects(project: Project) -> dict[str, str]:
     lines = (project.cache / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return {entry["key"].rsplit("/", 1)[1]: entry["reason"] for entry in entries}
+
+
+def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
+    """Return the stored features of every caption of each sample."""
+    features: dict[int, list[CaptionFeatures]] = {}
+    for entry in Manifest.load(project.cache).shards:
+        shard = ShardReader(project.cache / "shards" / entry.file, entry)
+        for row in range(entry.count):
+            features[shard.identity(row)] = [shard.caption(row, number) for number in range(shard.num_captions(row))]
+    return features
 
 
 def captions_of(project: Project) -> dict[str, list[str]]:
@@ -566,7 +577,9 @@ def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> N
     assert len(ids) == 37
 
 
-def test_rejects_are_listed_again_by_a_run_that_encodes_nothing(fresh_project: Project) -> None:
+def test_rejects_are_listed_again_by_a_run_that_encodes_nothing(
+    fresh_project: Project, cached_project: Project
+) -> None:
     whole = (fresh_project.images / "000002.png").read_bytes()
     (fresh_project.images / "000002.png").write_bytes(whole[:-40])
     fresh_project.build_cache()
@@ -575,6 +588,12 @@ def test_rejects_are_listed_again_by_a_run_that_encodes_nothing(fresh_project: P
     (report,) = fresh_project.build_cache()
     assert report.encoded == 0
     assert rejects(fresh_project) == first
+    texts, expected = text_of(fresh_project), text_of(cached_project)
+    assert len(texts) == NUM_IMAGES - 1
+    for number, captions in texts.items():  # one rejected image does not shift the captions of its shard
+        for caption, same in zip(captions, expected[number], strict=True):
+            for name, values in caption.items():
+                torch.testing.assert_close(values, same[name])
 
 
 def test_a_dataset_with_only_rejects_is_an_error(fresh_project: Project) -> None:

@@ -1,13 +1,22 @@
 """Which checkpoint a run resumes from, and what happens to later ones."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name, keep_newest
+from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.stages.train.resume import Resume, _difference, choose_checkpoint
+from sd3_light.data.order import Segment, build_order
+from sd3_light.engines.protocol import TensorPiece
+from sd3_light.optim.ema import Averages
+from sd3_light.stages.train.resume import Resume, _difference, choose_checkpoint, load_checkpoint
+from sd3_light.training.data import order_facts
 from tests.checkpoints import write_checkpoint
 
 
@@ -162,3 +171,30 @@ def test_the_first_difference_of_two_orders_is_named() -> None:
     assert _difference(order, {"seed": 1, "buckets": []}) == "1 buckets, now 0"
     assert _difference(order, {"seed": 1, "buckets": [[2, 16, 40, 20, "ab"]]}) == "global batch of bucket 0: 4, now 2"
     assert _difference(order, {"seed": 1, "buckets": [[4, 16, 40, 10, "cd"]]}) == "shards of bucket 0: ab, now cd"
+
+
+class OneWeight:
+    """An engine of one weight, which starts at zero."""
+
+    shapes: Mapping[str, Any] = {"w": (2,)}
+
+    def __init__(self) -> None:
+        self.weights = {"w": torch.zeros(2)}
+
+    def pieces(self) -> Iterator[TensorPiece]:
+        return self.like_weights("param", self.weights)
+
+    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+        yield TensorPiece(f"{kind}/w", held["w"], 0, (2,))
+
+
+def test_an_average_that_the_checkpoint_lacks_starts_from_its_weights(tmp_path: Path) -> None:
+    """Enabling [ema] on resume must not average, and export, the weights from before training."""
+    order = build_order(0, [([Segment(8, 1.0)], 4)])
+    facts = {"order": order_facts(order), "progress": {"step": 3, "samples": 12, "skipped": 0, "position": 3}}
+    saved = write_checkpoint(tmp_path, 3, {"param/w": torch.tensor([5.0, 7.0])}, {**facts, "window": None})
+    engine: Any = OneWeight()
+    averages = Averages(engine.weights, EmaConfig(enable=True, decay=0.9))
+    load_checkpoint(open_checkpoint(saved), engine, averages, order, Resume())
+    assert engine.weights["w"].tolist() == [5.0, 7.0]
+    assert averages.tracks["ema"].shadow["w"].tolist() == [5.0, 7.0]

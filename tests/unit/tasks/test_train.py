@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines import accelerate as engine_file
+from sd3_light.engines.torch import task_loss_sums
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
@@ -277,3 +278,28 @@ def test_a_task_starts_from_the_adapter_of_another(tmp_path: Path) -> None:
     third.transformer = torch.nn.Sequential(torch.nn.Flatten(2), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     with pytest.raises(UserError, match=r"has rank 2 .* write the rank and target_modules that it has"):
         third.train_adapter(rank=3, target_modules=["1", "2"], init_from_existing=str(file))
+
+
+def sample(index: int, epoch: int = 0, repeat: int = 0) -> dict[str, Any]:
+    return {"data": Images()[index], "data_id": index, "epoch": epoch, "repeat": repeat}
+
+
+def test_padding_is_not_counted_in_validation() -> None:
+    model, batch = Toy(), [sample(0), sample(1), sample(0, repeat=1)]
+    with torch.no_grad():
+        total, count = task_loss_sums(model, (batch, 0.5)).tolist()
+        assert total == pytest.approx(model.each(batch[:2], 0.5).sum().item())
+    assert count == 2
+
+
+def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
+    """Otherwise losses of different epochs cannot be compared, and validation repeats what training has seen."""
+    model = Toy()
+
+    def noise(quantile: float | None, epoch: int) -> torch.Tensor:
+        values: torch.Tensor = model._values([sample(3, epoch)], quantile)["noise"]
+        return values
+
+    assert torch.equal(noise(0.5, 0), noise(0.5, 4))
+    assert not torch.equal(noise(0.5, 0), noise(None, 0))
+    assert not torch.equal(noise(None, 0), noise(None, 4))

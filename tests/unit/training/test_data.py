@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import SIZES
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
@@ -28,3 +29,12 @@ def test_a_process_without_data_opens_nothing() -> None:
     assert {2} in sizes
     assert {4} in sizes
     assert flops_counter(SIZES["tiny2"], 2)(next(steps)) == 0
+
+
+def test_the_flops_of_a_step_are_those_of_all_processes() -> None:
+    """The meter divides them by the number of processes: MFU is per GPU."""
+    size, samples, tokens = SIZES["tiny2"], 3, 5
+    features = (torch.zeros(samples, 16, 4, 6), torch.zeros(samples), torch.zeros(samples, tokens, 8))
+    batches: Any = [(features, (None,))] * 2
+    own = 2 * step_flops(size, image_tokens(48, 32), [tokens] * samples)
+    assert [flops_counter(size, world)(batches) for world in (1, 4)] == [own, 4 * own]

@@ -276,3 +276,31 @@ def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
         with case.driver.running():
             case.driver.catch_up(start)
         assert exported == expected
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [({3: 4, 4: 40}, []), ({3: 40, 4: 4}, [4])])
+def test_the_catch_up_counts_the_samples_of_the_last_batch(
+    tmp_path: Path, sizes: dict[int, int], expected: list[int]
+) -> None:
+    """Buckets have batches of different sizes: an export every 50 samples was due if the last batch passed 50."""
+    exported: list[int] = []
+
+    def export(trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        exported.append(progress.step)
+        return tmp_path / "exports" / "x"
+
+    start, schedule = Progress(4, 84, 0, 4), HookSchedule(export=every(examples=50))
+    case = Case(tmp_path, hooks=RunHooks(export=export), schedule=schedule, start=start)
+    case.driver.run.samples_in = sizes.__getitem__
+    with case.driver.running():
+        case.driver.catch_up(start)
+    assert exported == expected
+
+
+def test_a_sample_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
+    def sample(progress: Progress, weights: str) -> Path:
+        raise OSError(28, "No space left on device", "x.png")
+
+    case = Case(tmp_path, hooks=RunHooks(sample=sample), schedule=HookSchedule(sample=every(3)))
+    assert case.train().step == 6
+    assert case.of("sample_failed") == [3, 6]

@@ -289,6 +289,19 @@ def test_nothing_waits_for_the_device_between_records() -> None:
     assert [result.reads for result in engine.results] == [1, 1, 1, 1]
 
 
+def test_hooks_wait_for_the_numbers_of_their_step() -> None:
+    """A checkpoint holds the skipped steps and the open window of the log; with logging_steps > 1 both arrive late."""
+    seen: list[tuple[int, int, int]] = []
+    hook = Hook("save", every(steps=3), lambda progress: seen.append((progress.step, progress.skipped, window())))
+    steps = run(6, CountingEngine(bad=[1], late=True), logging_steps=6, hooks=[hook])
+
+    def window() -> int:
+        return steps.meter.window.steps
+
+    train(steps)
+    assert seen == [(3, 1, 2), (6, 1, 0)]
+
+
 # --- the average and the log -------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Claims: one living owner per item, items of dead owners are taken over, and no files are left behind."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from sd3_light.config.faults import UserError
 from sd3_light.data.building import claims as module
 from sd3_light.data.building.claims import Claims
+from tests.faults import Call, faulty_disk
 
 FORK = multiprocessing.get_context("fork")
 ELSEWHERE = "other-host-0a1b2c3d-4026531836-123-456789-abcdef"  # an owner on another machine
@@ -312,3 +314,54 @@ def test_racing_processes_do_each_item_once(tmp_path: Path) -> None:
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert Counter(item for item, _ in lines) == Counter(ITEMS)
     assert os.listdir(tmp_path / "claims") == []
+
+
+# --- clocks that jump ----------------------------------------------------------------------------
+
+
+def test_work_is_done_once_although_the_clock_is_set_back(claims: Claims, tmp_path: Path) -> None:
+    """What is written after the jump seems older than the start; waiting for it to be newer would never end."""
+    made: list[str] = []
+
+    def make(name: str) -> None:
+        made.append(name)
+        assert len(made) < 3, "done again and again"
+        (tmp_path / name).touch()
+        age(tmp_path / name, 3600)
+
+    claims.divide(["a", "b"], lambda name: claims.is_newer(tmp_path / name, name), make)
+    assert made == ["a", "b"]
+    (tmp_path / "old").touch()
+    age(tmp_path / "old", 3600)
+    assert not claims.is_newer(tmp_path / "old", "old"), "it is of an earlier run"
+
+
+def test_a_dead_owner_on_another_machine_is_noticed_although_the_clock_was_set_back(claims: Claims) -> None:
+    """Its last heartbeat is in the future. An owner that lives writes another within seconds."""
+    write_claim(claims.folder, "item", ELSEWHERE)
+    write_heartbeat(claims.folder, ELSEWHERE, -3600)
+    assert claims.take("item")
+    write_claim(claims.folder, "other", ELSEWHERE)
+    write_heartbeat(claims.folder, ELSEWHERE, -STALE_AFTER / 2)  # clocks of servers differ a little
+    assert not claims.take("other")
+
+
+def test_a_clock_that_jumps_ahead_takes_over_at_most_the_work_of_others(claims: Claims) -> None:
+    assert claims.take("mine")
+    write_claim(claims.folder, "theirs", ELSEWHERE)
+    write_heartbeat(claims.folder, ELSEWHERE, 3600)
+    assert claims.take("theirs")
+    assert is_owned(claims, "mine"), "an owner of this machine is known by its process"
+
+
+def test_a_claim_that_cannot_be_deleted_does_not_hide_the_error(tmp_path: Path) -> None:
+    fails = Call("os.remove", "claims/a.claim", 1)
+
+    def stop() -> None:
+        with Claims(tmp_path / "claims") as claims:
+            claims.take("a")
+            raise UserError("the first")
+
+    with faulty_disk(tmp_path, fails, errno.EROFS, lasting=True) as disk, pytest.raises(UserError, match="the first"):
+        stop()
+    assert fails in disk.failed
