@@ -220,10 +220,8 @@ def test_a_failing_disk_is_code_2_and_a_missing_file_a_bug(
         monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=error))
         results[code] = verb("train", project.train_toml)
     assert [result.code for result in results.values()] == [2, 2, 1]
-    line = (
-        "error: Read-only file system (run/x); free disk space or fix the disk, then start again. Finished files are "
-    )
-    assert error_line(results[errno.EROFS]) == f"{line}kept"
+    remedy = "free disk space or fix the disk, then start again. Finished files are kept"
+    assert error_line(results[errno.EROFS]) == f"error: Read-only file system (run/x); {remedy}"
     assert "this is a bug in sd3-light" in error_line(results[errno.ENOENT])
 
 
