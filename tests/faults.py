@@ -100,6 +100,9 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         disk.call(event, args[0])
 
 
+sys.addaudithook(_audit)  # it cannot be removed; outside `faulty_disk` it does nothing
+
+
 class _File:
     """An open file whose writes are counted; one that fails writes half of its data, as a disk that fills up does."""
 
@@ -137,7 +140,6 @@ def faulty_disk(
 ) -> Iterator[Disk]:
     """Count the writing calls below ``root`` inside the block, and let the one that is given fail."""
     global _disk
-    _install()
     real_open, real_fsync, real_save = io.open, os.fsync, safetensors.torch.serialize_file
     real_feather, real_arrow = pyarrow.feather.write_feather, pa.OSFile
     disk = Disk(root.resolve(), fails, error, lasting)
@@ -181,9 +183,3 @@ def faulty_disk(
             yield disk
         finally:
             _disk = None
-
-
-def _install(installed: list[bool] = []) -> None:  # noqa: B006 - a hook cannot be removed: added once, idle outside blocks
-    if not installed:
-        installed.append(True)
-        sys.addaudithook(_audit)
