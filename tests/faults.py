@@ -71,7 +71,8 @@ class Disk:
             if call != self.fails and not (self.lasting and self.failed and self._still_fails(kind)):
                 return
             self.failed.append(call)
-        raise OSError(self.error, os.strerror(self.error), name)
+        named = () if kind in ("write", "fsync") else (name,)  # errors of an open file do not name it
+        raise OSError(self.error, os.strerror(self.error), *named)
 
     def _still_fails(self, kind: str) -> bool:
         return self.error != errno.ENOSPC or kind not in _FREEING

@@ -216,7 +216,7 @@ class Driver:
         except OSError as error:
             if disk_error(error) is None:
                 raise
-            info(f"the sample at step {progress.step} failed: {error.strerror}: {error.filename}")
+            info(f"the sample at step {progress.step} failed: {error.strerror}")
             self.run.log("sample_failed", step=progress.step, reason=error.strerror)
             return
         if path is not None:
