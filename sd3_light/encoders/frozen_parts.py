@@ -22,6 +22,7 @@ from sd3_light.encoders.host_copies import AsyncHostCopies
 from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoders.text import TEXT_ENCODERS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
 from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.model.device_copy import to_device
 from sd3_light.model.pipeline_folder import vae_shape
 
 STORED_DTYPE = torch.bfloat16
@@ -114,7 +115,7 @@ class FrozenParts:
         vae = self.part("vae")
         encoded: Tensor | None = None
         for rows in batches:
-            images = self._to_device(source[rows])
+            images = to_device(source[rows], self.device)
             for variant in range(1 + flip):
                 with torch.inference_mode():
                     moments = raw_moments(vae, images, flip=variant == 1)
@@ -171,9 +172,9 @@ class FrozenParts:
         real_rows = ranges(np.arange(len(lengths)) * batch.length, lengths)
         filled = np.full(len(batch.members) * batch.length, self._tokenizers[name].pad_id)
         filled[real_rows] = ids.ids[rows]
-        padded = self._to_device(torch.from_numpy(filled.reshape(-1, batch.length)))
-        real_index = None if self.padded else self._to_device(torch.from_numpy(real_rows))
-        lengths_B = None if self.padded else self._to_device(torch.from_numpy(lengths))
+        padded = to_device(torch.from_numpy(filled.reshape(-1, batch.length)), self.device)
+        real_index = None if self.padded else to_device(torch.from_numpy(real_rows), self.device)
+        lengths_B = None if self.padded else to_device(torch.from_numpy(lengths), self.device)
         model = self.part(name)
         with torch.inference_mode():
             if name == "t5":
@@ -199,11 +200,6 @@ class FrozenParts:
             self._copies.submit(values, partial(features[name].index_copy_, 0, torch.from_numpy(rows)), source)
 
     # --- the device -----------------------------------------------------------------------------
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def synchronize(self) -> None:
         """Wait until all results so far are complete."""

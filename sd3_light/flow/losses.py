@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.flow.pipe_loss import pipe_flow_loss
 from sd3_light.flow.timesteps import times_from_quantiles
+from sd3_light.model.device_copy import to_device
 
 METHODS = ("logit_normal", "uniform")
 Inputs = Mapping[str, Any]
@@ -98,7 +99,7 @@ class FlowMatchSFTLoss:
         tokens = math.prod(size // side for size, side in zip(clean.shape[2:], patch, strict=False))
         quantiles, method = quantile.double().tolist(), self.timestep_sample_method
         drawn = times_from_quantiles(quantiles, tokens, method, self.sigmoid_scale, self.shift, self.flux_shift)
-        return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
+        return to_device(torch.tensor(drawn, dtype=torch.float32), clean.device)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.objective import sum_by_band
 from sd3_light.flow.timesteps import open_interval
 from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
@@ -212,8 +213,7 @@ class DiffusionTrainingModule(ModuleHelpers):
     def _draw(self, sample: Sample, evaluation: bool) -> Draw:
         def draw(purpose: str, shape: tuple[int, ...]) -> Tensor:
             generator = self._stream(sample, f"eval-{purpose}" if evaluation else purpose, evaluation)
-            normals: Tensor = self._to_device(torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)))
-            return normals
+            return to_device(torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)), self.device)
 
         return draw
 
@@ -222,11 +222,7 @@ class DiffusionTrainingModule(ModuleHelpers):
         return stream(self.seed, purpose, epoch, repeat, sample["data_id"])
 
     def _to_device(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.device.type == "cuda" and value.device.type == "cpu":
-            value = value.pin_memory()  # a copy from pageable memory would wait for all queued work of the device
-        return value.to(self.device, non_blocking=True)
+        return to_device(value, self.device) if isinstance(value, Tensor) else value
 
     # --- before training -------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sd3_light.model.device_copy import to_device
+
 ROUND = 2048
 """On a GPU the number of joined rows of real text is a multiple of this."""
 
@@ -80,8 +82,7 @@ def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, d
     counts = torch.full((samples,), num_text, dtype=torch.int64) if lengths is None else lengths
     shortest, longest, num_rows = int(counts.min()), int(counts.max()), int(counts.sum())
     assert len(counts) == samples and shortest > 0 and longest <= num_text, "text lengths"
-    # from pinned memory: a copy from pageable memory would wait for all queued work of the device
-    text = counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts.to(device)
+    text = to_device(counts, device)
     image = torch.full_like(text, num_image)
     joined = _starts(image + text)
     text_index = None
