@@ -21,6 +21,7 @@ from sd3_light.data.processed import (
 from sd3_light.data.sample_files import has_tensor, storable
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
+from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
 from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
@@ -28,6 +29,7 @@ from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.train import aborting_on_error
+from sd3_light.tasks.videos import VideoDataset
 from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 
@@ -90,6 +92,9 @@ def launch_data_process_task(
         accelerator.wait_for_everyone()
     if launch.is_main:
         write_processed_manifest(folder, recipe, count)
+        if isinstance(dataset, VideoDataset):
+            lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
+            write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
         info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
         accelerator.wait_for_everyone()

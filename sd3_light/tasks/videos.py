@@ -76,8 +76,8 @@ class VideoDataset(Dataset[Any]):
         self._report(path)
 
     def _probe(self, records: Sequence[Record], num_workers: int | None) -> list[_Probed]:
-        if any(not record.key.lower().endswith(".gif") for record in records):
-            require_av()
+        if any(Path(record.key).suffix.lower() in VIDEOS.suffixes - {".gif"} for record in records):
+            require_av()  # before the work starts; a cell of a Parquet file is known only when it is read
         work = partial(_probe_all, counts=self._counts, fps=self._fps)
         count = min(len(records), os.cpu_count() or 1 if num_workers is None else num_workers)
         results: list[_Probed] = []
@@ -100,6 +100,10 @@ class VideoDataset(Dataset[Any]):
             suffixes = ", ".join(sorted(VIDEOS.suffixes))
             why = _reasons(self.rejects) or f"no file ends in {suffixes}"
             raise UserError(f"{path} has no usable video: {why}; check path, frames and fps")
+
+    def rejects_as_json(self) -> list[dict[str, str]]:
+        """Return the rejects as the data process lists them in ``rejects.jsonl``."""
+        return [{"key": reject.key, "reason": reject.reason, "detail": reject.detail} for reject in self.rejects]
 
     def __len__(self) -> int:
         return len(self._clips)

@@ -1,5 +1,6 @@
 """A Wan LoRA from a folder of short clips, end to end; one step against the arithmetic of the stock pipelines."""
 
+import json
 import runpy
 import sys
 from collections.abc import Iterator
@@ -200,6 +201,8 @@ def test_latents_decode_to_the_clip(example: Any, model: Path, dataset: Any) -> 
 def test_unusable_clips_are_left_out(dataset: Any, processed: Path) -> None:
     reasons = {reject.key.split("/")[1][0]: reject.reason for reject in dataset.rejects}
     assert reasons == {"4": "too_short", "5": "broken_video"}
+    lines = (processed / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["too_short", "broken_video"]
     assert len(tasks.ProcessedDataset(processed)) == len(dataset) == 4
     buckets = {tasks.ProcessedDataset(processed).bucket_of(index) for index in range(4)}
     assert buckets == {"(5, 48, 32)", "(5, 32, 48)"}, "batches of one shape, without an argument"

@@ -195,9 +195,11 @@ def test_without_pyav_only_gifs_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     write_files(tmp_path, {"a.gif": LONG, "a.txt": "a caption"})
     assert len(dataset(tmp_path)) == 1
-    write_files(tmp_path, {"b.mp4": b"", "b.txt": "a caption"})
-    with pytest.raises(UserError, match=r"pip install 'sd3-light\[video\]'"):
-        dataset(tmp_path)
+    for name, files in (("file", {"b.mp4": b"", "b.txt": "a caption"}), ("cells", {})):
+        folder = write_files(tmp_path / name, files or {"empty.md": ""})
+        pq.write_table(pa.table({"video": [b"\x1aE\xdf\xa3"], "text": ["a caption"]}), folder / "a.parquet")
+        with pytest.raises(UserError, match=r"pip install 'sd3-light\[video\]'"):
+            dataset(folder, num_workers=1)
 
 
 def test_images_and_videos_are_scanned_apart(tmp_path: Path) -> None:
