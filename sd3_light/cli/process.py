@@ -1,6 +1,7 @@
 """Setup, output and exit codes of one process of the command line."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ def run_guarded(work: Callable[[], object]) -> int:
     except UserError as error:
         return _fail(str(error), RESUMABLE if isinstance(error, PeerLost) else 2)
     except Stopped as stop:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter would restore the defaults while it exits
+            signal.signal(number, signal.SIG_IGN)
         info(f"stopped: {stop}")
         return RESUMABLE
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -36,9 +37,18 @@ def is_secret_key(key: str) -> bool:
     return bool(_SECRET_WORDS & set(key.lower().replace("-", "_").split("_")))
 
 
-def format_value(value: Any, key: str = "", max_length: int = 80) -> str:
+def _resembles_secret(key: str) -> bool:
+    """Return whether a key may be a mistyped name of a secret: `wandb_api_kye`, `hftoken`."""
+    words = re.split(r"[^a-z]+", key.lower())
+    return any(get_close_matches(word, _SECRET_WORDS, 1, 0.6) for word in words) or any(
+        secret in key.lower() for secret in _SECRET_WORDS
+    )
+
+
+def format_value(value: Any, key: str = "", max_length: int = 80, known_key: bool = True) -> str:
     """Format a value as TOML writes it, shortened to ``max_length``, with secrets hidden."""
-    text = "(hidden)" if is_secret_key(key) else _format(value)
+    is_hidden = is_secret_key(key) if known_key else _resembles_secret(key)
+    text = "(hidden)" if is_hidden else _format(value)
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
@@ -48,7 +58,8 @@ def _format(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_format(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {format_value(item, key)}" for key, item in value.items()) + "}"
+        items = (f"{key} = {format_value(item, key, known_key=False)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
     return str(value)
 
 
@@ -132,8 +143,9 @@ def _remove(raw: dict[str, Any], path: tuple[str, ...]) -> None:
 
 def _fault(error: ErrorDetails, location: _ErrorLocation, file_kind: str, file: str, prefix: str) -> Fault:
     key, name = prefix + location.key, location.key.rpartition(".")[2]
-    value = format_value(error["input"], name)
-    if error["type"] == "extra_forbidden":
+    is_unknown = error["type"] == "extra_forbidden"
+    value = format_value(error["input"], name, known_key=not is_unknown)
+    if is_unknown:
         return Fault(file, key, "unknown key", value=value, hint=suggest_key(file_kind, location.table, name))
     allowed = describe_type(location.annotation)
     if error["type"] == "missing":

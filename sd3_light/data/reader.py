@@ -127,6 +127,10 @@ class ShardReader:
 
     # --- reading ------------------------------------------------------------------------------
 
+    def status(self) -> os.stat_result:
+        """Return the status of the open file, also after it was deleted or replaced."""
+        return os.fstat(self._file)
+
     def read(self, out: memoryview, offset: int) -> None:
         """Fill ``out`` with the file's bytes from ``offset``."""
         if self._memory is not None:

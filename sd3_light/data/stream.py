@@ -24,6 +24,7 @@ from sd3_light.data.verify import Verifier
 from sd3_light.randomness import stream
 
 CachedBatch = dict[str, Any]
+_OPEN_TRIES = 8
 _MAX_PREFETCHED = 256  # dropping one costs only another check of its shards' markers
 
 
@@ -72,7 +73,7 @@ class CachedDataset:
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
         self._prefetcher: threading.Thread | None = None
-        self._verifier = Verifier(store.path(self.manifest.empty).parent, launched)
+        self._verifier = Verifier(store.path(self.manifest.empty).parent, launched, store.keeps_times)
         self._resident = self._read_all(processes) if in_memory else {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,10 +142,18 @@ class CachedDataset:
     # --- shards -------------------------------------------------------------------------------
 
     def _readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
-        """Return readers of verified shards; beyond ``max_open`` the least recently used ones are closed."""
+        """Return readers of verified shards; beyond ``max_open`` the least recently used ones are closed.
+
+        A deleted or replaced shard is read as long as it is open, as its bytes remain. One that was written to, or that
+        must be opened again and is another file now, is verified again.
+        """
+        for entry in entries:
+            reader = self._open.get(entry.file)
+            if reader is not None and not self._verifier.is_same(entry, reader.status()):
+                del self._open[entry.file]
         missing = [entry for entry in entries if entry.file not in self._resident and entry.file not in self._open]
         self._verifier.require((entry, self.store.path(entry)) for entry in missing)
-        self._open |= {entry.file: self._new_reader(entry) for entry in missing}
+        self._open |= {entry.file: self._new_verified_reader(entry) for entry in missing}
         readers = [self._resident.get(entry.file) or self._open[entry.file] for entry in entries]
         for entry in entries:
             if entry.file in self._open:
@@ -152,6 +161,15 @@ class CachedDataset:
         while len(self._open) > self.max_open:
             self._open.popitem(last=False)
         return readers
+
+    def _new_verified_reader(self, entry: ShardEntry) -> ShardReader:
+        """Open a verified shard; verify again what replaced it in between."""
+        for _ in range(_OPEN_TRIES):
+            reader = self._new_reader(entry)
+            if self._verifier.is_same(entry, reader.status()):
+                return reader
+            self._verifier.require([(entry, self.store.path(entry))])
+        raise UserError(f"shard {entry.file} changes while it is read; stop what writes to the cache, then resume")
 
     def _new_reader(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
         return open_shard(self.store, entry, lambda path: ShardReader(path, entry, in_memory))

@@ -24,24 +24,46 @@ from sd3_light.files import file_sha256
 from sd3_light.system import process_start
 
 ShardFile = tuple[ShardEntry, Path]
+Identity = tuple[int, ...]
+"""What distinguishes a file from another one under its name, and from itself before a write: see `Verifier`."""
 _SUFFIX = ".verified"
 _MAX_THREADS = 8
 _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
 
 
 class Verifier:
-    """Verifies the shards of one cache folder. Forked and spawned processes share its markers."""
+    """Verifies the shards of one cache folder. Forked and spawned processes share its markers.
 
-    def __init__(self, folder: Path, launched: bool = False) -> None:
+    A hash holds for one file: device, inode, size and, unless the store changes it (``with_times`` off), the time of
+    the last write. A shard that is another file than the one that was hashed is hashed again.
+    """
+
+    def __init__(self, folder: Path, launched: bool = False, with_times: bool = True) -> None:
         """``launched``: this process is one of several that its parent started, and shares markers with them."""
+        self._with_times = with_times
         # a parent that never ends (the first process of a container) does not identify a launch
         shared = launched and os.getppid() > 1
         self._markers = _marker_folder(folder, os.getppid() if shared else os.getpid())
-        self._verified: set[str] = set()
+        self._verified: dict[str, Identity] = {}
+
+    def identity(self, status: os.stat_result) -> Identity:
+        """Return the identity of a file."""
+        identity = status.st_dev, status.st_ino, status.st_size
+        return (*identity, status.st_mtime_ns) if self._with_times else identity
+
+    def is_same(self, entry: ShardEntry, status: os.stat_result) -> bool:
+        """Return whether this file is the one that was verified."""
+        return self.is_verified(entry) and self._verified[entry.file] == self.identity(status)
+
+    def _is_current(self, shard: ShardFile) -> bool:
+        try:
+            return self.is_same(shard[0], os.stat(shard[1]))
+        except OSError:
+            return False
 
     def require(self, shards: Iterable[ShardFile]) -> None:
         """Verify these shards; a UserError names the first damaged one."""
-        pending = [shard for shard in shards if not self.is_verified(shard[0])]
+        pending = [shard for shard in shards if not self._is_current(shard)]
         if not pending:
             return
         # first the shards that no other process is hashing, so that processes share the work, then wait for the others
@@ -60,8 +82,8 @@ class Verifier:
         """Return whether the shard was verified in this launch."""
         if entry.file not in self._verified and self._markers is not None:
             with suppress(OSError):  # no marker yet
-                if (self._markers / _name(entry)).stat().st_size > 0:
-                    self._verified.add(entry.file)
+                if text := (self._markers / _name(entry)).read_text():
+                    self._verified[entry.file] = tuple(map(int, text.split()))
         return entry.file in self._verified
 
     def _check(self, shard: ShardFile, wait: bool) -> bool:
@@ -69,13 +91,21 @@ class Verifier:
         entry, path = shard
         marker = None if self._markers is None else self._markers / _name(entry)
         with _locked(marker, wait) as is_locked:
-            if is_locked and not self.is_verified(entry):
+            if is_locked and not self._is_current(shard):
+                before = _status(path)  # a file that is changed while it is hashed differs from this
                 verify(path, entry)
-                self._verified.add(entry.file)
+                self._verified[entry.file] = self.identity(before)
                 if marker is not None:
                     with suppress(OSError):  # without space for the marker another process hashes the shard again
-                        marker.write_bytes(b"1")
+                        marker.write_text(" ".join(map(str, self.identity(before))))
         return is_locked
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise UserError(f"cannot read shard {path}: {error.strerror}; {REMEDY}") from error
 
 
 def verify(path: Path, entry: ShardEntry) -> None:

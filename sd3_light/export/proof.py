@@ -106,7 +106,8 @@ def run_clean_process(
     command = [sys.executable, "-P", proof_process.__file__, str(path), str(work)]
     # diffusers copies a folder's pipeline file to a module cache before running it: use another than the user's
     environment = {**os.environ, "HF_MODULES_CACHE": str(work / "modules")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    # in its own process group, which Ctrl-C in a terminal does not reach
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, process_group=0)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"the process exited with code {result.returncode}"]
         raise ProofError(f"a clean process cannot load {path}: {lines[-1]}")

@@ -5,9 +5,14 @@ process imports its functions to compute the same from the weights in memory. Te
 are not loaded. Weights keep their stored dtype while the denoiser computes in float32.
 """
 
+import signal
+
+if __name__ == "__main__":  # before the slow imports: a scheduler signals all processes; the trainer needs the result
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
 import hashlib
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,8 +164,6 @@ def _lycoris_update(factors: dict[str, Tensor]) -> Tensor:
 
 
 def _main(path: str, folder: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler signals all processes; the trainer needs the result
-        signal.signal(number, signal.SIG_IGN)
     request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])  # the order of additions depends on it
     check = _check_adapter if "adapter" in request else _check_folder

@@ -76,13 +76,18 @@ class RunRequests:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Inside the block SIGTERM and SIGINT request to save and quit."""
+        """Inside the block SIGTERM and SIGINT request to save and quit.
+
+        If the run stops because of a signal, later ones find the same handlers until the process ends, so that they
+        change neither what is saved nor the exit code.
+        """
         previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            if self.signal is None and (not self.quit or self.reason == SAVE_QUIT):
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
         self.flags.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

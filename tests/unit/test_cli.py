@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -416,3 +417,17 @@ def test_cache_prints_a_summary_of_the_cache(verb: Callable[..., Result], projec
     assert result.code == 0, result.err
     assert "40 of 40 samples are already cached" in result.err
     assert "64x64" in result.out
+
+
+def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
+    """Also while the interpreter shuts down, which restores the default handlers of Python."""
+    script = (
+        "import atexit, os, signal\n"
+        "from sd3_light.cli.process import run_guarded\n"
+        "from sd3_light.config.faults import Stopped\n"
+        "def work(): raise Stopped('asked')\n"
+        "code = run_guarded(work)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "raise SystemExit(code)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75

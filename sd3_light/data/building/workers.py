@@ -6,6 +6,7 @@ process, and only the image that crashes again is rejected.
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,11 +96,12 @@ class WorkerPool(Generic[Task, Result]):
 def _new_pool(count: int) -> ProcessPoolExecutor:
     # forked, so that a custom script without a main guard is not run again in every worker
     context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_exit_with_parent)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent)
 
 
-def _exit_with_parent() -> None:
-    """Start a thread that exits this worker when the parent is killed."""
+def _follow_parent() -> None:
+    """Ignore Ctrl-C, which the parent handles; start a thread that exits this worker when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -22,6 +22,8 @@ class ShardStore(Protocol):
     """The shards of one cache. Can be sent to worker processes, forked or spawned."""
 
     manifest: Manifest
+    keeps_times: bool
+    """Whether reading leaves the modification times of the files unchanged."""
 
     def path(self, entry: ShardEntry) -> Path:
         """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
@@ -39,6 +41,8 @@ def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _O
 
 class LocalStore:
     """A local cache folder."""
+
+    keeps_times = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,6 +63,8 @@ class RemoteStore:
     number of shards per bucket in use at a time. A limit below their total size is rejected, because it would fetch
     each shard again and again.
     """
+
+    keeps_times = False  # they order the shards by their last use
 
     def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
         self.url = url

@@ -212,3 +212,11 @@ def test_secrets_are_not_in_reports(files: Any) -> None:
 def test_secret_key_names() -> None:
     assert all(is_secret_key(key) for key in ("wandb_api_key", "HF_TOKEN", "db-password", "secret"))
     assert not any(is_secret_key(key) for key in ("text_tokens", "uncond_text", "keep_last_n_exports"))
+
+
+@pytest.mark.parametrize("key", ["wandb_api_kye", "wandb_apikey", "hf_tokn", "hftoken", "pasword", "wandb_api_keys"])
+@pytest.mark.parametrize("table", ["monitoring", "montoring"])
+def test_a_mistyped_secret_is_not_shown(files: Any, table: str, key: str) -> None:
+    text = str(ConfigFaults(files.faults(tables=f'[{table}]\n{key} = "hunter2-hunter2"\n')))
+    assert table in text
+    assert "hunter2" not in text

@@ -433,3 +433,76 @@ def test_the_order_of_manifest_entries_does_not_matter(make_cache: MakeCache) ->
         ("16x32", 4, [4]),
         ("32x16", 8, [5, 3]),
     ]
+
+
+# --- shards that change during a run -------------------------------------------------------------
+
+
+def change_all(data: CachedDataset, change: Callable[[Path], object]) -> None:
+    for entry in data.buckets[0].shards:
+        change(data.store.path(entry))
+
+
+def replace_with(path: Path, data: bytes) -> None:
+    path.with_suffix(".new").write_bytes(data)
+    os.replace(path.with_suffix(".new"), path)
+
+
+def other_bytes(path: Path) -> bytes:
+    """The same size and header, other values."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    return bytes(data)
+
+
+def same_batches(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
+    return all(torch.equal(a["moments"], b["moments"]) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [Path.unlink, lambda path: replace_with(path, other_bytes(path)), lambda path: replace_with(path, b"")],
+    ids=["deleted", "replaced", "replaced by nothing"],
+)
+def test_an_open_shard_is_read_on_after_it_is_deleted_or_replaced(
+    make_cache: MakeCache, change: Callable[[Path], object]
+) -> None:
+    """Its file remains until it is closed, with the bytes that were verified. Opened again, it is another file."""
+    data = make_cache()
+    order = order_of(data)
+    before = steps_of(data, order)
+    change_all(data, change)
+    assert same_batches(steps_of(data, order), before)
+    data._open.clear()
+    with pytest.raises(UserError, match=r"is missing|is damaged"):
+        steps_of(data, order)
+
+
+def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None:
+    data = make_cache()
+    order = order_of(data)
+    steps_of(data, order)
+    change_all(data, lambda path: path.write_bytes(other_bytes(path)))
+    with pytest.raises(UserError, match="is damaged: its bytes differ"):
+        steps_of(data, order)
+
+
+def test_a_shard_that_is_replaced_by_the_same_bytes_is_verified_again(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_cache()
+    order = order_of(data)
+    before = steps_of(data, order)
+    hashed: list[Path] = []
+    real = verify_module.file_sha256
+
+    def hash_and_count(path: Path) -> str:
+        hashed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(verify_module, "file_sha256", hash_and_count)
+    change_all(data, lambda path: replace_with(path, path.read_bytes()))
+    for _ in range(2):
+        data._open.clear()
+        assert same_batches(steps_of(data, order), before)
+    assert len(hashed) == len(data.buckets[0].shards), "once"

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.saver import model_spec
 from tests.project import with_nan
+from tests.warm import REAL_PYTHON
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "zero", "t5_max_length": 16}
@@ -442,3 +444,22 @@ def test_the_proof_names_the_part_that_is_not_finite(
     with pytest.raises(ProofError, match="the exported denoiser returns NaN or infinity"):
         write_folder(tmp_path / "out", broken, spec(demo_parts, save_dtype=torch.float32))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_clean_process_has_its_own_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a terminal signals the whole group of the trainer."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $(ps -o pgid= -p $$) > {tmp_path}/group\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(proof_module.sys, "executable", str(python))
+    with pytest.raises(ProofError):
+        proof_module.run_clean_process(tmp_path, tmp_path, {}, {"x": torch.zeros(1)})
+    assert int((tmp_path / "group").read_text()) != os.getpgrp()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_clean_process_ignores_signals_during_its_imports(tmp_path: Path, number: int) -> None:
+    (tmp_path / "torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\nraise SystemExit(7)\n")
+    command = [REAL_PYTHON, "-P", proof_process.__file__, "folder", "work"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(command, env=environment, check=False, capture_output=True).returncode == 7

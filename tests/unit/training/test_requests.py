@@ -145,3 +145,22 @@ def test_every_rank_distinguishes_a_file_from_a_signal(tmp_path: Path, clock: li
         requests.flags = FixedFlags(answer)
         assert poll(requests) == (True, True)
         assert requests.reason == reason
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_signals_after_a_stop_change_nothing(asked: bool) -> None:
+    """A scheduler may send SIGTERM again while the process exits; a finished run restores the handlers."""
+    before = signal.getsignal(signal.SIGTERM)
+    requests = make()
+    try:
+        with requests.handling_signals():
+            if asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert poll(requests) == (True, True)
+        assert (signal.getsignal(signal.SIGTERM) == before) is not asked
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert requests.reason == "SIGTERM"
+    finally:
+        for number in requests_module.SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else before)

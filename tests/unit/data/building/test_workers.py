@@ -186,3 +186,13 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def ignores_interrupts(numbers: Sequence[int]) -> list[bool]:
+    return [signal.getsignal(signal.SIGINT) is signal.SIG_IGN for _ in numbers]
+
+
+def test_workers_leave_ctrl_c_to_their_parent() -> None:
+    """A terminal sends it to all processes; each worker would print a traceback."""
+    with WorkerPool(2, ignores_interrupts, False) as pool:
+        assert list(pool.map([[1], [2], [3]])) == [[True]] * 3
