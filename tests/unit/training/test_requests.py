@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr(requests_module.time, "monotonic", lambda: now[0])
     return now
+
+
+@pytest.fixture(autouse=True)
+def _restored_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in requests_module.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def poll(requests: RunRequests) -> tuple[bool, bool]:
@@ -80,13 +89,11 @@ def test_only_the_main_rank_checks_clock_and_files(clock: list[float]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops_after_the_step(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
     requests = make()
     with requests.handling_signals():
         os.kill(os.getpid(), number)
         assert poll(requests) == (True, True)
         assert requests.reason == signal.Signals(number).name
-    assert signal.getsignal(number) is before
 
 
 def test_a_second_interrupt_is_ignored_at_first_and_raised_later(clock: list[float]) -> None:
@@ -150,17 +157,14 @@ def test_every_rank_distinguishes_a_file_from_a_signal(tmp_path: Path, clock: li
 @pytest.mark.parametrize("asked", [True, False])
 def test_signals_after_a_stop_change_nothing(asked: bool) -> None:
     """A scheduler may send SIGTERM again while the process exits; a finished run restores the handlers."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in requests_module.SIGNALS]
     requests = make()
-    try:
-        with requests.handling_signals():
-            if asked:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert poll(requests) == (True, True)
-        assert (signal.getsignal(signal.SIGTERM) == before) is not asked
+    with requests.handling_signals():
         if asked:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert requests.reason == "SIGTERM"
-    finally:
+            assert poll(requests) == (True, True)
+    assert ([signal.getsignal(number) for number in requests_module.SIGNALS] == before) is not asked
+    if asked:
         for number in requests_module.SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else before)
+            os.kill(os.getpid(), number)
+        assert requests.reason == "SIGTERM"
