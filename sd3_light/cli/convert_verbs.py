@@ -13,11 +13,13 @@ _lora = typer.Typer(
 )
 app.add_typer(_lora, name="lora")
 
-LoraFile = Annotated[Path, typer.Argument(metavar="LORA", help="A LoRA in diffusers, peft, kohya or ComfyUI layout.")]
+LoraFile = Annotated[
+    Path, typer.Argument(metavar="LORA", help="A LoRA in diffusers, peft, kohya or ComfyUI layout; a LoKr or LoHa.")
+]
 NewLora = Annotated[Path, typer.Argument(metavar="OUT", help="New .safetensors file.")]
 Layout = Annotated[
-    str,
-    typer.Option(help="`diffusers` (also for ComfyUI), `kohya`, or `peft` (DoRA, diffusers only)."),
+    str | None,
+    typer.Option(help="`diffusers` (also for ComfyUI; the default), `kohya`, or `peft` (DoRA, diffusers only)."),
 ]
 Dtype = Annotated[str, typer.Option(help="`float32`, `bfloat16` or `float16`.")]
 PaddedFor = Annotated[
@@ -54,7 +56,7 @@ def convert(
 def lora_convert(
     lora: LoraFile,
     out: NewLora,
-    layout: Layout = "diffusers",
+    layout: Layout = None,
     dtype: Dtype = "float32",
     padded_for: PaddedFor = None,
     trained_on: Annotated[
@@ -73,7 +75,9 @@ def lora_convert(
 def lora_merge(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A complete diffusers folder.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
-    loras: Annotated[list[str], typer.Argument(metavar="LORA[:STRENGTH]...", help="LoRA files, added in this order.")],
+    loras: Annotated[
+        list[str], typer.Argument(metavar="LORA[:STRENGTH]...", help="LoRA, LoKr or LoHa files, added in this order.")
+    ],
     dtype: Annotated[
         str | None, typer.Option(help="`float32`, `bfloat16` or `float16`; default: that of MODEL.")
     ] = None,
@@ -97,7 +101,7 @@ def lora_extract(
     target: Annotated[
         list[str] | None, typer.Option(help="Suffix of layer names, such as attn.to_q; default: every linear layer.")
     ] = None,
-    layout: Layout = "diffusers",
+    layout: Layout = None,
     dtype: Dtype = "float32",
     padded_for: PaddedFor = None,
 ) -> None:

@@ -1,8 +1,4 @@
-"""Adapter exports: a folder with one adapter file, its card and its proof.
-
-LoKr and LoHa files have LyCORIS' layout, with ComfyUI's names for SD3; diffusers does not read them. As in LoRA files,
-the scale is multiplied into the first factor and ``alpha`` is the rank: every reader's scale is 1.
-"""
+"""Adapter exports: a folder with one adapter file, its card and its proof."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +10,14 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.export.adapter_proof import AdapterModules, prove_adapter
+from sd3_light.export.adapter_proof import prove_adapter
 from sd3_light.export.card import adapter_card
-from sd3_light.export.export_spec import LYCORIS_FILE, AdapterSpec, ExportError, write_json, write_texts
-from sd3_light.export.lora_file import (
-    LoraLayout,
-    cast_tensors,
-    load_tensors,
-    own_metadata,
-    read_lora,
-    save_tensors,
-    write_lora,
-)
-from sd3_light.files import atomic_file, new_folder
-from sd3_light.model.adapter_layers import LycorisModule, lycoris_modules
+from sd3_light.export.export_spec import AdapterSpec, ExportError, write_json, write_texts
+from sd3_light.export.lora_file import LoraLayout, read_lora, write_lora
+from sd3_light.export.lora_fusing import Padding
+from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
+from sd3_light.files import new_folder
+from sd3_light.model.adapter_layers import AdapterModules, lycoris_modules
 from sd3_light.model.lora_layers import from_peft
 
 
@@ -46,7 +36,8 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
     try:
         with new_folder(out, replace=True) as temporary:
             file = temporary / spec.file
-            write_adapter_file(file, modules, spec.adapter, spec.save_dtype, {**spec.facts, **adapter})
+            written_facts = {**spec.facts, **adapter}
+            write_adapter_file(file, modules, spec.adapter, spec.save_dtype, written_facts, spec.padding)
             write_json(temporary / "proof.json", prove_adapter(file, modules, spec))
             write_texts(temporary, spec, facts, adapter_card(spec, facts))
     except UserError as error:  # the file cannot represent these weights
@@ -68,36 +59,24 @@ def adapter_modules(state: Mapping[str, Tensor], config: AdapterConfig) -> Adapt
 
 
 def write_adapter_file(
-    path: Path, modules: Any, adapter: AdapterConfig, save_dtype: torch.dtype, facts: Mapping[str, Any]
+    path: Path,
+    modules: Any,
+    adapter: AdapterConfig,
+    save_dtype: torch.dtype,
+    facts: Mapping[str, Any],
+    padding: Padding | None = None,
 ) -> Path:
-    """Write an adapter's modules, by diffusers' layer names, to a file atomically; an existing file is replaced."""
+    """Write an adapter's modules, by diffusers' layer names, to a file atomically; an existing file is replaced.
+
+    A LoRA is for the folder. A LoKr or LoHa, which only readers of single files use, is for the file that is padded
+    by ``padding``.
+    """
     if adapter.type == "lora":
         layout: LoraLayout = "peft" if adapter.use_dora else "diffusers"
         return write_lora(path, modules, layout=layout, save_dtype=save_dtype, facts=facts, replace_file=True)
-    tensors: dict[str, Tensor] = {}
-    names = {f"lycoris_{layer.replace('.', '_')}": layer for layer in modules}
-    for stem, layer in names.items():
-        factors = modules[layer].with_unit_scale().factors
-        tensors |= {f"{stem}.{factor}": tensor for factor, tensor in factors.items()}
-    saved = cast_tensors(tensors, save_dtype) | {f"{stem}.alpha": torch.tensor(float(adapter.rank)) for stem in names}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as temporary:
-        save_tensors(temporary, saved, {"layout": "lycoris", "facts": dict(facts), "layers": names})
-    return path
+    return write_lycoris(path, modules, save_dtype=save_dtype, padding=padding, facts=facts, replace_file=True)
 
 
 def read_adapter(path: Path, kind: str) -> AdapterModules:
-    """Read the adapter in a file, or in a folder that contains one."""
-    if kind == "lora":
-        return read_lora(path).modules
-    path = path / LYCORIS_FILE if path.is_dir() else path
-    tensors, metadata = load_tensors(path)
-    layers = own_metadata(metadata, path).get("layers", {})
-    modules: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        stem, _, factor = key.partition(".")
-        if stem not in layers:
-            raise UserError(f"{path}: its metadata does not name the layer of {stem}; pass a file written by sd3-light")
-        if factor != "alpha":
-            modules.setdefault(layers[stem], {})[factor] = tensor
-    return {layer: LycorisModule(factors) for layer, factors in modules.items()}
+    """Read the adapter of this type in a file, or in a folder that contains one."""
+    return read_lora(path).modules if kind == "lora" else read_lycoris(path).modules

@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sd3_light.export.lora_fusing import baked
 from sd3_light.export.proof import compare_outputs, fixed_inputs, require_finite, run_clean_process
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256
-from sd3_light.model.adapter_layers import LycorisModule, add_adapter, load_lycoris
+from sd3_light.model.adapter_layers import AdapterModules, LycorisModule, add_adapter, load_lycoris
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.random_weights import transformer_from_state
 
@@ -25,8 +24,6 @@ _LARGE = 1_000_000_000
 
 TOLERANCE = 1e-4
 """Relative to the largest output: one side adds the update to the weights, the other computes it separately."""
-
-AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
 def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dict[str, Any]:
@@ -41,7 +38,7 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
         folder = str(_as_folder(spec.base, Path(work)))
-        request = {"adapter": kind, "base": folder, "base_dtype": dtype}
+        request = {"adapter": kind, "base": folder, "base_dtype": dtype, "padding": spec.padding}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
         denoiser = proof_process.load_base(folder, getattr(torch, dtype))
     _apply(denoiser, modules, spec.adapter, spec.save_dtype)

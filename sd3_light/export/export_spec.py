@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sd3_light.config import AdapterConfig
+from sd3_light.export.lora_fusing import Padding, reader_padding
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
 FACTS_FILE = "sd3_light.json"
@@ -56,6 +57,11 @@ class AdapterSpec(ExportSpec):
     def file(self) -> str:
         """The name of the adapter file in the folder."""
         return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
+
+    @property
+    def padding(self) -> Padding | None:
+        """The padding of the model's single file, for which LoKr and LoHa are numbered: only its readers use them."""
+        return reader_padding(self.transformer_config)
 
     @property
     def base_name(self) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export.export_spec import LORA_FILE, first_few
+from sd3_light.export.export_spec import LORA_FILE, LYCORIS_FILE, first_few
 from sd3_light.export.lora_fusing import (
     Padding,
     Ranks,
@@ -36,15 +36,16 @@ from sd3_light.tensor_file import METADATA_KEY
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
-_FOLDER_FILES = (LORA_FILE, "adapter_model.safetensors")
+_FOLDER_FILES = (LORA_FILE, "adapter_model.safetensors", LYCORIS_FILE)
 _Scales = Callable[[str, int], float]
+Module = TypeVar("Module")
 
 
 @dataclass(frozen=True)
-class LoadedLora:
-    """A LoRA by diffusers' layer names, and the facts in our metadata."""
+class LoadedAdapter(Generic[Module]):
+    """An adapter's updates by diffusers' layer names, and the facts in our metadata."""
 
-    modules: dict[str, LoraModule]
+    modules: dict[str, Module]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -160,24 +161,24 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 # --- reading -----------------------------------------------------------------------------------
 
 
-def read_lora(path: Path, padding: Padding | None = None) -> LoadedLora:
+def read_lora(path: Path, padding: Padding | None = None) -> LoadedAdapter[LoraModule]:
     """Read a LoRA of diffusers, peft, kohya or ComfyUI; unknown keys are errors that name them.
 
     A folder is searched for the file names of diffusers and peft. The scale comes from the ``.alpha`` tensors, else
     from the metadata of diffusers or peft, else it is 1, as in ComfyUI. ``padding`` is for a LoRA that was trained on a
     padded single file; files written here record it.
     """
-    file = _lora_in(path)
+    file = adapter_file_in(path)
     tensors, metadata = load_tensors(file)
     own = own_metadata(metadata, file)
     try:
-        _require_numbers(tensors)
+        require_numbers(tensors)
         modules = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
         padding = padding or (Padding(*own["padding"]) if "padding" in own else None)
         modules = unpad_names(modules, padding) if padding else modules
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    return LoadedLora(modules, own.get("facts", {}))
+    return LoadedAdapter(modules, own.get("facts", {}))
 
 
 def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -194,7 +195,8 @@ def diffusers_tensors(path: Path) -> dict[str, Tensor]:
     return diffusers_state(read_lora(path).modules)
 
 
-def _lora_in(path: Path) -> Path:
+def adapter_file_in(path: Path) -> Path:
+    """Return the adapter's file in a folder; a file is returned as it is."""
     if not path.is_dir():
         return path
     files = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
@@ -210,12 +212,14 @@ def own_metadata(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
     valid = all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in lists)
     valid = valid and [len(numbers) for numbers in lists] == [2, *[3] * len(ranks)]
+    layers = own.get("layers", {})
+    valid = valid and isinstance(layers, dict) and all(isinstance(layer, str) for layer in layers.values())
     if not valid or not isinstance(own.get("facts", {}), dict):
         raise UserError(f"{file}: its metadata {METADATA_KEY!r} is damaged; write the file again")
     return own
 
 
-def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
+def require_numbers(tensors: Mapping[str, Tensor]) -> None:
     """Raise a UserError for tensors that are not finite floats."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() and not key.endswith(".alpha"):

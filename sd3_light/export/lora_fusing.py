@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_names import Layers, block_of, find_layers, single_name, with_block
 from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.start import HEAD_WIDTH
 
+Value = TypeVar("Value")
 Ranks = dict[str, list[int]]
 """Fused layer -> the ranks of its q, k and v, 0 for a layer without a LoRA."""
 
@@ -20,6 +22,13 @@ class Padding(NamedTuple):
 
     num_layers: int
     num_blocks: int
+
+
+def reader_padding(config: Mapping[str, Any]) -> Padding | None:
+    """Return the padding that a denoiser's single file needs: readers expect as many blocks as heads of their width."""
+    padding = Padding(int(config["num_layers"]), int(config["num_attention_heads"]))
+    needed = padding.num_layers < padding.num_blocks and config["attention_head_dim"] == HEAD_WIDTH
+    return padding if needed else None
 
 
 def baked(module: LoraModule) -> LoraModule:
@@ -59,7 +68,7 @@ def from_single_layers(layers: Layers, module: LoraModule, ranks: Mapping[str, l
     return _split(layers.single, layers.names, module, ranks.get(layers.single))
 
 
-def pad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
+def pad_names(modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
     """Renumber the model's last block as in a padded single file."""
     last, new = _checked(padding)
     beyond = [name for name in modules if (block_of(name) or 0) > last]
@@ -70,7 +79,7 @@ def pad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, 
     return {with_block(name, {last: new}): module for name, module in modules.items()}
 
 
-def unpad_names(modules: Mapping[str, LoraModule], padding: Padding) -> dict[str, LoraModule]:
+def unpad_names(modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
     """Undo `pad_names`; an update of an identity block is an error: the model has no such block."""
     last, new = _checked(padding)
     if new == last:

@@ -1,27 +1,32 @@
-"""Merge LoRAs into a model, and extract the difference of two models as a LoRA by SVD."""
+"""Merge adapters into a model, apply them to a pipeline, and extract the difference of two models as a LoRA by SVD."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite
+from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_names import find_layers
+from sd3_light.export.lycoris_file import is_lycoris, read_lycoris
 from sd3_light.export.single_parts import read_part
+from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import denoiser_folder, folder_size
+from sd3_light.sampling.lora_stack import Lora, add_loras
 
-LoraModules = Mapping[str, LoraModule]
 StateDict = Mapping[str, Tensor]
 
 
-def merge_loras(model: Path | StateDict, loras: Sequence[tuple[LoraModules, float]]) -> dict[str, Tensor]:
+def merge_loras(model: Path | StateDict, loras: Sequence[tuple[AdapterModules, float]]) -> dict[str, Tensor]:
     """Return the denoiser's weights with each LoRA added at its strength, in order.
 
-    Changed weights are new float32 tensors, ``W + strength * scale * up @ down``; the others are returned as they are.
+    Changed weights are new float32 tensors, ``W + strength * update``; the others are returned as they are. LoKr and
+    LoHa count as LoRAs.
     A LoRA layer that does not exist in the model, or has another shape there, is an error that names it.
     """
     state = dict(denoiser_state(model) if isinstance(model, Path) else model)
@@ -30,11 +35,33 @@ def merge_loras(model: Path | StateDict, loras: Sequence[tuple[LoraModules, floa
             weight = state.get(f"{name}.weight")
             if weight is None:
                 raise UserError(f"the LoRA has {name}, which the model lacks; was it trained on another model?")
-            shape = (module.up.shape[0], *module.down.shape[1:])
-            if shape != tuple(weight.shape):
-                raise UserError(f"the LoRA's {name} has shape {list(shape)}, the model's weight {list(weight.shape)}")
+            if module.shape != tuple(weight.shape):
+                shapes = f"{list(module.shape)}, the model's weight {list(weight.shape)}"
+                raise UserError(f"the LoRA's {name} has shape {shapes}")
             state[f"{name}.weight"] = module.applied(weight, strength)
     return state
+
+
+def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
+    """Apply LoRA, LoKr and LoHa files to a pipeline, each with its strength; a file that does not fit is a UserError.
+
+    LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
+    """
+    lycoris = [lora for lora in loras if is_lycoris(lora.file)]
+    for lora in lycoris:
+        try:
+            _merge_into(pipe.transformer, read_lycoris(lora.file).modules, lora.strength)
+        except UserError as error:
+            raise UserError(f"LoRA {lora.file} does not fit this model: {error}") from error
+    add_loras(pipe, [lora for lora in loras if lora not in lycoris], diffusers_tensors)
+
+
+@torch.no_grad()
+def _merge_into(transformer: nn.Module, modules: AdapterModules, strength: float) -> None:
+    state = transformer.state_dict()
+    merged = merge_loras(state, [(modules, strength)])
+    for name in modules:
+        state[f"{name}.weight"].copy_(merged[f"{name}.weight"])
 
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:

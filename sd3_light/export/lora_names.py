@@ -31,8 +31,8 @@ _ROLES: dict[str, Role] = {
 }
 _REFUSED = {
     r"\.dora_scale$": "is LyCORIS' DoRA, whose norm differs from peft's; merge it with the program that made it",
-    r"\.lokr_": "is a LoKr; only LoRA is supported, merge it with the program that made it",
-    r"\.hada_": "is a LoHa; only LoRA is supported, merge it with the program that made it",
+    r"\.lokr_": "is a LoKr; pass a LoRA",
+    r"\.hada_": "is a LoHa; pass a LoRA",
     r"\.lora_mid\.": "is a LoRA of three factors; merge it with the program that made it",
     r"^(text_encoder|lora_te)": "belongs to a text encoder; only the denoiser's LoRA is supported, remove such keys",
 }
@@ -54,9 +54,12 @@ def read_key(key: str) -> tuple[str, Role]:
     match = _ROLE.fullmatch(key)
     if match is None or (match["role"] != "alpha" and match["weight"] is None and "magnitude" not in match["role"]):
         raise UserError(f"{key} is not a key of a LoRA (lora_A, lora_B, lora_down, lora_up, alpha)")
-    layer = match["stem"]
-    prefix = _PREFIX.match(layer)
-    return layer[prefix.end() :] if prefix else layer, _ROLES[match["role"]]
+    return without_prefix(match["stem"]), _ROLES[match["role"]]
+
+
+def without_prefix(stem: str) -> str:
+    """Return the layer's name, as spelled in a key."""
+    return _PREFIX.sub("", stem, count=1)
 
 
 def find_layers(layer: str) -> Layers | None:

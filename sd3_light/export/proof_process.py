@@ -133,13 +133,18 @@ def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Tensor
         pipe = StableDiffusion3Pipeline(transformer=denoiser, scheduler=scheduler, **dict.fromkeys(_OTHER_PARTS))
         pipe.load_lora_weights(file.parent, weight_name=file.name)
     else:
-        _add_lycoris(denoiser, file)  # diffusers does not read LoKr and LoHa
+        _add_lycoris(denoiser, file, request["padding"])  # diffusers does not read LoKr and LoHa
     return {}, {"output": denoise(denoiser, inputs), "plain": plain}
 
 
-def _add_lycoris(denoiser: nn.Module, file: Path) -> None:
-    """Add the updates in a LyCORIS file to the weights, in float32."""
-    layers = {f"lycoris_{name.replace('.', '_')}": module for name, module in denoiser.named_modules()}
+def _add_lycoris(denoiser: nn.Module, file: Path, padding: list[int] | None) -> None:
+    """Add the updates in a LyCORIS file to the weights, in float32.
+
+    With ``padding``, the file numbers the last block as a single file does that is padded to that many blocks.
+    """
+    last, new = (f"transformer_blocks.{blocks - 1}." for blocks in padding or (1, 1))
+    modules = {name.replace(last, new): module for name, module in denoiser.named_modules()}
+    layers = {f"lycoris_{name.replace('.', '_')}": module for name, module in modules.items()}
     updates: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(file).items():
         layer, _, factor = key.partition(".")

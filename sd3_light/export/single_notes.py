@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sd3_light.config.faults import UserError
+from sd3_light.export.lora_fusing import reader_padding
 from sd3_light.export.single_parts import PROJECTION, Model, PartConfig
 from sd3_light.model.start import HEAD_WIDTH
 
@@ -22,8 +23,8 @@ _LATENTS = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
 
 def blocks_in_file(config: PartConfig, pad_blocks: bool) -> int:
     """Return the number of blocks in the file: padded to the number of heads if readers support the head width."""
-    blocks, heads = int(config["num_layers"]), int(config["num_attention_heads"])
-    return max(blocks, heads) if pad_blocks and config["attention_head_dim"] == HEAD_WIDTH else blocks
+    padding = reader_padding(config) if pad_blocks else None
+    return padding.num_blocks if padding else int(config["num_layers"])
 
 
 def refuse_wrong_heads(config: PartConfig) -> None:

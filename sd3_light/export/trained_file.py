@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_facts, adapter_modules, read_adapter, write_adapter_file
-from sd3_light.export.adapter_proof import AdapterModules
 from sd3_light.export.lora_file import cast_tensors, diffusers_state, load_tensors, save_tensors
+from sd3_light.export.lora_fusing import reader_padding
 from sd3_light.files import atomic_file, scratch_folder
+from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
 
 
@@ -41,7 +42,9 @@ def write_trained(
             plain = load_file(write_trained(folder / path.name, state, transformer, adapter, save_dtype, facts))
         return write_weights(path, rename(plain), save_dtype, facts)
     modules: Any = adapter_modules(state, adapter)
-    if adapter.type == "lora" and not isinstance(transformer, SD3Transformer2DModel):
+    if isinstance(transformer, SD3Transformer2DModel):
+        return write_adapter_file(path, modules, adapter, save_dtype, facts, reader_padding(transformer.config))
+    if adapter.type == "lora":
         return write_weights(path, diffusers_state(modules), save_dtype, facts)
     return write_adapter_file(path, modules, adapter, save_dtype, facts)
 

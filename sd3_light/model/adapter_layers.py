@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.model.lora_layers import ADAPTER, is_lora_name, lora_scale, target_layers
+from sd3_light.model.lora_layers import ADAPTER, LoraModule, is_lora_name, lora_scale, target_layers
 from sd3_light.randomness import stream
 
 _PEFT_CONFIGS = {"lora": LoraConfig, "lokr": LoKrConfig, "loha": LoHaConfig}
@@ -26,7 +26,12 @@ _LYCORIS_NAMES = (".lokr_", ".hada_")
 
 def is_adapter_name(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, by its name."""
-    return is_lora_name(name) or any(infix in name for infix in _LYCORIS_NAMES)
+    return is_lora_name(name) or is_lycoris_name(name)
+
+
+def is_lycoris_name(name: str) -> bool:
+    """Return whether a tensor belongs to a LoKr or LoHa, by its name."""
+    return any(infix in name for infix in _LYCORIS_NAMES)
 
 
 def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tuple[str, ...]:
@@ -127,10 +132,41 @@ class LycorisModule:
     factors: dict[str, Tensor]
     scale: float = 1.0
 
+    @property
+    def rank(self) -> int | None:
+        """The rank of the low-rank factors; None if all factors are full matrices."""
+        low = next((tensor for name, tensor in self.factors.items() if name.endswith("_b")), None)
+        return None if low is None else low.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the updated weight; a RuntimeError if those of the factors do not fit together."""
+        factors = {name: tensor.to("meta") for name, tensor in self.factors.items()}
+        return tuple(LycorisModule(factors).delta().shape)
+
+    def delta(self) -> Tensor:
+        """Return the update in float32, in the shape of the weight."""
+        if "hada_w1_a" in self.factors:
+            return self.scale * self._product("hada_w1") * self._product("hada_w2")
+        return self.scale * torch.kron(self._product("lokr_w1"), self._product("lokr_w2"))
+
+    def applied(self, weight: Tensor, strength: float = 1.0) -> Tensor:
+        """Return ``weight`` with the update in float32; ``strength`` multiplies the update's scale."""
+        return weight.float() + strength * self.delta()
+
+    def _product(self, name: str) -> Tensor:
+        """Return a matrix that is stored in full or as two low-rank factors."""
+        if name in self.factors:
+            return self.factors[name].float()
+        return self.factors[f"{name}_a"].float() @ self.factors[f"{name}_b"].float()
+
     def with_unit_scale(self) -> "LycorisModule":
         """Return the same update with scale 1: the scale is multiplied into the first factor, in float32."""
         first = next(name for name in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if name in self.factors)
         return LycorisModule({**self.factors, first: self.factors[first].float() * self.scale})
+
+
+AdapterModules = Mapping[str, LoraModule] | Mapping[str, LycorisModule]
 
 
 def lycoris_modules(state: Mapping[str, Tensor], rank: int, alpha: float) -> dict[str, LycorisModule]:

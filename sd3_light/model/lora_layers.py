@@ -37,10 +37,15 @@ class LoraModule:
         """The number of rows of ``down``."""
         return self.down.shape[0]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the updated weight."""
+        return (self.up.shape[0], *self.down.shape[1:])
+
     def delta(self) -> Tensor:
         """Return ``scale * up @ down`` in float32, in the shape of the weight."""
         product = self.up.float().flatten(1) @ self.down.float().flatten(1)
-        return (self.scale * product).reshape(self.up.shape[0], *self.down.shape[1:])
+        return (self.scale * product).reshape(self.shape)
 
     def applied(self, weight: Tensor, strength: float = 1.0) -> Tensor:
         """Return ``weight`` with the update in float32; ``strength`` multiplies the update's scale."""

@@ -13,12 +13,12 @@ from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
-from sd3_light.sampling.lora_stack import Lora, add_loras
+from sd3_light.sampling.lora_stack import Lora
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
@@ -58,7 +58,7 @@ def run(
 ) -> CompositionScore:
     """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
     pipe, policy = open_pipeline(model, Launch().device())
-    add_loras(pipe, loras, diffusers_tensors)
+    add_adapters(pipe, loras)
     prompts = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
         result = score(pipe, prompts, policy, steps, guidance, seed, batch, on_progress=bar.set_done)

@@ -1,6 +1,6 @@
 """The lora stage: convert LoRA files between layouts, merge them into a model, extract them from two models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -10,15 +10,16 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
-from sd3_light.export.lora_file import LoraLayout, check_new_lora, read_lora, write_lora
+from sd3_light.export.lora_file import LoraLayout, check_new_lora, write_lora
 from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras
+from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
 from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.files import refuse_existing, write_errors
-from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.start import read_json
 from sd3_light.sampling.lora_stack import Lora
@@ -29,31 +30,41 @@ LORA_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True)
 class LoraFormat:
-    """How a LoRA is written: its layout, its dtype, and the padded single file that it is for."""
+    """How an adapter is written: its layout, its dtype, and the padded single file that it is for.
 
-    layout: str = "diffusers"
+    LoKr and LoHa have one layout, LyCORIS'.
+    """
+
+    layout: str | None = None
     dtype: str = "float32"
     padded_for: Path | None = None
 
-    def write(self, path: Path, modules: Mapping[str, LoraModule], facts: dict[str, Any]) -> Path:
-        """Write a new file."""
+    def write(self, path: Path, modules: Any, facts: dict[str, Any]) -> Path:
+        """Write the updates of a LoRA, LoKr or LoHa to a new file."""
         layout, dtype, padding = self.checked(path)
-        return write_lora(path, modules, layout=layout, save_dtype=dtype, padding=padding, facts=facts)
+        if not any(isinstance(module, LycorisModule) for module in modules.values()):
+            return write_lora(path, modules, layout=layout, save_dtype=dtype, padding=padding, facts=facts)
+        if self.layout is not None:
+            raise UserError(
+                f"--layout {self.layout}: a LoKr or LoHa is not a LoRA; leave the option out, or merge it into a model "
+                "and extract a LoRA"
+            )
+        return write_lycoris(path, modules, save_dtype=dtype, padding=padding, facts=facts)
 
     def checked(self, path: Path) -> tuple[LoraLayout, torch.dtype, Padding | None]:
         """Return (layout, dtype, padding); an invalid option or output path is reported before any work."""
         check_new_lora(path)
         layouts: tuple[LoraLayout, ...] = get_args(LoraLayout)
-        layout = next((name for name in layouts if name == self.layout), None)
+        layout = next((name for name in layouts if name == (self.layout or layouts[0])), None)
         if layout is None:
             raise UserError(f"--layout {self.layout}: unknown layout; choose one of {', '.join(layouts)}")
         return layout, _dtype(self.dtype), None if self.padded_for is None else _padding(self.padded_for)
 
 
 def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
-    """Write a LoRA in another format. ``trained_on``: the padded single file on which another program trained it."""
+    """Write an adapter in another format. ``trained_on``: the padded single file on which another program trained it."""
     form.checked(out)
-    lora = read_lora(source, None if trained_on is None else _padding(trained_on))
+    lora = read_any_adapter(source, None if trained_on is None else _padding(trained_on))
     return form.write(out, lora.modules, lora.facts)
 
 
@@ -68,7 +79,7 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
         raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
     config, stored = read_part(model / "transformer", "transformer")
     save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
-    state = merge_loras(model, [(read_lora(lora.file).modules, lora.strength) for lora in loras])
+    state = merge_loras(model, [(read_any_adapter(lora.file).modules, lora.strength) for lora in loras])
     try:
         with write_errors(out):
             return write_folder(out, state, _spec(model, config, save_dtype, loras), replace=False)

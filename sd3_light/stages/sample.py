@@ -21,14 +21,14 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import write_errors
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import size_fault, stream_images
 from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.image_requests import ImageRequest, PromptRow
-from sd3_light.sampling.lora_stack import Lora, add_loras
+from sd3_light.sampling.lora_stack import Lora
 from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
@@ -131,7 +131,7 @@ def _open(model: Path, options: SampleOptions, launch: Launch) -> tuple[StableDi
     dtype = check_dtype(options.dtype)
     pipe, policy = open_pipeline(model, torch.device("cpu"))
     use_sampler(pipe, options.sampler)
-    add_loras(pipe, options.loras, diffusers_tensors)
+    add_adapters(pipe, options.loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
     return pipe.to(launch.device()), policy

@@ -17,9 +17,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from sd3_light.cli import app
-from sd3_light.config import SIZES, ModelSize
+from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors, write_lora
+from sd3_light.export.trained_file import write_trained
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name, lycoris_modules
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
@@ -160,6 +162,44 @@ def test_a_lora_is_converted_for_a_padded_file(wide: Path, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "others.safetensors")  # as another program saves it, without padding metadata
     run("lora", "convert", tmp_path / "others.safetensors", tmp_path / "again.safetensors", "--trained-on", single)
     assert load_file(tmp_path / "again.safetensors").keys() == load_file(lora).keys()
+
+
+def make_lokr(file: Path, layers: Sequence[str] = LAYERS) -> tuple[Path, dict[str, Tensor]]:
+    """Write a LoKr for WIDE, as a task or a run does: for its padded single file. Return the updates too."""
+    transformer = SD3Transformer2DModel(**WIDE.transformer_config())
+    adapter = AdapterConfig(type="lokr", rank=2, alpha=3.0, target_modules=tuple(layers))
+    add_adapter(transformer, adapter, 0)
+    state = {name: torch.randn_like(p) * 0.1 for name, p in transformer.named_parameters() if is_adapter_name(name)}
+    updates = {layer: module.delta() for layer, module in lycoris_modules(state, 2, 3.0).items()}
+    return write_trained(file, state, transformer, adapter), updates
+
+
+def test_a_lokr_is_converted_for_the_folder_and_for_the_padded_file(wide: Path, tmp_path: Path) -> None:
+    single, lokr = tmp_path / "m.safetensors", make_lokr(tmp_path / "l.safetensors")[0]
+    run("convert", wide, single)
+    folder, padded = tmp_path / "folder.safetensors", tmp_path / "padded.safetensors"
+    run("lora", "convert", lokr, folder)
+    assert {key.split("_")[3] for key in load_file(folder)} == {"0", "1"}
+    run("lora", "convert", folder, padded, "--padded-for", single)
+    assert {key.split("_")[3] for key in load_file(padded)} == {"0", "3"}, "block 1 of 2 becomes block 3 of 4"
+    assert padded.read_bytes() == lokr.read_bytes()
+    half = tmp_path / "half.safetensors"
+    run("lora", "convert", lokr, half, "--dtype", "bfloat16")
+    assert torch.bfloat16 in {tensor.dtype for tensor in load_file(half).values()}
+    message = refused("lora", "convert", lokr, tmp_path / "x.safetensors", "--layout", "kohya")
+    assert "a LoKr or LoHa is not a LoRA" in message
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_lokr_is_merged(wide: Path, tmp_path: Path) -> None:
+    lokr, updates = make_lokr(tmp_path / "l.safetensors")
+    run("lora", "merge", wide, tmp_path / "merged", f"{lokr}:0.5", "--dtype", "float32")
+    before, after = load_file(wide / WEIGHTS), load_file(tmp_path / "merged" / WEIGHTS)
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name])}
+    assert changed == {f"{layer}.weight" for layer in LAYERS}
+    for layer, update in updates.items():
+        change = after[f"{layer}.weight"] - before[f"{layer}.weight"].float()
+        torch.testing.assert_close(change, 0.5 * update, rtol=0, atol=1e-6)
 
 
 def test_merging_gives_a_proven_model_equal_to_the_stack(square: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.export.lycoris_file import write_lycoris
+from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.stages import sample
@@ -188,9 +190,20 @@ def lora_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
     return path, up @ down
 
 
-def test_a_stack_of_loras_equals_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lokr_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
+    """Write a LoKr of one layer; return its file and its update of the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (torch.randn(16, 16, generator=generator) * 0.2 for _ in range(2))
+    return write_lycoris(path, {layer: LycorisModule({"lokr_w1": first, "lokr_w2": second})}), torch.kron(first, second)
+
+
+@pytest.mark.parametrize("make_second", [lora_file, lokr_file], ids=["lora", "lokr"])
+def test_a_stack_of_loras_equals_the_merged_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_second: Any
+) -> None:
     layer = "transformer_blocks.1.attn.to_v"
-    (file_1, first), (file_2, second) = (lora_file(tmp_path / f"{n}.safetensors", layer, n) for n in (1, 2))
+    file_1, first = lora_file(tmp_path / "1.safetensors", layer, 1)
+    file_2, second = make_second(tmp_path / "2.safetensors", layer, 2)
     options = SampleOptions(2, loras=(Lora(file_1, 0.8), Lora(file_2, -0.4)), grid=False)
     sample.run(model, ROWS[:1], [0], tmp_path / "stack", options)
     text = texts(tmp_path / "stack" / "00000.png")
