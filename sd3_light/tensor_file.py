@@ -5,6 +5,7 @@ changes which bytes follow which: a model of any size is rearranged bit for bit 
 The safetensors library writes only tensors that are in memory; the files written here are byte for byte the same.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -34,7 +35,7 @@ DTYPES = {  # in the library's order of writing: the widest first, so every tens
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors spells them
 METADATA_KEY = "sd3_light"
-"""The only metadata entry of files that we write: safetensors writes several in random order."""
+"""The metadata entry of files that we write from which they are read back."""
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
@@ -184,14 +185,26 @@ def same(first: StoredTensor, second: StoredTensor) -> bool:
     return all(left == right for left, right in zip(first.chunks(), second.chunks(), strict=True))
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in the library's order and flush it to disk."""
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], hash_key: str | None = None
+) -> None:
+    """Write a safetensors file in the library's order, metadata sorted by key, and flush it to disk.
+
+    The entry ``hash_key`` of the metadata becomes the sha256 of all values, as "0x" and 64 digits.
+    """
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+    digest, unknown = hashlib.sha256(), f"0x{0:064}"
+    entries = dict(sorted({**metadata, **({hash_key: unknown} if hash_key else {})}.items()))
     with open(path, "wb") as file:
-        file.write(header_bytes([(name, tensors[name].dtype, tensors[name].shape) for name in names], metadata))
+        header = header_bytes([(name, tensors[name].dtype, tensors[name].shape) for name in names], entries)
+        file.write(header)
         for name in names:
             for chunk in tensors[name].chunks():
                 file.write(chunk)
+                digest.update(chunk)
+        if hash_key:
+            file.seek(header.index(f'"{hash_key}":"{unknown}"'.encode()) + len(hash_key) + len('"":"'))
+            file.write(f"0x{digest.hexdigest()}".encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,7 +11,7 @@ from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_proof import prove_adapter
-from sd3_light.export.card import adapter_card
+from sd3_light.export.card import adapter_card, licence_file
 from sd3_light.export.export_spec import AdapterSpec, ExportError, write_json, write_texts
 from sd3_light.export.lora_file import LoraLayout, read_lora, write_lora
 from sd3_light.export.lora_fusing import Padding
@@ -39,7 +39,7 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
             written_facts = {**spec.facts, **adapter}
             write_adapter_file(file, modules, spec.adapter, spec.save_dtype, written_facts, spec.padding)
             write_json(temporary / "proof.json", prove_adapter(file, modules, spec))
-            write_texts(temporary, spec, facts, adapter_card(spec, facts))
+            write_texts(temporary, spec, facts, licence_file(None) | {"README.md": adapter_card(spec, facts)})
     except UserError as error:  # the file cannot represent these weights
         raise ExportError(str(error)) from error
     return out

@@ -67,6 +67,10 @@ _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name`
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
 _INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
 _NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
+_LICENCE_FILE = """The licence of this model is not stated. Before you publish it, replace this text with the licence
+and fill in `license`, `license_name` and `license_link` at the top of README.md. Parts of other models keep theirs.
+"""
+_MAX_LICENCE_BYTES = 1 << 20
 
 _ADAPTER_CARD = """---
 {metadata}
@@ -103,8 +107,13 @@ image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images
 """
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
 _NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
+_PADDED_COMFY = """In ComfyUI, which reads this model as a single file padded to {blocks} blocks: convert the LoRA with
+`sd3-light lora convert {file} comfy.safetensors --padded-for MODEL.safetensors`, copy the result to `models/loras` and
+choose it in a `Load LoRA` node, strength 1. Without this, its updates of the last block are lost there."""
 _LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1. It is a
-{kind} in LyCORIS' layout, which diffusers does not read."""
+{kind} in LyCORIS' layout, which diffusers does not read; `sd3-light sample --lora` and `lora merge` do."""
+_PADDED_LYCORIS = """ Its last block is number {last}, as in the single file padded to {blocks} blocks. For programs
+that use the folder's numbers, convert it with `sd3-light lora convert`."""
 
 
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
@@ -135,7 +144,8 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
     ]
     name = about.get("name", "sd3-light") if results else None
     tags = ["sd3", "flow-matching", "sd3-light"]
-    return _front_matter(tags, model_name=name, eval_results=results or None, **(licence or _NO_LICENCE))
+    stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
+    return _front_matter(tags, model_name=name, eval_results=results or None, **stated)
 
 
 def _front_matter(tags: list[str], **fields: Any) -> str:
@@ -196,7 +206,28 @@ def _licence_of(base: Path) -> dict[str, str]:
     front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
     licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
-    return licence if licence.get("license") and licence.get("license_name") != "not-stated" else {}
+    if not licence.get("license") or licence.get("license_name") == "not-stated":
+        return {}
+    link = licence.get("license_link", "")
+    return licence if "://" in link or _is_file_of(base, link) else {**licence, "license_link": ""}
+
+
+def _is_file_of(base: Path, name: str) -> bool:
+    """Return whether ``name`` is a file directly in ``base``, of a licence's size."""
+    path = base / name
+    return path.name == name and path.is_file() and path.stat().st_size <= _MAX_LICENCE_BYTES
+
+
+def licence_file(base: Path | None) -> dict[str, str]:
+    """Return the file that a card's `license_link` names, as name -> text; none if it is an address.
+
+    ``base`` is the folder whose licence the card has; None for a card without a stated licence.
+    """
+    licence = _licence_of(base) if base else {}
+    if base is None or not licence:
+        return {_NO_LICENCE["license_link"]: _LICENCE_FILE}
+    link = licence.get("license_link", "")
+    return {link: (base / link).read_text(encoding="utf-8", errors="replace")} if link and "://" not in link else {}
 
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
@@ -232,7 +263,10 @@ def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str
 
 
 def _adapter_use(spec: AdapterSpec) -> str:
+    blocks = spec.padding.num_blocks if spec.padding else 0
     if spec.adapter.type != "lora":
-        return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A "))
-    comfy = _NO_COMFY if spec.adapter.use_dora else _COMFY.format(file=spec.file)
+        padded = _PADDED_LYCORIS.format(last=blocks - 1, blocks=blocks) if blocks else ""
+        return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A ")) + padded
+    comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
+    comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     return _DIFFUSERS.format(base=spec.base_name) + "\n" + comfy

@@ -15,7 +15,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export import real_pipeline
-from sd3_light.export.card import model_card
+from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import prove
 from sd3_light.files import new_folder
@@ -106,7 +106,8 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     add_pipeline(folder, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}
     about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _dtype_name(spec.save_dtype)}
-    write_texts(folder, spec, facts, model_card(spec, facts, about))
+    card = {"README.md": model_card(spec, facts, about)}
+    write_texts(folder, spec, facts, licence_file(spec.base) | card)
 
 
 def add_pipeline(folder: Path, text: Mapping[str, Any]) -> None:

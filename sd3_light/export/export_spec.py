@@ -69,10 +69,10 @@ class AdapterSpec(ExportSpec):
         return self.base.parent.name if self.base.name == "transformer" else self.base.name
 
 
-def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], card: str) -> None:
-    """Write the text files of an export: its facts, the files of the spec and the card."""
+def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Write the text files of an export: its facts, the files of the spec, and ``texts`` (card and licence) by name."""
     write_json(folder / FACTS_FILE, facts)
-    for name, content in {**spec.files, "README.md": card}.items():
+    for name, content in {**spec.files, **texts}.items():
         (folder / name).write_text(content, encoding="utf-8")
 
 

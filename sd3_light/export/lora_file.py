@@ -14,12 +14,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.export_spec import LORA_FILE, LYCORIS_FILE, first_few
+from sd3_light.export.file_metadata import HASH_KEY, adapter_metadata
 from sd3_light.export.lora_fusing import (
     Padding,
     Ranks,
@@ -32,7 +32,7 @@ from sd3_light.export.lora_fusing import (
 from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import atomic_file, new_file, refuse_existing, write_errors
 from sd3_light.model.lora_layers import LoraModule, lora_scale
-from sd3_light.tensor_file import METADATA_KEY
+from sd3_light.tensor_file import METADATA_KEY, stored, write_tensor_file
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
@@ -71,6 +71,7 @@ def write_lora(
     if not replace_file:
         check_new_lora(path)
     _check(modules, layout)
+    true_modules = modules
     if padding is not None:
         modules = pad_names(modules, padding)
     tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
@@ -81,14 +82,17 @@ def write_lora(
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with (atomic_file if replace_file else new_file)(path) as temporary:
-            save_tensors(temporary, saved, metadata)
+            save_tensors(temporary, saved, metadata, adapter_metadata(true_modules, layout, metadata["facts"]))
     return path
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write a safetensors file with our metadata."""
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], shown: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with our metadata; ``shown`` adds entries for other programs, with a hash."""
     text = json.dumps({"version": __version__, **metadata}, sort_keys=True, ensure_ascii=False)
-    save_file(tensors, path, {METADATA_KEY: text})
+    saved = {name: stored(tensor) for name, tensor in tensors.items()}
+    write_tensor_file(path, saved, {METADATA_KEY: text, **(shown or {})}, HASH_KEY if shown else None)
 
 
 def check_new_lora(path: Path) -> None:

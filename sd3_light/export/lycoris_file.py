@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.export_spec import first_few
+from sd3_light.export.file_metadata import adapter_metadata
 from sd3_light.export.lora_file import (
     LoadedAdapter,
     adapter_file_in,
@@ -64,7 +65,9 @@ def write_lycoris(
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with (atomic_file if replace_file else new_file)(path) as temporary:
-            save_tensors(temporary, cast_tensors(tensors, save_dtype) | alphas, metadata)
+            sd3 = all(find_layers(layer) for layer in modules)  # tasks train other models too
+            shown = adapter_metadata(modules, "lycoris", metadata["facts"]) if sd3 else None
+            save_tensors(temporary, cast_tensors(tensors, save_dtype) | alphas, metadata, shown)
     return path
 
 

@@ -14,6 +14,7 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, first_few
+from sd3_light.export.file_metadata import HASH_KEY, model_metadata
 from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_names import padded_config, unpad
@@ -36,6 +37,7 @@ from sd3_light.tensor_file import METADATA_KEY, StoredTensor, same, write_tensor
 
 SUFFIX = ".safetensors"
 _INDEX = "model_index.json"
+_VAE_LEVELS = (128, 256, 512, 512)  # of SD3
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
 
@@ -82,8 +84,8 @@ def write_single_file(
     metadata = _metadata(folder, model, blocks)
     notes = tuple(reader_notes(model, blocks, metadata["scheduler"], metadata["facts"].get("text", {})))
     with write_errors(out), new_file(out) as temporary:
-        text = json.dumps(metadata, sort_keys=True)
-        write_tensor_file(temporary, to_single_file(model, blocks), {METADATA_KEY: text})
+        entries = {METADATA_KEY: json.dumps(metadata, sort_keys=True), **_shown_metadata(model, metadata["facts"])}
+        write_tensor_file(temporary, to_single_file(model, blocks), entries, HASH_KEY)
         _require_same(_read_file(temporary, None, keep_pads=False).model, model, out)
     return Conversion(out, notes)
 
@@ -100,6 +102,13 @@ def _metadata(folder: Path, model: Model, blocks: int) -> dict[str, Any]:
         "scheduler": read_json(scheduler) if scheduler.is_file() else {},
         "facts": read_facts(folder),  # sd3_light.json: text policy, which weights, steps, samples
     }
+
+
+def _shown_metadata(model: Model, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata for programs that list models."""
+    config = model.configs["transformer"]
+    levels = model.configs.get("vae", {}).get("block_out_channels", _VAE_LEVELS)
+    return model_metadata(config, config["sample_size"] * 2 ** (len(levels) - 1), facts)
 
 
 def _encoders_of(folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ _FULL_SIZE = {
     "text_encoder_3": ("d_model", 4096),
 }
 _SHIFT = 3.0
+_T5_LENGTH, _COMFY_T5_LENGTH = 256, 77  # of diffusers by default; at least that many in ComfyUI
 _LATENTS = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
 
 
@@ -44,6 +45,7 @@ def reader_notes(model: Model, blocks: int, scheduler: Mapping[str, Any], text: 
         *_size_notes(model),
         *_constant_notes(model, scheduler),
         *_text_notes(model, text),
+        "in ComfyUI choose the sampler `euler` and the scheduler `normal`: no other scheduler has diffusers' timesteps",
     ]
 
 
@@ -88,6 +90,11 @@ def _constant_notes(model: Model, scheduler: Mapping[str, Any]) -> Iterator[str]
 def _text_notes(model: Model, text: Mapping[str, Any]) -> Iterator[str]:
     if text.get("text_tokens") == "real":
         yield "trained on real text tokens: readers pad the prompt and let every token attend to the padding"
+    elif (length := text.get("t5_max_length", _T5_LENGTH)) != _COMFY_T5_LENGTH:
+        yield (
+            f"T5 tokens: ComfyUI pads a prompt to {_COMFY_T5_LENGTH}, training and diffusers to {length}, so images of "
+            "the same seed differ"
+        )
     if text.get("uncond_text") == "zero":
         yield "trained with zeros as the unconditional text: use a ConditioningZeroOut node, not an empty prompt"
     if "text_encoder" in model.tensors:

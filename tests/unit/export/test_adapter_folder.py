@@ -73,6 +73,7 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
     out = write_adapter(tmp_path / "out", weights, spec)
     assert {path.name for path in out.iterdir()} == {
         spec.file,
+        "LICENSE",
         "README.md",
         "config.toml",
         "proof.json",

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from sd3_light.config import SIZES
-from sd3_light.export.card import model_card
+from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import ExportSpec
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -46,15 +46,30 @@ def test_the_licence_must_be_filled_in(tmp_path: Path) -> None:
     data = read(text, tmp_path)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "not-stated", "LICENSE")
     assert "fill in `license`" in text
+    assert "not stated" in licence_file(tmp_path)["LICENSE"]
 
 
 def test_the_licence_of_the_base_is_copied(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md\n---\n# SD3\n"
     )
+    (tmp_path / "LICENSE.md").write_text("the community licence")
     data = read(card(tmp_path), tmp_path)
     assert (data["license"], data["license_name"]) == ("other", "stabilityai-ai-community")
     assert data["license_link"] == "LICENSE.md"
+    assert licence_file(tmp_path) == {"LICENSE.md": "the community licence"}
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"), [("LICENSE.md", None), ("../secret", None), ("https://example.com/x", "https://example.com/x")]
+)
+def test_a_link_to_a_licence_that_the_base_lacks_is_left_out(tmp_path: Path, link: str, shown: str | None) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (tmp_path / "secret").write_text("not part of the model")
+    (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: x\nlicense_link: {link}\n---\n# SD3\n")
+    assert read(card(base), tmp_path).get("license_link") == shown
+    assert licence_file(base) == {}
 
 
 def test_an_unstated_licence_is_not_copied(tmp_path: Path) -> None:

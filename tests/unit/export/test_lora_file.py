@@ -1,5 +1,6 @@
 """LoRA files: loaded by stock diffusers or by ComfyUI's rules, they give the trained model."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,8 +153,34 @@ def test_names_and_metadata_of_the_default_file(modules: dict[str, LoraModule], 
     path = write_lora(tmp_path / "lora.safetensors", modules, facts={"rank": RANK, "alpha": ALPHA})
     keys = load_file(path).keys()
     assert keys == {f"transformer.{name}.lora_{side}.weight" for name in modules for side in "AB"}
-    assert metadata_of(path).keys() == {METADATA_KEY}, "several entries would be written in random order"
     assert read_lora(path).facts == {"rank": RANK, "alpha": ALPHA}
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_metadata_for_other_programs(layout: Any, modules: dict[str, LoraModule], tmp_path: Path) -> None:
+    facts = {"base": "sd3", "step": 7, "weights": "ema", "adapter": {"type": "lora"}}
+    path = write_lora(tmp_path / "lora.safetensors", modules, layout=layout, facts=facts)
+    metadata = metadata_of(path)
+    data = path.read_bytes()
+    values = data[8 + int.from_bytes(data[:8], "little") :]
+    del metadata[METADATA_KEY]
+    assert metadata == {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": "stable-diffusion-v3.5-medium/lora",  # it has layers of dual attention
+        "modelspec.implementation": {"diffusers": "diffusers", "kohya": "sgm"}[layout],
+        "modelspec.title": "SD3-Light lora for sd3",
+        "modelspec.description": "Trained with SD3-Light, weights ema, optimizer steps 7",
+        "modelspec.hash_sha256": f"0x{hashlib.sha256(values).hexdigest()}",
+        "ss_network_dim": str(RANK),
+        "ss_network_alpha": str(RANK),
+        "ss_base_model_version": "sd3",
+        "ss_output_name": "SD3-Light lora for sd3",
+        "ss_steps": "7",
+        "ss_sd_model_name": "sd3",
+    }
+    mixed = {Q: LoraModule(noise(2, 128), noise(128, 2)), V: LoraModule(noise(5, 128), noise(128, 5))}
+    other = metadata_of(write_lora(tmp_path / "mixed.safetensors", mixed))
+    assert (other["ss_network_dim"], other["modelspec.architecture"]) == ("Dynamic", "stable-diffusion-v3-medium/lora")
 
 
 def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:

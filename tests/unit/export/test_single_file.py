@@ -1,5 +1,6 @@
 """A single file contains every tensor of a folder once, converts back bit for bit, and stock diffusers reads it."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -94,6 +95,12 @@ def output(transformer: SD3Transformer2DModel) -> Tensor:
 
 def stock(folder: Path) -> SD3Transformer2DModel:
     return SD3Transformer2DModel.from_pretrained(folder / "transformer", local_files_only=True)
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a safetensors file and its values."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 # --- round trip --------------------------------------------------------------------------------
@@ -205,11 +212,21 @@ def test_the_file_equals_the_librarys_and_equal_models_are_equal_bytes(tmp_path:
     first, second = (write_single_file(folder, tmp_path / name).path for name in ("1.safetensors", "2.safetensors"))
     data = first.read_bytes()
     assert data == second.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-    assert data == save(load_file(first), metadata)
+    (header, values), (library_header, library_values) = split(data), split(save(load_file(first)))
+    metadata = header.pop("__metadata__")
+    assert list(header.items()) == list(library_header.items())
+    assert values == library_values
+    assert list(metadata) == sorted(metadata), "the library writes several entries in random order"
     about = json.loads(metadata.pop("sd3_light"))
-    assert not metadata, "one entry: the library writes several in random order"
+    assert metadata == {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": "stable-diffusion-v3.5-medium",  # it has dual attention
+        "modelspec.implementation": "sgm",
+        "modelspec.title": "SD3-Light model of 2 blocks and 4 heads",
+        "modelspec.description": "Trained with SD3-Light, optimizer steps 7",
+        "modelspec.resolution": f"{TINY.sample_size * 8}x{TINY.sample_size * 8}",
+        "modelspec.hash_sha256": f"0x{hashlib.sha256(values).hexdigest()}",
+    }
     assert list(about) == sorted(about)
     assert about["config"] == json.loads((folder / "transformer" / "config.json").read_text())
     assert (about["true_blocks"], about["blocks_in_file"]) == (2, 4)
@@ -567,7 +584,9 @@ def test_sizes_that_readers_do_not_support_are_noted(tmp_path: Path, demo_parts:
         "text_encoder_2 has hidden_size 128: ",
         "text_encoder_3 has d_model 256: ",
         "sampling shift 1: ComfyUI uses 3 unless",
+        "T5 tokens: ComfyUI pads a prompt to 77, training and diffusers to 16",
         "CLIP-L's text_projection is not the identity",
+        "in ComfyUI choose the sampler `euler` and the scheduler `normal`",
     )
     assert len(notes) == len(beginnings), notes
     assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True)), notes

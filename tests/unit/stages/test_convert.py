@@ -21,7 +21,7 @@ from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors, write_lora
 from sd3_light.export.trained_file import write_trained
-from sd3_light.model.adapter_layers import add_adapter, is_adapter_name, lycoris_modules
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
@@ -169,8 +169,10 @@ def make_lokr(file: Path, layers: Sequence[str] = LAYERS) -> tuple[Path, dict[st
     transformer = SD3Transformer2DModel(**WIDE.transformer_config())
     adapter = AdapterConfig(type="lokr", rank=2, alpha=3.0, target_modules=tuple(layers))
     add_adapter(transformer, adapter, 0)
-    state = {name: torch.randn_like(p) * 0.1 for name, p in transformer.named_parameters() if is_adapter_name(name)}
-    updates = {layer: module.delta() for layer, module in lycoris_modules(state, 2, 3.0).items()}
+    state = {name: p.detach() for name, p in transformer.named_parameters() if is_adapter_name(name)}
+    for tensor in state.values():
+        tensor.copy_(torch.randn_like(tensor) * 0.1)
+    updates = {layer: transformer.get_submodule(layer).get_delta_weight("default").detach() for layer in layers}
     return write_trained(file, state, transformer, adapter), updates
 
 
