@@ -26,6 +26,7 @@ TRANSLATED = [
     ("docs/multi-node.md", "docs/zh/multi-node.md"),
     ("docs/finetune.md", "docs/zh/finetune.md"),
     ("docs/tasks.md", "docs/zh/tasks.md"),
+    ("docs/compatibility.md", "docs/zh/compatibility.md"),
 ]
 
 
