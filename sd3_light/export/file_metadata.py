@@ -10,13 +10,14 @@ from sd3_light.model.start import HEAD_WIDTH
 
 HASH_KEY = "modelspec.hash_sha256"
 _LARGE_HEADS = 38
+_KINDS = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
 _PROGRESS = {"weights": "weights", "step": "optimizer steps", "samples": "samples seen"}
 
 
 def model_metadata(config: Mapping[str, Any], pixels: int, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a single file: a denoiser config, the image side in pixels, and the export's facts."""
     architecture = _architecture(config["num_attention_heads"], bool(config.get("dual_attention_layers")))
-    title = f"SD3-Light model of {config['num_layers']} blocks and {config['num_attention_heads']} heads"
+    title = f"SD3 model of {config['num_layers']} blocks and {config['num_attention_heads']} heads"
     return _model_spec(architecture, "sgm", title, facts) | {"modelspec.resolution": f"{pixels}x{pixels}"}
 
 
@@ -29,8 +30,8 @@ def adapter_metadata(modules: Mapping[str, Any], layout: str, facts: Mapping[str
     heads = max(widths, default=0) // HEAD_WIDTH
     architecture = f"{_architecture(heads, any('.attn2.' in name for name in modules))}/lora"
     adapter = facts.get("adapter")
-    kind = str(adapter.get("type", "lora")) if isinstance(adapter, dict) else "lora"
-    title = f"SD3-Light {kind} for {facts['base']}" if "base" in facts else f"SD3-Light {kind}"
+    kind = _KINDS.get(adapter.get("type"), "LoRA") if isinstance(adapter, dict) else "LoRA"
+    title = f"{kind} for {facts.get('base', 'SD3')}"
     rank = _rank(module.rank for module in modules.values())
     kohya = {
         "ss_network_dim": rank,
@@ -57,11 +58,12 @@ def _rank(ranks: Iterable[int | None]) -> str:
 
 def _model_spec(architecture: str, implementation: str, title: str, facts: Mapping[str, Any]) -> dict[str, str]:
     progress = [f"{name} {facts[key]}" for key, name in _PROGRESS.items() if key in facts]
+    description = ", ".join(["Trained with SD3-Light", *progress]) if progress else "Written by SD3-Light"
     spec = {
         "sai_model_spec": "1.0.0",
         "architecture": architecture,
         "implementation": implementation,
         "title": title,
-        "description": ", ".join(["Trained with SD3-Light", *progress]),
+        "description": description,
     }
     return {f"modelspec.{key}": value for key, value in spec.items()}

@@ -168,18 +168,19 @@ def test_metadata_for_other_programs(layout: Any, modules: dict[str, LoraModule]
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": "stable-diffusion-v3.5-medium/lora",  # it has layers of dual attention
         "modelspec.implementation": {"diffusers": "diffusers", "kohya": "sgm"}[layout],
-        "modelspec.title": "SD3-Light lora for sd3",
+        "modelspec.title": "LoRA for sd3",
         "modelspec.description": "Trained with SD3-Light, weights ema, optimizer steps 7",
         "modelspec.hash_sha256": f"0x{hashlib.sha256(values).hexdigest()}",
         "ss_network_dim": str(RANK),
         "ss_network_alpha": str(RANK),
         "ss_base_model_version": "sd3",
-        "ss_output_name": "SD3-Light lora for sd3",
+        "ss_output_name": "LoRA for sd3",
         "ss_steps": "7",
         "ss_sd_model_name": "sd3",
     }
     mixed = {Q: LoraModule(noise(2, 128), noise(128, 2)), V: LoraModule(noise(5, 128), noise(128, 5))}
     other = metadata_of(write_lora(tmp_path / "mixed.safetensors", mixed))
+    assert (other["modelspec.title"], other["modelspec.description"]) == ("LoRA for SD3", "Written by SD3-Light")
     assert (other["ss_network_dim"], other["modelspec.architecture"]) == ("Dynamic", "stable-diffusion-v3-medium/lora")
 
 

@@ -222,7 +222,7 @@ def test_the_file_equals_the_librarys_and_equal_models_are_equal_bytes(tmp_path:
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": "stable-diffusion-v3.5-medium",  # it has dual attention
         "modelspec.implementation": "sgm",
-        "modelspec.title": "SD3-Light model of 2 blocks and 4 heads",
+        "modelspec.title": "SD3 model of 2 blocks and 4 heads",
         "modelspec.description": "Trained with SD3-Light, optimizer steps 7",
         "modelspec.resolution": f"{TINY.sample_size * 8}x{TINY.sample_size * 8}",
         "modelspec.hash_sha256": f"0x{hashlib.sha256(values).hexdigest()}",
