@@ -557,11 +557,11 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch
         write_lora(path, {Q: PLAIN})
     assert path.read_text() == "precious"
 
-    def disk_full(tensors: object, file: Path, metadata: object) -> None:
+    def disk_full(file: Path, *_: object) -> None:
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sd3_light.export.lora_file.save_file", disk_full)
+    monkeypatch.setattr("sd3_light.export.lora_file.write_tensor_file", disk_full)
     with pytest.raises(UserError, match=r"cannot write .*other\.safetensors: No space"):
         write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
