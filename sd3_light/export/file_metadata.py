@@ -30,7 +30,7 @@ def adapter_metadata(modules: Mapping[str, Any], layout: str, facts: Mapping[str
     heads = max(widths, default=0) // HEAD_WIDTH
     architecture = f"{_architecture(heads, any('.attn2.' in name for name in modules))}/lora"
     adapter = facts.get("adapter")
-    kind = _KINDS.get(adapter.get("type"), "LoRA") if isinstance(adapter, dict) else "LoRA"
+    kind = _KINDS.get(str(adapter.get("type")), "LoRA") if isinstance(adapter, dict) else "LoRA"
     title = f"{kind} for {facts.get('base', 'SD3')}"
     rank = _rank(module.rank for module in modules.values())
     kohya = {

@@ -62,7 +62,7 @@ class LoraFormat:
 
 
 def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
-    """Write an adapter in another format. ``trained_on``: the padded single file on which another program trained it."""
+    """Write an adapter in another format. ``trained_on``: the padded single file that another program trained it on."""
     form.checked(out)
     lora = read_any_adapter(source, None if trained_on is None else _padding(trained_on))
     return form.write(out, lora.modules, lora.facts)
