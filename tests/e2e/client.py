@@ -38,7 +38,7 @@ def main(folder: str, single: str, lora: str, out: str) -> None:
     options = {"torch_dtype": torch.float32, "local_files_only": True}
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, **options)
     images = draw(pipe, "folder")
-    pipe.load_lora_weights(lora)
+    pipe.load_lora_weights(Path(lora).parent, weight_name=Path(lora).name)
     images |= draw(pipe, "lora")
     images |= draw(StableDiffusion3Pipeline.from_single_file(single, config=folder, **options), "single")
     save_file(images, out)
