@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.export.trained_file import write_trained, write_weights
 from sd3_light.runlog import info
 from sd3_light.training.errors import as_user_error
@@ -24,6 +25,9 @@ class ModelLogger:
     ``remove_prefix_in_ckpt`` is removed from the names in the file; then ``state_dict_converter`` may rename them. A
     module with a custom forward chooses its weights and names by ``export_trainable_state_dict``, if it has one. A task
     with an EMA saves the averaged weights.
+
+    `log.jsonl` and TensorBoard are always written; ``enable_wandb_log`` adds Weights & Biases. The other arguments of
+    DiffSynth's logger are accepted if they are off or not needed here.
     """
 
     def __init__(
@@ -32,6 +36,12 @@ class ModelLogger:
         remove_prefix_in_ckpt: str | None = None,
         state_dict_converter: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         save_dtype: torch.dtype = torch.float32,
+        enable_tensorboard_log: bool = True,
+        enable_swanlab_log: bool = False,
+        swanlab_project: str | None = None,
+        enable_wandb_log: bool = False,
+        wandb_project: str = "sd3-light",
+        enable_csv_log: bool = False,
     ) -> None:
         if not isinstance(output_path, str | Path):
             raise UserError(f"ModelLogger: output_path is {output_path!r}; give a folder")
@@ -42,6 +52,11 @@ class ModelLogger:
             raise UserError(
                 "ModelLogger: state_dict_converter is not a function; give one from state dict to state dict"
             )
+        if enable_swanlab_log:
+            raise UserError("ModelLogger: enable_swanlab_log is not supported; use enable_wandb_log, or TensorBoard")
+        if enable_csv_log:
+            info(f"enable_csv_log: every loss is in {Path(output_path) / 'log.jsonl'}")
+        self.monitoring = MonitoringConfig(enable_wandb=enable_wandb_log, wandb_tracker_name=wandb_project)
         self.output_path = Path(output_path)
         self.remove_prefix_in_ckpt = remove_prefix_in_ckpt or ""
         self.state_dict_converter = state_dict_converter

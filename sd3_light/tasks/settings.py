@@ -110,6 +110,10 @@ class TaskSettings(Table):
             raise invalid_value(f"{step_settings[0]} has no effect without lr_scheduler='step'; leave it out")
         return self
 
+    def plain_values(self) -> dict[str, Any]:
+        """Return the settings that are numbers, texts or flags, to show in a tracker."""
+        return {name: value for name, value in self if isinstance(value, str | int | float)}
+
     @property
     def optimizer_table(self) -> OptimizerConfig:
         """The settings as the config's `[optimizer]`."""

@@ -17,6 +17,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import Stopped, UserError
+from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
@@ -26,7 +27,7 @@ from sd3_light.metrics.validation import validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.runlog import RunLog, set_main_process
+from sd3_light.runlog import RunLog, open_trackers, set_main_process
 from sd3_light.tasks.batches import (
     ReadItem,
     SampleOrder,
@@ -99,7 +100,9 @@ def launch_training_task(
     with ExitStack() as stack:
         driver = _make_driver(accelerator, dataset, model, model_logger, resolved, stack)
         if driver.launch.is_main:
-            driver.run.log = stack.enter_context(closing(RunLog(driver.folder))).event
+            monitoring = getattr(model_logger, "monitoring", MonitoringConfig())
+            trackers = open_trackers(monitoring, driver.folder, resolved.plain_values())
+            driver.run.log = stack.enter_context(closing(RunLog(driver.folder, trackers=trackers))).event
         return _train(stack.enter_context(driver.running()), model_logger, resolved.engine)
 
 

@@ -344,3 +344,19 @@ def test_a_validation_repeats_its_draws(tmp_path: Path) -> None:
     evals = [event for event in read_log(tmp_path / "log.jsonl") if event["event"] == "eval"]
     assert len({event["flow"] for event in evals[1:]}) == 1
     assert len({value for key, value in evals[0].items() if key.startswith("flow@")}) == 9
+
+
+def test_the_logger_takes_diffsynths_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_trackers(monitoring: Any, folder: Path, config: dict[str, Any]) -> list[Any]:
+        opened.append((monitoring.enable_wandb, monitoring.wandb_tracker_name, config["learning_rate"]))
+        return []
+
+    monkeypatch.setattr("sd3_light.tasks.train.open_trackers", open_trackers)
+    off: dict[str, Any] = {"enable_swanlab_log": False, "swanlab_project": "p", "enable_csv_log": True}
+    logger = ModelLogger(tmp_path, enable_tensorboard_log=True, enable_wandb_log=True, wandb_project="p", **off)
+    run(tmp_path, logger=logger, max_steps=1)
+    assert opened == [(True, "p", 1e-2)]
+    with pytest.raises(UserError, match="enable_swanlab_log is not supported; use enable_wandb_log"):
+        ModelLogger(tmp_path, enable_swanlab_log=True)
