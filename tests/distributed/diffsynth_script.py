@@ -1,10 +1,10 @@
 """A DiffSynth training script: its pipeline, units, dataset, losses and logger, with a tiny random Wan model.
 
-It works with either launcher and takes the options of DiffSynth's scripts.
+It works with either launcher and takes the options of DiffSynth's scripts; `then` separates runs.
 """
 
 import argparse
-import json
+import sys
 from pathlib import Path
 
 import accelerate
@@ -73,10 +73,10 @@ class WanModule(DiffusionTrainingModule):
         return FlowMatchSFTLoss(self.pipe, **shared, **positive)
 
 
-def main():
+def main(arguments):
     parser = add_general_config(argparse.ArgumentParser())
     parser.add_argument("--dtype", default="float32")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
     base = Path(args.dataset_base_path)
     dataset = UnifiedDataset(
@@ -92,14 +92,6 @@ def main():
     launch(accelerator, dataset, model, model_logger, args=args)
 
 
-def write_dataset(folder):
-    """Write six images and their metadata."""
-    folder.mkdir()
-    for number in range(6):
-        Image.new("RGB", (32, 16), (40 * number, 255 - 40 * number, 90)).save(folder / f"{number}.png")
-    rows = [{"video": f"{number}.png", "prompt": f"video {number}"} for number in range(6)]
-    (folder / "metadata.json").write_text(json.dumps(rows))
-
-
 if __name__ == "__main__":
-    main()
+    for run in " ".join(sys.argv[1:]).split(" then "):
+        main(run.split())

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from safetensors.torch import load_file
 
 from sd3_light.runlog import read_log
-from sd3_light.tasks import ModelLogger, launch_training_task
+from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_training_task
 from tests.unit.tasks.tutorial_script import Videos, VideoTrainingModule
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,7 @@ def start(*command: Any, path: str = "") -> None:
     paths = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     whole = [sys.executable, *map(str, command)]
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stderr
 
 
@@ -89,11 +91,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         (stubs / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
     if importlib.util.find_spec("modelscope_hub") is None:
         (stubs / "modelscope.py").write_text("snapshot_download = None\n")
-    start(
-        "-c",
-        f"import diffsynth_script as s, pathlib; s.write_dataset(pathlib.Path({str(folder / 'data')!r}))",
-        path=os.pathsep.join([str(stubs), str(ROOT / "tests" / "distributed")]),
-    )
+    (folder / "data").mkdir()
+    for number in range(6):
+        Image.new("RGB", (32, 16), (40 * number, 255 - 40 * number, 90)).save(folder / "data" / f"{number}.png")
+    rows = [{"video": f"{number}.png", "prompt": f"video {number}"} for number in range(6)]
+    (folder / "data" / "metadata.json").write_text(json.dumps(rows))
     return folder / "ours.py", str(stubs)
 
 
@@ -108,29 +110,34 @@ def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: 
     options: tuple[Any, ...] = ("--lora_base_model", "dit", "--lora_target_modules", "q,k,v,o", "--lora_rank", 2)
     options += ("--num_epochs", 2, "--enable_csv_log")
 
-    def run(out: str, task: str, *source: Any, launcher: tuple[str, ...] = ()) -> list[float]:
-        start(*launcher, file, *source, *options, "--task", task, "--output_path", tmp_path / out, path=stubs)
-        return [] if task.endswith("process") else losses(tmp_path / out)
+    def run(*launcher: str, name: str, stages: bool = True) -> None:
+        """Train in one stage and, in the same process, in two."""
+        out = tmp_path / name
+        cache = out / "cache"
+        words = [*raw, *options, "--task", "sft", "--output_path", out / "one"]
+        if stages:
+            words += ["then", *raw, *options, "--task", "sft:data_process", "--output_path", cache, "then"]
+            words += ["--dataset_base_path", cache, *options, "--task", "sft:train", "--output_path", out / "second"]
+        start(*launcher, file, *words, path=stubs)
 
-    one = run("one", "sft", *raw)
-    assert len(one) == 12
-    rows = list(csv.DictReader((tmp_path / "one" / "loss.csv").open()))
+    run(name="python")
+    one = losses(tmp_path / "python" / "one")
+    assert len(one) == len(losses(tmp_path / "python" / "second")) == 12
+    rows = list(csv.DictReader((tmp_path / "python" / "one" / "loss.csv").open()))
     assert [float(row["value"]) for row in rows] == pytest.approx(one), "the package's logger gets every loss"
-    saved = load_file(tmp_path / "one" / "epoch-1.safetensors")
+    saved = load_file(tmp_path / "python" / "second" / "epoch-1.safetensors")
     assert len(saved) == 32
     assert "blocks.0.self_attn.q.lora_A.default.weight" in saved, "its logger exports and names the weights"
     assert all(tensor.abs().max() > 0 for name, tensor in saved.items() if "lora_B" in name)
-    two = run("two", "sft", *raw, launcher=TWO)
+    run(*TWO, name="torchrun")
+    two = losses(tmp_path / "torchrun" / "one")
     assert two[0] == pytest.approx((one[0] + one[1]) / 2, rel=0.01)
-    accelerate = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
-    assert run("accelerate", "sft", *raw, launcher=accelerate) == one
-    run("cache", "sft:data_process", *raw)
-    run("cache2", "sft:data_process", *raw, launcher=TWO)
-    second = run("second", "sft:train", "--dataset_base_path", tmp_path / "cache")
-    assert len(second) == 12
-    assert len(run("second2", "sft:train", "--dataset_base_path", tmp_path / "cache2", launcher=TWO)) == 6
-    stored = [torch.load(tmp_path / f"cache{n}" / "0" / "4.pth", weights_only=False) for n in ("", 2)]
-    assert torch.equal(*(inputs[0]["input_latents"] for inputs in stored))
+    assert len(losses(tmp_path / "torchrun" / "second")) == 6
+    caches = [ProcessedDataset(tmp_path / name / "cache") for name in ("python", "torchrun")]
+    stored = [cache[4][0]["input_latents"] for cache in caches]
+    assert torch.equal(*stored)
+    run("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", name="accelerate", stages=False)
+    assert losses(tmp_path / "accelerate" / "one") == one
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ TRANSLATED = [
     ("docs/finetune.md", "docs/zh/finetune.md"),
     ("docs/tasks.md", "docs/zh/tasks.md"),
     ("docs/compatibility.md", "docs/zh/compatibility.md"),
+    ("docs/from-diffsynth.md", "docs/zh/from-diffsynth.md"),
+    ("docs/from-diffusion-pipe.md", "docs/zh/from-diffusion-pipe.md"),
 ]
 
 
