@@ -1,6 +1,7 @@
 """Adapter exports: the file, its card, and the proof by a clean process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
                 assert torch.allclose(back[name].factors[factor].float(), tensor, rtol=1e-2)
         else:
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
+
+
+def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numbers_it(tmp_path: Path) -> None:
+    config = replace(SIZES["tiny2"], num_heads=3).transformer_config()
+    base = tmp_path / "transformer"
+    new_transformer(config, 0).save_pretrained(base)
+    spec = replace(spec_of(base, type="lokr"), transformer_config=config)
+    out = write_adapter(tmp_path / "out", trained(base, spec.adapter), spec)
+    assert {key.split("_")[3] for key in load_file(out / spec.file)} == {"0", "2"}, "block 1 of 2 becomes 2 of 3"
+    assert "Its last block is number 2" in (out / "README.md").read_text()
+    assert {layer.split(".")[1] for layer in read_adapter(out, "lokr")} == {"0", "1"}
 
 
 def test_a_file_with_another_effect_is_not_published(
