@@ -22,6 +22,7 @@ from sd3_light.engines import Launch
 from sd3_light.export import diffusers_folder
 from sd3_light.stages import cache, train
 from sd3_light.stages.train import Resume
+from sd3_light.training.requests import RunRequests
 from tests.faults import ERRORS, Call, faulty_disk
 from tests.project import Project
 
@@ -32,7 +33,7 @@ KEYS = (
 )
 POWER_TRACK = '\n[[ema.track]]\nname = "long"\npower_width = 0.1\n'
 HANGS_AFTER_SECONDS = 120.0
-FINAL = "step-00000002/"
+FINAL = "/step-00000002/"  # not those that a resumed run sets aside
 
 
 @dataclass(frozen=True)
@@ -256,3 +257,28 @@ def test_a_write_that_fails_does_not_harm_a_run(training: Scenario, tmp_path: Pa
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 def test_every_write_may_fail(request: pytest.FixtureRequest, scenario: str, lasting: bool, tmp_path: Path) -> None:
     check(request.getfixturevalue(scenario), tmp_path, lasting)
+
+
+def test_pruning_during_training(
+    training: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards that a run still needs are deleted: it trains on nothing else, and continues when they are back."""
+    project, poll, steps = training.before.copy(tmp_path / "project"), RunRequests.poll, iter(range(100))
+    removed = max(project.images.glob("*.png"))
+    content = removed.read_bytes()
+
+    def prune(requests: RunRequests) -> None:
+        if next(steps) == 0:
+            removed.unlink()
+            build(project)
+        poll(requests)
+
+    monkeypatch.setattr(RunRequests, "poll", prune)
+    code = run_guarded(lambda: train_in(project))
+    assert code == 0 or (code == 2 and "is missing; run `sd3-light cache" in capsys.readouterr().err)
+    losses, expected = project.losses(), training.reference.losses()
+    assert losses == {step: expected[step] for step in losses}
+    removed.write_bytes(content)
+    build(project)
+    train_in(project, Resume())
+    assert saved_files(project) == saved_files(training.reference)
