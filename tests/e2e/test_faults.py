@@ -179,7 +179,7 @@ def count_calls(scenario: Scenario, folder: Path) -> list[Call]:
 
 
 def run_in_child(work: Callable[[], object], output: Path) -> int:
-    """Run ``work`` as a command does, in a process of its own; return its exit code, -1 if it hangs."""
+    """Run ``work`` as a command does, in a forked process; return its exit code, -1 if it hangs."""
     child = os.fork()
     if child == 0:
         code = 1
