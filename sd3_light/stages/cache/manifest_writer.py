@@ -9,7 +9,8 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.cache_plan import CachePlan, Unit
+from sd3_light.data.buckets import plan as plan_resize
+from sd3_light.data.building.cache_plan import CachePlan, PlanCounts, Unit
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
@@ -31,14 +32,30 @@ def write_manifest(
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     if not entries:
         raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS}")
+    undecoded = _count_undecoded(plan, shards)
     counts = {
         "used": sum(entry.count for entry in entries),
-        "pictures": plan.counts.images,
-        "cropped": plan.counts.cropped,
-        "enlarged": plan.counts.enlarged,
+        "pictures": plan.counts.images - undecoded.images,
+        "cropped": plan.counts.cropped - undecoded.cropped,
+        "enlarged": plan.counts.enlarged - undecoded.enlarged,
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }
     Manifest(recipe, tuple(entries), empty, counts, dict(paths)).save(folder)
+    return counts
+
+
+def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
+    """Count the planned samples that were rejected when they were decoded."""
+    counts, keys = PlanCounts(), set[str]()
+    for unit in plan.units:
+        rejected = {line["key"] for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl"))}
+        for member in plan.members(unit) if rejected else ():
+            if member.row.key in rejected:
+                resize = plan_resize(member.row.width, member.row.height, unit.bucket)
+                counts.cropped += resize.cropped_fraction > 0
+                counts.enlarged += resize.enlarged
+        keys |= rejected
+    counts.images = len(keys)  # an image has a sample per resolution
     return counts
 
 

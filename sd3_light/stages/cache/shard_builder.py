@@ -171,7 +171,7 @@ class ShardBuilder:
                     if len(writes) == WRITERS:
                         writes.popleft().result()
                     writes.append(writer.submit(self._write, current, self._parts.waiter()))
-                    self.encoded += current.unit.count
+                    self.encoded += len(current.accepted)
                     self._bar.advance(current.unit.count)
             for write in writes:
                 write.result()

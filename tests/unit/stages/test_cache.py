@@ -738,3 +738,17 @@ def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp
         fresh_project.build_cache(f'model.diffusers_path="{model}"')
     assert not list(fresh_project.cache.glob("shards/*.safetensors"))
     assert not (fresh_project.cache / MANIFEST).exists()
+
+
+def test_counts_leave_out_images_that_cannot_be_decoded(fresh_project: Project) -> None:
+    """Their headers are fine, so they are planned; the counts are those without them."""
+    victim = sorted(fresh_project.images.glob("*.png"))[0]
+    victim.write_bytes(victim.read_bytes()[:-60])
+    (report,) = fresh_project.build_cache()
+    counts = {name: count for name, count in report.counts.items() if not name.startswith("rejected")}
+    assert report.counts["rejected: truncated"] == 1
+    assert (counts["used"], counts["pictures"], report.encoded) == (NUM_IMAGES - 1,) * 3
+    for path in (victim, victim.with_suffix(".txt")):
+        path.unlink(missing_ok=True)
+    (without,) = fresh_project.build_cache()
+    assert {name: count for name, count in without.counts.items() if not name.startswith("rejected")} == counts
