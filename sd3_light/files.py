@@ -58,7 +58,8 @@ def atomic_unsynced_file(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a read-only disk it would hide the error of the block
+            temporary.unlink(missing_ok=True)
 
 
 def refuse_existing(path: Path) -> None:

@@ -17,6 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from sd3_light.config.faults import UserError
+from sd3_light.inputs import open_regular, parse_json
+
 TENSOR_CHUNK_BYTES = 1 << 24
 
 DTYPES = {  # in the library's order of writing: the widest first, so every tensor is aligned to its item size
@@ -39,6 +42,7 @@ METADATA_KEY = "sd3_light"
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
+_MAX_DIMENSIONS = 64  # torch's limit
 
 
 class Header(NamedTuple):
@@ -56,7 +60,7 @@ def read_header(file: BinaryIO) -> Header:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError("its header is longer than the file")
-    entries = json.loads(file.read(length))
+    entries = parse_json(file.read(length))
     if not isinstance(entries, dict):
         raise ValueError("its header is not a safetensors header")
     metadata = entries.pop(_METADATA, {})
@@ -211,7 +215,7 @@ def write_tensor_file(
 
 def read_tensor_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of a safetensors file, values unread, and its metadata. A damaged file is a ValueError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         entries, metadata, start = read_header(file)
         size = os.fstat(file.fileno()).st_size
     try:
@@ -222,11 +226,23 @@ def read_tensor_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     return tensors, metadata
 
 
+def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Like `read_tensor_file`, for a file that a user names: an unreadable or damaged one is a UserError."""
+    try:
+        return read_tensor_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; pass a safetensors file") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a complete safetensors file ({error}); download or write it again") from error
+
+
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
-    dtype, (begin, end) = entry["dtype"], entry["data_offsets"]
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"it contains tensors of type {dtype}")
-    return StoredTensor(dtype, tuple(int(side) for side in entry["shape"]), (Span(path, start + begin, end - begin),))
+    if len(shape) > _MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("its header is not a safetensors header")
+    return StoredTensor(dtype, tuple(shape), (Span(path, start + begin, end - begin),))
 
 
 def _require_complete(tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:

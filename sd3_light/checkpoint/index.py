@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file
 
 FORMAT = 2
 INDEX = "index.json"
@@ -72,7 +73,7 @@ class Index:
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint and verify its digest; raises a `UserError` with a remedy."""
     try:
-        content = json.loads((folder / INDEX).read_bytes())
+        content = read_json_file(folder / INDEX, INDEX_BYTES)
     except (OSError, ValueError) as error:  # missing, not UTF-8, not JSON
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise UserError(
@@ -88,8 +89,12 @@ def read_index(folder: Path) -> Index:
         raise UserError(f"checkpoint {folder} has format {version}, this version reads {FORMAT}; resume from another")
     if content.pop("sha256", None) != _digest(content):
         raise damaged(folder, INDEX, "wrong hash")
-    tensors = {name: _entry(fields) for name, fields in content["tensors"].items()}
-    return Index(content["facts"], tensors, content["files"])
+    try:
+        _require_files(content["files"])
+        tensors = {name: _entry(fields) for name, fields in content["tensors"].items()}
+        return Index(dict(content["facts"]), tensors, content["files"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(folder, INDEX, f"not an index: {error!r:.80}") from error
 
 
 def merge_entries(parts: Iterable[Mapping[str, Any]]) -> dict[str, IndexEntry]:
@@ -115,12 +120,16 @@ def why_incomplete(folder: Path) -> str | None:
     A checkpoint of another format counts as complete: opening it reports the format.
     """
     try:
-        content = json.loads((folder / INDEX).read_bytes())
+        content = read_json_file(folder / INDEX, INDEX_BYTES)
     except (OSError, ValueError):
         return f"{INDEX} cannot be read"
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None if isinstance(content, dict) and "format" in content else f"{INDEX} is not an index"
-    return wrong_size(folder, content.get("files", {}))
+    try:
+        _require_files(content.get("files"))
+    except ValueError as error:
+        return f"{INDEX}: {error}"
+    return wrong_size(folder, content["files"])
 
 
 def wrong_size(folder: Path, files: Mapping[str, int]) -> str | None:
@@ -139,9 +148,24 @@ def damaged(folder: Path, file: str, reason: object) -> UserError:
     return UserError(f"checkpoint {folder} is damaged ({file}: {reason}); resume from an earlier one")
 
 
+def _require_files(files: Any) -> None:
+    """Raise a ValueError unless ``files`` is a table of sizes by names of files inside the checkpoint."""
+    if not isinstance(files, dict) or not all(map(is_inner_path, files)) or not all(map(_is_count, files.values())):
+        raise ValueError("its files are not a table of sizes")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _entry(fields: Mapping[str, Any]) -> IndexEntry:
     ranges = tuple(Range(*values) for values in fields["ranges"])
-    return IndexEntry(tuple(fields["shape"]), fields["dtype"], ranges)
+    entry = IndexEntry(tuple(fields["shape"]), fields["dtype"], ranges)
+    numbers = (*entry.shape, *(number for part in ranges for number in (part.start, part.length)))
+    texts = (entry.dtype, *(text for part in ranges for text in (part.file, part.sha256)))
+    if not all(map(_is_count, numbers)) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a tensor has wrong types")
+    return entry
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd3_light.checkpoint.index import Index, Range, damaged, read_index, wrong_size
+from sd3_light.checkpoint.index import INDEX, Index, IndexEntry, Range, damaged, read_index, wrong_size
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.tensor_file import DTYPES, read_tensor_file
@@ -22,9 +23,20 @@ def open_checkpoint(path: Path) -> "Checkpoint":
     if problem := wrong_size(path, index.files):
         raise damaged(path, *problem.split(" ", 1))
     for name, entry in index.tensors.items():
+        if problem := _range_problem(entry, index.files):
+            raise damaged(path, INDEX, f"{name}: {problem}")
         if problem := entry.coverage_error():
             raise UserError(f"checkpoint {path} does not contain {name} exactly once ({problem}); resume from another")
     return Checkpoint(path, index)
+
+
+def _range_problem(entry: IndexEntry, files: Mapping[str, int]) -> str | None:
+    """Return why a tensor cannot be in the files; None if it can."""
+    if entry.dtype not in DTYPES:
+        return f"unknown dtype {entry.dtype}"
+    size = DTYPES[entry.dtype].itemsize
+    is_outside = any(size * part.length > files.get(part.file, -1) for part in entry.ranges)
+    return "a range is longer than its file" if is_outside else None
 
 
 class Checkpoint:
@@ -45,6 +57,21 @@ class Checkpoint:
     def facts(self) -> dict[str, Any]:
         """What the writer stored besides tensors."""
         return self._index.facts
+
+    @property
+    def progress(self) -> Progress:
+        """The counters of the run when it was saved."""
+        counters = self.table("progress")
+        if not counters.keys() <= Progress().as_dict().keys() or not all(type(n) is int for n in counters.values()):
+            raise damaged(self.path, INDEX, "its progress is not a table of counters")
+        return Progress(**counters)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return one of the facts, which must be a table."""
+        table = self.facts.get(name)
+        if not isinstance(table, dict):
+            raise damaged(self.path, INDEX, f"its {name} is not a table")
+        return table
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

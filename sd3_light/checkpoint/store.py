@@ -25,6 +25,7 @@ from sd3_light.checkpoint.reading import tensor_bytes
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
+from sd3_light.inputs import INDEX_BYTES, read_json_file
 from sd3_light.tensor_file import DTYPE_NAMES, header_bytes
 
 RANGE_ELEMENTS = 1 << 24  # maximum length of a range; readers hold one at a time
@@ -135,7 +136,7 @@ def commit(folder: Path, step: int, ranks: Sequence[int], facts: Mapping[str, An
 def _read_note(temporary: Path, rank: int) -> dict[str, Any]:
     path = (temporary / _part_name(rank)).with_suffix(".json")
     try:
-        note: dict[str, Any] = json.loads(path.read_bytes())
+        note: dict[str, Any] = read_json_file(path, INDEX_BYTES)
     except FileNotFoundError as error:
         raise UserError(
             f"the part of rank {rank} is not in {temporary}; use a folder that all machines share"

@@ -13,6 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from sd3_light.inputs import path_problem
+
 
 class Table(BaseModel):
     """Base class for the tables of a TOML file: frozen, and unknown keys are faults."""
@@ -55,8 +57,17 @@ def parse_path(value: Any, info: ValidationInfo) -> Path:
 
 
 def absolute_path(base: Path, value: str | Path) -> Path:
-    """Return ``value`` made absolute from ``base``. `..` is collapsed; symbolic links are not followed."""
-    return Path(os.path.abspath(base / Path(value).expanduser()))
+    """Return ``value`` made absolute from ``base``. `..` is collapsed; symbolic links are not followed.
+
+    A path that no file can have, or the home folder of an unknown user, is a ValueError.
+    """
+    try:
+        path = os.path.abspath(base / Path(value).expanduser())
+    except RuntimeError as error:
+        raise invalid_value("there is no such user; write the whole path") from error
+    if problem := path_problem(path):
+        raise invalid_value(problem)
+    return Path(path)
 
 
 def is_url(value: str) -> bool:
@@ -113,6 +124,8 @@ def check_slug(value: Any) -> Any:
     return value
 
 
+LARGEST_INTEGER = 2**63 - 1
+"""The largest integer of TOML and of tensors; descriptions of types leave it out."""
 Flag = Annotated[bool, Strict()]
 TomlString = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), BeforeValidator(check_slug), Allowed("a name of letters, digits, '.', '_' and '-'")]
@@ -120,8 +133,8 @@ Positive = Annotated[float, Strict(), Gt(0)]
 NotNegative = Annotated[float, Strict(), Ge(0)]
 Fraction = Annotated[float, Strict(), Ge(0), Le(1)]
 Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
-Count = Annotated[int, Strict(), Ge(1)]
-CountOrZero = Annotated[int, Strict(), Ge(0)]
+Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_INTEGER)]
+CountOrZero = Annotated[int, Strict(), Ge(0), Le(LARGEST_INTEGER)]
 TomlPath = Annotated[Path, BeforeValidator(parse_path), Allowed("a path")]
 CacheLocation = Path | str
 """The location of a cache: a Path is a folder, a str is a URL that fsspec supports."""
@@ -214,7 +227,8 @@ def describe_type(annotation: Any) -> str:
     if table_type(bare) is not None:
         return "a table"
     limits = [(sign, getattr(note, name)) for kind, name, sign in _BOUNDS for note in notes if isinstance(note, kind)]
-    return " ".join([_SCALARS[bare], " and ".join(f"{sign} {limit}" for sign, limit in limits)]).rstrip()
+    shown = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit != LARGEST_INTEGER)
+    return f"{_SCALARS[bare]} {shown}".rstrip()
 
 
 def _describe_list(bare: Any, notes: tuple[Any, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def _eval_entries(raw: dict[str, Any], base: Path) -> Iterator[tuple[str, str, P
     for index, value in enumerate(entries if isinstance(entries, list) else []):
         entry = named_entry(value)
         if isinstance(entry, dict) and isinstance(entry.get("config"), str) and entry["config"]:
-            yield str(entry.get("name")), f"eval_datasets[{index}]", absolute_path(base, entry["config"])
+            with suppress(ValueError):  # an impossible path is a fault of its key
+                yield str(entry.get("name")), f"eval_datasets[{index}]", absolute_path(base, entry["config"])
 
 
 def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[dict[str, DatasetConfig], list[Fault]]:
@@ -118,7 +120,7 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
     datasets: dict[str, DatasetConfig] = {}
     faults: list[Fault] = []
     for name, key, toml in entries:
-        if not toml.is_file():
+        if not toml.exists():
             hint = "relative paths start at the folder of the TOML file"
             faults.append(Fault(str(path), key, "no such file", value=str(toml), hint=hint))
             continue

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Strict
 
 from sd3_light.config.base import (
     Allowed,
     CacheLocation,
-    Count,
     CountOrZero,
     Flag,
     Positive,
@@ -95,7 +94,7 @@ class DatasetDefaults(Table):
     """Smallest aspect ratio (width / height) of a bucket."""
     max_ar: Positive = 2.0
     """Largest aspect ratio (width / height) of a bucket."""
-    num_ar_buckets: Count = 7
+    num_ar_buckets: Annotated[int, Strict(), Ge(1), Le(1000)] = 7
     """Number of aspect ratios, evenly spaced on a log scale."""
     size_buckets: SizeBuckets | None = None
     """Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
@@ -56,7 +56,7 @@ class ModelConfig(Table):
     init: RandomOrPath | None = None
     """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
     with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
-    num_layers: Count | None = None
+    num_layers: Annotated[int, Strict(), Ge(1), Le(1000)] | None = None
     """Number of joint blocks; overrides the size."""
     qk_norm: Flag | None = None
     """RMS norm of queries and keys. Absent: as in the size."""
@@ -80,9 +80,9 @@ class ModelConfig(Table):
     """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string."""
     timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of the timestep t in (0, 1)."""
-    sigmoid_scale: Positive = 1.0
+    sigmoid_scale: Annotated[float, Strict(), Gt(0), Le(100)] = 1.0
     """Standard deviation of the logit of t under `logit_normal`."""
-    shift: Positive | None = None
+    shift: Annotated[float, Strict(), Ge(0.001), Le(1000)] | None = None
     """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."""
     flux_shift: Flag = False
     """Timestep shift that grows with the resolution; excludes `shift`."""
@@ -150,7 +150,7 @@ class AdapterConfig(Table):
 
     type: Literal["lora", "lokr", "loha"] = "lora"
     """Kind of adapter. `lokr` and `loha` are saved in LyCORIS layout, which ComfyUI reads and diffusers does not."""
-    rank: Count = 32
+    rank: Annotated[int, Strict(), Ge(1), Le(65536)] = 32
     """Rank of the update."""
     alpha: Positive = Field(default_factory=_rank_as_float, json_schema_extra={"default": "equal to `rank`"})
     """Scale: the update is multiplied by alpha / rank."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from sd3_light.config.faults import Fault
 from sd3_light.config.schema_train import ALIASES
+from sd3_light.inputs import read_limited, require_shallow
 
 SET = "--set"
 
@@ -15,16 +16,26 @@ SET = "--set"
 def read_toml(path: Path) -> tuple[dict[str, Any] | None, list[Fault]]:
     """Return the file's content, or None and the fault."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_limited(path).decode("utf-8-sig")
     except OSError as error:
         return None, [Fault(str(path), "file", f"cannot be read: {error.strerror}", hint="check the path")]
     except UnicodeDecodeError as error:
         return None, [Fault(str(path), "file", f"is not UTF-8 text: byte {error.start}", hint="save it as UTF-8")]
     try:
-        return tomllib.loads(text), []
-    except tomllib.TOMLDecodeError as error:
+        return _parse(text), []
+    except ValueError as error:
         line, problem = _split_error(str(error), text)
         return None, [Fault(str(path), f"line {line}", f"TOML syntax: {problem}")]
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Parse TOML; a fault of syntax, a number of thousands of digits and very deep nesting are ValueErrors."""
+    try:
+        parsed = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    require_shallow(parsed)
+    return parsed
 
 
 def _split_error(message: str, text: str) -> tuple[int, str]:
@@ -58,9 +69,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> tuple[set[
 def _parse_value(text: str) -> tuple[Any, str | None]:
     """Parse a TOML value; a bare word is a string. Returns the value and the problem, if any."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text[:1] in ("[", "{", '"', "'"):
+        parsed = _parse(f"value = {text}")
+    except ValueError as error:
+        if text[:1] in ("[", "{", '"', "'") or not isinstance(error, tomllib.TOMLDecodeError):
             return None, f"the value is not TOML: {_split_error(str(error), text)[1]}"
         return text, None
     return (parsed["value"], None) if set(parsed) == {"value"} else (text, None)

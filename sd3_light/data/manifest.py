@@ -1,6 +1,7 @@
 """The manifest of a cache: its shards and the recipe that made them. Imports no torch."""
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_atomically
+from sd3_light.inputs import INDEX_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
 CACHE_FORMAT = 2
@@ -79,13 +81,17 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"no cache at {folder}; build it with `sd3-light cache CONFIG`")
-        return Manifest.from_json(path.read_bytes(), str(path))
+        try:
+            data = read_limited(path, INDEX_BYTES)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); check the cache folder") from error
+        return Manifest.from_json(data, str(path))
 
     @staticmethod
     def from_json(data: bytes, where: str) -> "Manifest":
         """Parse the bytes of a manifest file; ``where`` names it in errors."""
         try:
-            content = json.loads(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
+            content = parse_json(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
             if content["format"] != CACHE_FORMAT:
                 raise UserError(
                     f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}: rebuild it"
@@ -93,6 +99,9 @@ class Manifest:
             entries, empty = tuple(content["shards"]), content["empty"]
             if not all(isinstance(entry, ShardEntry) for entry in (*entries, empty)):
                 raise TypeError("an entry has unknown or missing fields")
+            _require_table(content, "recipe", object)
+            _require_table(content, "counts", int)
+            _require_table(content, "places", str)
             return Manifest(content["recipe"], entries, empty, content["counts"], content["places"])
         except (ValueError, LookupError, TypeError) as error:  # not JSON, not UTF-8, or not written by `save`
             raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate_cache") from error
@@ -102,9 +111,28 @@ def _as_entry(item: dict[str, Any]) -> Any:
     """Return a ShardEntry if the JSON object is one, else the object itself."""
     if item.keys() != _NAMES:
         return item
+    _require_types(item)
     # values that many shards have in common become one shared object
     shared = {name: sys.intern(item[name]) for name in ("bucket", "directory")}
     return ShardEntry(**{**item, **shared, "resolution": _resolution(*item["resolution"])})
+
+
+def _require_types(item: dict[str, Any]) -> None:
+    """Raise a ValueError unless the fields of an entry have their types and the file is inside the cache."""
+    texts, numbers = (item["directory"], item["sha256"], item["fingerprint"]), (item["count"], item["bytes"])
+    sides = item["resolution"]
+    valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
+    valid = valid and isinstance(sides, list) and len(sides) == 2 and all(type(side) is int for side in sides)
+    bucket = item["bucket"]
+    valid = valid and isinstance(bucket, str) and re.fullmatch(r"\d+x\d+|empty", bucket) is not None
+    if not valid or not is_inner_path(item["file"]):
+        raise ValueError(f"the entry of the shard {item['file']!r:.80} has wrong types or a file elsewhere")
+
+
+def _require_table(content: dict[str, Any], key: str, kind: type) -> None:
+    table = content[key]
+    if not isinstance(table, dict) or not all(isinstance(value, kind) for value in table.values()):
+        raise TypeError(f"{key} has a wrong type")
 
 
 @cache
@@ -116,7 +144,7 @@ def read_entry(folder: Path, file: str) -> ShardEntry | None:
     """Return the entry of a complete shard in ``folder``; None if the shard or its entry is missing."""
     path = folder / file
     try:
-        entry = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"), object_hook=_as_entry)
+        entry = parse_json(read_limited(path.with_suffix(".json")), object_hook=_as_entry)
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
     return entry if isinstance(entry, ShardEntry) and path.is_file() else None

@@ -27,6 +27,7 @@ from sd3_light.data.manifest import MANIFEST, SHARDS
 from sd3_light.data.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
 from sd3_light.data.shards import write_files
 from sd3_light.files import atomic_file, file_sha256, write_atomically
+from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file
 
 PROCESSED_FORMAT = 1
 _ID = "data_id"
@@ -103,7 +104,7 @@ class ProcessedWriter:
         for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several views the manifest uses the last
             existing.pop(int(path.stem), None)
             try:
-                view = json.loads(path.read_text(encoding="utf-8"))
+                view = read_json_file(path)
                 shard, known = self.folder / view["shard"], view["fingerprint"]
             except (OSError, ValueError, LookupError, TypeError):  # damaged, or being replaced: computed again
                 continue
@@ -170,10 +171,10 @@ class SampleFileWriter(ProcessedWriter):
 
 def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     """Write the manifest after all processes are done, using the views to find each sample's row."""
-    entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / SHARDS).glob("*.json"))]
+    entries = [read_json_file(path) for path in sorted((folder / SHARDS).glob("*.json"))]
     rows: dict[int, tuple[str, int]] = {}
     for path in sorted(folder.glob("[0-9]*/*.json")):
-        view = json.loads(path.read_text(encoding="utf-8"))
+        view = read_json_file(path)
         if int(path.stem) < count:
             rows[int(path.stem)] = (view["shard"], view["row"])
             if "sha256" in view:
@@ -201,17 +202,22 @@ class ProcessedDataset(Dataset[Any]):
         if not path.is_file():
             raise UserError(f"no processed data in {self.folder}; run launch_data_process_task first")
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            manifest = read_json_file(path, INDEX_BYTES)
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
         kind = (manifest.get("kind"), manifest.get("format")) if isinstance(manifest, dict) else None
         if kind != (_KIND, PROCESSED_FORMAT):
             raise UserError(
                 f"{path} is not processed data of format {PROCESSED_FORMAT}; run launch_data_process_task again"
             )
-        self.recipe: dict[str, Any] = manifest["recipe"]
-        self._entries = {entry["file"]: entry for entry in manifest["shards"]}
-        self._samples: list[tuple[str, int]] = [(file, row) for file, row in manifest["samples"]]
+        try:
+            self.recipe: dict[str, Any] = dict(manifest["recipe"])
+            self._entries = {entry["file"]: entry for entry in manifest["shards"] if is_inner_path(entry["file"])}
+            self._samples: list[tuple[str, int]] = [(file, int(row)) for file, row in manifest["samples"]]
+            for file, _ in self._samples:
+                self._entries[file]
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error!r}); run launch_data_process_task again") from error
         self._open: dict[str, tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
         self._verified: set[str] = set()
 

@@ -4,7 +4,6 @@ A reader keeps a shard's small index tensors and reads everything else by its of
 so a row costs its own bytes and no pages of its neighbours. `data.shards` has the format.
 """
 
-import json
 import math
 import os
 import weakref
@@ -21,6 +20,7 @@ from sd3_light.budget.data_bytes import LATENT_STEP
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
+from sd3_light.inputs import parse_json
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file
 
 REMEDY = "run `sd3-light cache CONFIG` to encode it again (or to fetch it again, if the cache is at a URL)"
@@ -96,7 +96,7 @@ class ShardReader:
         _expect(size == self.entry.bytes, f"it has {size} bytes, the manifest says {self.entry.bytes}")
         tensors, metadata = read_tensor_file(self.path)
         _expect("shard" in metadata, "its metadata has no entry 'shard'")
-        _expect(json.loads(metadata["shard"])["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
+        _expect(parse_json(metadata["shard"])["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         _check_fields(tensors)
         _check_shapes(tensors, self.entry)
         return {name: TensorSpan(tensor) for name, tensor in tensors.items()}

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from sd3_light.files import atomic_unsynced_file
+from sd3_light.inputs import open_regular, read_json_file
+from sd3_light.model.part_configs import read_config
 
 ENCODER_FOLDERS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 # scale and shift are applied on read: changing them does not invalidate a cache
@@ -38,7 +40,7 @@ def _hash_folder(folder: Path, known: Hashes, used: Hashes) -> str:
         if path.suffix not in (".json", ".safetensors", ".txt", ".model"):
             continue
         if folder.name == "vae" and path.name == "config.json":
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_config(folder, "vae")
             hashed = {key: config[key] for key in sorted(config) if key not in _VAE_ON_READ and not key.startswith("_")}
             digest.update(json.dumps(hashed).encode())
             continue
@@ -51,7 +53,7 @@ def _hash_file(path: Path, known: Hashes, used: Hashes) -> str:
     """Return the hash of a file's bytes; the hashes of weights are looked up in ``known`` and added to ``used``."""
     stat = path.stat()  # before reading: a change in between makes the entry stale, never wrong
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest = known.get(key) or hashlib.file_digest(file, "sha256").hexdigest()
     if path.suffix == ".safetensors" and time.time_ns() - stat.st_mtime_ns > _SETTLED_NS:
         used[key] = digest
@@ -61,7 +63,7 @@ def _hash_file(path: Path, known: Hashes, used: Hashes) -> str:
 def _read_memo(memo: Path | None) -> Hashes:
     """Return the known hashes; none if the file is missing or invalid."""
     try:
-        hashes = {} if memo is None else json.loads(memo.read_text(encoding="utf-8"))
+        hashes = {} if memo is None else read_json_file(memo)
     except (OSError, ValueError):
         return {}
     values = hashes.values() if isinstance(hashes, dict) else [None]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
+from sd3_light.model.part_configs import load_part
+
 Texts = Mapping[str, Sequence[Tensor]]
 """One tensor per sample: ENCODER -> its tokens [L, W] without padding, ENCODER.pooled -> a vector [W]."""
 
@@ -58,9 +60,8 @@ def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Token
 def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Load a text encoder, frozen, with fused attention."""
     model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
-    load: Callable[..., nn.Module] = model_class.from_pretrained
     folder = diffusers_path / TEXT_ENCODERS[name][0]
-    model = load(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model: nn.Module = load_part(model_class, folder, dtype=dtype, attn_implementation="sdpa")
     return model.to(device).eval().requires_grad_(False)
 
 

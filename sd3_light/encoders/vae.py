@@ -3,7 +3,6 @@
 The cache stores raw moments; they are normalised on read, so that changing the scale does not need a new cache.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
+
+from sd3_light.model.part_configs import load_part, read_config
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class LatentScale:
     @staticmethod
     def of_folder(diffusers_path: Path) -> "LatentScale":
         """Read scale and shift from the VAE config of a diffusers folder."""
-        config = json.loads((diffusers_path / "vae" / "config.json").read_text(encoding="utf-8"))
+        config = read_config(diffusers_path / "vae", "vae")
         return LatentScale(float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0))
 
     def normalise(self, raw: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class LatentScale:
 
 def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
     """Load the VAE of a diffusers folder, frozen."""
-    vae = AutoencoderKL.from_pretrained(diffusers_path, subfolder="vae", dtype=dtype, local_files_only=True)
+    vae: AutoencoderKL = load_part(AutoencoderKL, diffusers_path / "vae", dtype=dtype)
     return vae.to(device).eval().requires_grad_(False)
 
 

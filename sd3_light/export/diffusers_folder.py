@@ -19,9 +19,9 @@ from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import prove
 from sd3_light.files import new_folder
+from sd3_light.model.part_configs import read_json
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.random_weights import transformer_from_state
-from sd3_light.model.start import read_json
 from sd3_light.sampling.scheduler import flow_scheduler
 
 

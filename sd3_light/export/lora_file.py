@@ -31,6 +31,7 @@ from sd3_light.export.lora_fusing import (
 )
 from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import atomic_file, new_file, refuse_existing, write_errors
+from sd3_light.inputs import parse_json, read_limited, require_regular
 from sd3_light.model.lora_layers import LoraModule, lora_scale
 from sd3_light.tensor_file import METADATA_KEY, stored, write_tensor_file
 
@@ -188,6 +189,7 @@ def read_lora(path: Path, padding: Padding | None = None) -> LoadedAdapter[LoraM
 def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of an adapter's file."""
     try:
+        require_regular(file)
         with safe_open(file, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
@@ -284,7 +286,7 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
     config = {key.removeprefix("transformer."): value for key, value in config.items()}
     config_file = file.with_name("adapter_config.json")
     if not config and file.name == "adapter_model.safetensors" and config_file.is_file():
-        config = _json(config_file.read_text(encoding="utf-8"), config_file.name)
+        config = _json(_read(config_file), config_file.name)
     if config.get("lora_alpha") is None:
         return lambda layer, rank: 1.0
     pattern = config.get("alpha_pattern") or {}
@@ -303,9 +305,16 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> _Scales:
     return scale
 
 
-def _json(text: str, where: str) -> dict[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        value = json.loads(text)
+        return read_limited(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); pass a complete folder") from error
+
+
+def _json(text: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); write the file again") from error
     if not isinstance(value, dict):

@@ -4,18 +4,17 @@ from pathlib import Path
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.export_spec import FACTS_FILE
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.export.single_parts import read_part
+from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS
+from sd3_light.model.pipeline_folder import check_configs
 from sd3_light.model.start import folder_size
 from sd3_light.sampling.texts import TextPolicy
 
-# what diffusers, transformers and their tokenizers raise for files that they do not expect
-_LOAD_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError)
 _CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 
 
@@ -28,11 +27,12 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
     policy = read_text_policy(folder)
+    check_configs(folder)
     folder_size(folder / "transformer")  # reports an invalid config
     read_part(folder / "transformer", "transformer")  # reports missing or wrong weights
     try:
         pipe = _load(folder, policy)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
     for name, tensor in pipe.transformer.state_dict().items():
@@ -42,7 +42,7 @@ def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3P
 
 
 def _load(folder: Path, policy: TextPolicy) -> StableDiffusion3Pipeline:
-    options = {"dtype": torch.float32, "local_files_only": True}
+    options = {"dtype": torch.float32, **LOCAL_WEIGHTS}
     if policy.text_tokens == "padded":
         return StableDiffusion3Pipeline.from_pretrained(folder, **options)
     settings = {"t5_max_length": policy.t5_max_length, "uncond_text": policy.uncond_text}

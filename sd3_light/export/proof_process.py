@@ -107,6 +107,7 @@ def load_pipeline(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
         **dict.fromkeys(_TEXT_ENCODERS),
         "dtype": {"transformer": dtype, "default": torch.float32},
         "local_files_only": True,
+        "use_safetensors": True,
     }
     if real_text:
         return DiffusionPipeline.from_pretrained(folder, custom_pipeline="pipeline", trust_remote_code=True, **options)
@@ -122,7 +123,7 @@ def _check_folder(folder: Path, request: dict[str, Any], inputs: dict[str, Tenso
 
 def load_base(base: str, dtype: torch.dtype) -> SD3Transformer2DModel:
     """Load the denoiser of a folder."""
-    return SD3Transformer2DModel.from_pretrained(base, dtype=dtype, local_files_only=True)
+    return SD3Transformer2DModel.from_pretrained(base, dtype=dtype, local_files_only=True, use_safetensors=True)
 
 
 def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:

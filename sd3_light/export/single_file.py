@@ -25,15 +25,16 @@ from sd3_light.export.single_parts import (
     Model,
     PartConfig,
     from_single_file,
-    open_tensors,
     read_part,
     to_single_file,
     weights_stem,
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
+from sd3_light.inputs import parse_json
+from sd3_light.model.part_configs import read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_parts
-from sd3_light.model.start import config_of_shapes, folder_size, read_json
-from sd3_light.tensor_file import METADATA_KEY, StoredTensor, same, write_tensor_file
+from sd3_light.model.start import config_of_shapes, folder_size
+from sd3_light.tensor_file import METADATA_KEY, StoredTensor, open_tensors, same, write_tensor_file
 
 SUFFIX = ".safetensors"
 _INDEX = "model_index.json"
@@ -99,7 +100,7 @@ def _metadata(folder: Path, model: Model, blocks: int) -> dict[str, Any]:
         "true_blocks": model.configs["transformer"]["num_layers"],
         "blocks_in_file": blocks,
         "other_configs": {part: config for part, config in model.configs.items() if part != "transformer"},
-        "scheduler": read_json(scheduler) if scheduler.is_file() else {},
+        "scheduler": read_config(scheduler.parent, "scheduler") if scheduler.is_file() else {},
         "facts": read_facts(folder),  # sd3_light.json: text policy, which weights, steps, samples
     }
 
@@ -206,7 +207,7 @@ def _own_metadata(header_metadata: Mapping[str, str], path: Path) -> dict[str, A
     if METADATA_KEY not in header_metadata:
         return {}
     try:
-        metadata: dict[str, Any] = json.loads(header_metadata[METADATA_KEY])
+        metadata: dict[str, Any] = parse_json(header_metadata[METADATA_KEY])
         blocks = (metadata["config"]["num_layers"], metadata["true_blocks"], metadata["blocks_in_file"])
         consistent = blocks[0] == blocks[1] <= blocks[2] and {*map(type, blocks)} == {int}
         _require_tables(metadata)
@@ -251,7 +252,7 @@ def _denoiser(
 def _config_of(part: str, metadata: Mapping[str, Any], base: Path | None) -> PartConfig | None:
     config: PartConfig | None = metadata.get("other_configs", {}).get(part)
     if config is None and base is not None and (base / part / "config.json").is_file():
-        return read_json(base / part / "config.json")
+        return read_config(base / part, part)
     return config
 
 

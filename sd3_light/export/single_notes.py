@@ -77,8 +77,6 @@ def _size_notes(model: Model) -> Iterator[str]:
 
 def _constant_notes(model: Model, scheduler: Mapping[str, Any]) -> Iterator[str]:
     shift = scheduler.get("shift", _SHIFT)
-    if not isinstance(shift, int | float):
-        raise UserError(f"the scheduler's shift is {shift!r}, not a number; download or export the folder again")
     if shift != _SHIFT:
         yield f"sampling shift {shift:g}: ComfyUI uses {_SHIFT:g} unless a ModelSamplingSD3 node sets {shift:g}"
     for key, usual in _LATENTS.items():

@@ -24,9 +24,10 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
+from sd3_light.model.part_configs import check_config, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_weights, weight_files
-from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM, read_json
-from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file, stored
+from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM
+from sd3_light.tensor_file import DTYPES, StoredTensor, open_tensors, stored
 
 PartConfig = dict[str, Any]
 PREFIXES = {  # in the single file
@@ -37,7 +38,6 @@ PREFIXES = {  # in the single file
     "text_encoder_3": "text_encoders.t5xxl.transformer.",
 }
 PROJECTION = "text_projection.weight"
-_MAX_LAYERS = 1000
 _T5_EMBEDDING, _T5_SECOND_EMBEDDING = "shared.weight", "encoder.embed_tokens.weight"
 # written by some programs but not needed: position numbers, and a second copy of T5's embedding
 _IGNORED = re.compile(rf"\.position_ids$|^{re.escape(_T5_SECOND_EMBEDDING)}$")
@@ -58,9 +58,7 @@ def weights_stem(part: str) -> str:
 
 def expected_shapes(part: str, config: Mapping[str, Any], where: str = "a model") -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the part's tensors in diffusers' layout; an invalid config is a UserError."""
-    layers = config.get("num_layers", 1)
-    if type(layers) is not int or not 0 < layers <= _MAX_LAYERS:  # a wrong number would take forever
-        raise UserError(f"{where}: the config of {part} has num_layers {layers!r}; download or export it again")
+    check_config(config, part, f"{where}: the config of {part}")  # a wrong number would take forever
     try:
         with torch.device("meta"):
             model = _build(part, dict(config))
@@ -98,7 +96,7 @@ def require_shapes(tensors: Tensors, shapes: Shapes, where: str) -> None:
 
 def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTensor]]:
     """Return config and tensors of a part from its own folder; an incomplete part is a UserError."""
-    config, stem = read_json(folder / "config.json"), weights_stem(part)
+    config, stem = read_config(folder, part), weights_stem(part)
     missing = list(missing_weights(folder, stem))
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}; pass a complete folder")
@@ -112,16 +110,6 @@ def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTens
     shapes = expected_shapes(part, config, str(folder))
     require_shapes(tensors, shapes, str(folder))
     return config, {name: tensors[name] for name in shapes}
-
-
-def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors and metadata of a user's safetensors file; an unreadable file is a UserError."""
-    try:
-        return read_tensor_file(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; pass a safetensors file") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a complete safetensors file ({error}); download or write it again") from error
 
 
 def to_single_file(model: Model, blocks: int) -> dict[str, StoredTensor]:

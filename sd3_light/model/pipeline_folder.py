@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.start import WEIGHTS_STEM, read_json
+from sd3_light.inputs import is_inner_path
+from sd3_light.model.part_configs import read_config, read_json
+from sd3_light.model.start import WEIGHTS_STEM
 from sd3_light.model.text_shape import TextShape
-from sd3_light.tensor_file import read_header
+from sd3_light.tensor_file import open_tensors
 
 CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
 _UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
@@ -41,12 +43,23 @@ REQUIRED_PARTS = (
     FolderPart("scheduler", ("scheduler_config.json",)),
 )
 TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
+CONFIGURED_PARTS = ("transformer", "vae", *TEXT_ENCODER_FOLDERS, "scheduler")
 
 
 def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
     """Return the files missing from a complete SD3 folder, including its denoiser if ``transformer`` is true."""
     parts = (*REQUIRED_PARTS, TRANSFORMER) if transformer else REQUIRED_PARTS
     return tuple(file for part in parts for file in part.missing(folder))
+
+
+def check_configs(folder: Path) -> None:
+    """Raise a UserError for the first JSON file of a complete SD3 folder that its readers would fail on."""
+    for part in (*REQUIRED_PARTS, TRANSFORMER):
+        for path in sorted((folder / part.name).glob("*.json")) if part.name != "." else ():
+            read_json(path)
+    for part in CONFIGURED_PARTS:
+        if any((folder / part / name).is_file() for name in ("config.json", "scheduler_config.json")):
+            read_config(folder / part, part)
 
 
 def missing_denoiser(folder: Path) -> tuple[str, ...]:
@@ -65,14 +78,16 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     if single.is_file() or not index.is_file():
         return [single]
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} has no weight_map of file names; download or write the folder again")
+    if not isinstance(weight_map, dict) or not all(map(is_inner_path, weight_map.values())):
+        raise UserError(f"{index} has no weight_map of file names in its folder; download or write the folder again")
+    if not weight_map:
+        raise UserError(f"{index} names no file; download or write the folder again")
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def text_shape(folder: Path, t5_max_length: int, real: bool = False) -> TextShape:
     """Return the shape of the text features of a folder's encoders; missing keys have transformers' defaults."""
-    clip_l, clip_g, t5 = (read_json(folder / name / "config.json") for name in TEXT_ENCODER_FOLDERS)
+    clip_l, clip_g, t5 = (read_config(folder / name, name) for name in TEXT_ENCODER_FOLDERS)
     return TextShape(
         clip_tokens=tokenizer_length(folder / "tokenizer") or CLIP_TOKENS,
         t5_tokens=t5_max_length,
@@ -88,18 +103,22 @@ def tokenizer_length(folder: Path) -> int | None:
     """Return the maximum length in a tokenizer's config; None if there is none."""
     path = folder / "tokenizer_config.json"
     length = read_json(path).get("model_max_length") if path.is_file() else None
-    return int(length) if isinstance(length, int | float) and length < _UNLIMITED else None
+    if not isinstance(length, int | float) or length >= _UNLIMITED:
+        return None
+    if not length >= 1:
+        raise UserError(f"{path} has model_max_length {length}, which is not a length; download the folder again")
+    return int(length)
 
 
 def clip_positions(folder: Path) -> int:
     """Return the maximum input length of both CLIP encoders."""
-    configs = (read_json(folder / name / "config.json") for name in TEXT_ENCODER_FOLDERS[:2])
+    configs = (read_config(folder / name, name) for name in TEXT_ENCODER_FOLDERS[:2])
     return min(int(config.get("max_position_embeddings", CLIP_TOKENS)) for config in configs)
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
     """Return the VAE's latent channels, and the pixels per latent pixel in each direction."""
-    config = read_json(folder / "vae" / "config.json")
+    config = read_config(folder / "vae", "vae")
     return int(config.get("latent_channels", 4)), 2 ** (len(config.get("block_out_channels", [64])) - 1)
 
 
@@ -107,6 +126,4 @@ def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
     """Yield (name, number of values) of all tensors of a part such as `vae`, from the headers of its files."""
     for path in (*weight_files(part, "model"), *weight_files(part, WEIGHTS_STEM)):
         if path.is_file():
-            with open(path, "rb") as file:
-                entries = read_header(file).entries
-            yield from ((name, math.prod(entry["shape"])) for name, entry in entries.items())
+            yield from ((name, math.prod(tensor.shape)) for name, tensor in open_tensors(path)[0].items())

@@ -1,6 +1,5 @@
 """Find the denoiser's initial weights: random, in a folder or in a single file. Reads configs and headers only."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
-from sd3_light.tensor_file import METADATA_KEY, read_header
+from sd3_light.inputs import parse_json
+from sd3_light.model.part_configs import check_config, read_config
+from sd3_light.tensor_file import METADATA_KEY, open_tensors
 
 MARKER = "sd3_light_init.json"
 """The file that marks a folder written by `sd3-light init`."""
@@ -84,8 +85,7 @@ def denoiser_folder(source: Path) -> Path:
 
 def folder_size(folder: Path) -> ModelSize:
     """Return the size of the denoiser in ``folder``, with its name in the table of sizes if it has one."""
-    path = folder / "config.json"
-    return named_size(read_json(path), path)
+    return named_size(read_config(folder, "transformer"), folder / "config.json")
 
 
 def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Any]:
@@ -127,22 +127,17 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 
 def single_file_config(path: Path) -> dict[str, Any]:
     """Return the denoiser's config: from the metadata if sd3-light wrote the file, otherwise from the tensor shapes."""
-    try:
-        with open(path, "rb") as file:
-            header = read_header(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a safetensors file ({error}); give an SD3 single file") from error
-    metadata = header.metadata.get(METADATA_KEY)
-    if metadata is not None:
+    tensors, metadata = open_tensors(path)
+    if METADATA_KEY in metadata:
         try:
-            config: dict[str, Any] = json.loads(metadata)["config"]
+            config: dict[str, Any] = dict(parse_json(metadata[METADATA_KEY])["config"])
             return config
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
-    bare = not any(name.startswith(DENOISER_PREFIX) for name in header.entries)
+    bare = not any(name.startswith(DENOISER_PREFIX) for name in tensors)
     shapes = {
-        name.removeprefix(DENOISER_PREFIX): tuple(entry["shape"])
-        for name, entry in header.entries.items()
+        name.removeprefix(DENOISER_PREFIX): tensor.shape
+        for name, tensor in tensors.items()
         if bare or name.startswith(DENOISER_PREFIX)
     }
     return config_of_shapes(shapes, str(path))
@@ -150,6 +145,7 @@ def single_file_config(path: Path) -> dict[str, Any]:
 
 def named_size(config: dict[str, Any], path: Path) -> ModelSize:
     """Return the size of an SD3 denoiser's config, read from ``path``. Raises UserError for another model."""
+    check_config(config, "transformer", str(path))
     kind = config.get("_class_name", "SD3Transformer2DModel")
     if kind != "SD3Transformer2DModel":
         raise UserError(f"{path} describes a {kind}; give the folder of an SD3Transformer2DModel")
@@ -168,19 +164,6 @@ def differences(a: ModelSize, b: ModelSize) -> tuple[str, ...]:
     """Return the fields in which two sizes differ, if any weight depends on them."""
     names = (field.name for field in fields(ModelSize) if field.name not in _SHAPELESS)
     return tuple(name for name in names if getattr(a, name) != getattr(b, name))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises UserError if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a complete folder") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download or write the folder again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object; download or write the folder again")
-    return value
 
 
 def _why(model: ModelConfig) -> str:

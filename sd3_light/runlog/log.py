@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import open_regular, parse_json
 from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.tensorboard import TensorBoard
 
@@ -160,16 +161,18 @@ def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a log and their numbers, for readers that do not parse all of them."""
     if not path.is_file():
         raise UserError(f"{path}: no such log; pass a run folder that training has written to")
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         yield from ((number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n"))
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """Return the event of a line; raise UserError where it is not JSON."""
     try:
-        event: dict[str, Any] = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         raise UserError(f"{path}: line {number} is not JSON; remove that line") from None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise UserError(f"{path}: line {number} is not an event; remove that line")
     return event
 
 

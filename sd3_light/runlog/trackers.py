@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.files import atomic_unsynced_file
+from sd3_light.inputs import read_json_file
 from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.log import CURVE_EVENTS, Tracker, read_log
 from sd3_light.runlog.tensorboard import shrink
@@ -180,7 +181,7 @@ def _is_installed(name: str) -> bool:
 def _stored_id(folder: Path, key: str, make: Callable[[], str]) -> str:
     """Return the id that the run folder stores under a key; create it on first use."""
     path = folder / TRACKER_IDS
-    ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    ids: dict[str, str] = read_json_file(path) if path.is_file() else {}
     if key not in ids:
         ids[key] = make()
         folder.mkdir(parents=True, exist_ok=True)

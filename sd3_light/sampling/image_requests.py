@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import read_limited
 
 _FAULTS_SHOWN = 10
 _MAX_STEPS = 1000  # models have 1000 timesteps
@@ -56,7 +57,9 @@ def read_prompt_rows(path: Path) -> list[PromptRow]:
     if not path.is_file():
         raise UserError(f"--file: {path} does not exist")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_limited(path).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"--file: {path} cannot be read: {error.strerror}; give a text file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     if path.suffix.lower() == ".csv":

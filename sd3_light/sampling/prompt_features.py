@@ -24,6 +24,7 @@ from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.text import TEXT_ENCODERS
 from sd3_light.files import write_atomically
+from sd3_light.inputs import parse_json, read_limited
 from sd3_light.tensor_file import read_header
 
 PROMPTS_FOLDER = "prompts"
@@ -53,7 +54,7 @@ def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) ->
     name = f"{PROMPTS_FOLDER}/{prompt_file(prompt, recipe)}"
     try:
         if isinstance(cache, Path):
-            return _parse((cache / name).read_bytes())
+            return _parse(read_limited(cache / name))
         with remote_filesystem(f"{cache}/{name}") as (files, path):
             return _parse(files.cat_file(path))
     except (FileNotFoundError, RemoteNotFound):
@@ -62,7 +63,7 @@ def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) ->
 
 def _parse(data: bytes) -> PromptFeatures | None:
     try:
-        about = json.loads(read_header(BytesIO(data)).metadata["about"])
+        about = parse_json(read_header(BytesIO(data)).metadata["about"])
         return load(data) if about["sha256"] == _values_sha256(data) else None
     except (SafetensorError, ValueError, LookupError, TypeError):  # truncated, or not written by `write_prompt`
         return None

@@ -16,6 +16,7 @@ from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
+from sd3_light.model.part_configs import load_part
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora
@@ -34,7 +35,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
     if not (model / "transformer" / "config.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
-    denoiser = SD3Transformer2DModel.from_pretrained(model / "transformer", dtype=torch.float32, local_files_only=True)
+    denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
     device = launch.device()
     start_process_group(launch, device, config.dist_timeout_sec)
     fast = why_stock_blocks(config, where_weights_start(config.model).size, denoiser, device.type, launch.world) is None

@@ -134,7 +134,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
     trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in saved.names(kind)}
-    return _Weights(trained, name, Progress(**saved.facts["progress"]))
+    return _Weights(trained, name, saved.progress)
 
 
 def _tracks(saved: Checkpoint) -> list[str]:
@@ -147,7 +147,7 @@ def _tracks(saved: Checkpoint) -> list[str]:
 
 
 def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Weights:
-    last_step = None if checkpoint is None else int(open_checkpoint(checkpoint).facts["progress"]["step"])
+    last_step = None if checkpoint is None else open_checkpoint(checkpoint).progress.step
     folders = sorted({*folder.glob("step-*")} - {*incomplete_checkpoints(folder)})
     checkpoints = [open_checkpoint(path) for path in folders]
     pairs = [(snapshot, saved) for saved in checkpoints for snapshot in parse_snapshots(saved.facts)]

@@ -20,8 +20,9 @@ from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.adapter_layers import LycorisModule
+from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.part_configs import read_config
 from sd3_light.model.pipeline_folder import missing_parts
-from sd3_light.model.start import read_json
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.tensor_file import DTYPES
 
@@ -101,7 +102,7 @@ def extract(
 def _spec(model: Path, config: dict[str, Any], dtype: torch.dtype, loras: Sequence[Lora]) -> ExportSpec:
     """Describe a folder with the text policy and shift of ``model``; its facts name the LoRAs."""
     facts = {key: value for key, value in read_facts(model).items() if key not in ("sd3_light", "text")}
-    scheduler = read_json(model / "scheduler" / "scheduler_config.json")
+    scheduler = read_config(model / "scheduler", "scheduler")
     shift = scheduler.get("shift", 1.0)
     if not isinstance(shift, int | float):
         raise UserError(f"{model}: its scheduler's shift is {shift!r}, not a number; download or export it again")

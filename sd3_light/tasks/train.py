@@ -264,7 +264,7 @@ def _resume(driver: Driver) -> dict[str, Any] | None:
     if saved.facts["order"] != driver.facts["order"]:
         raise UserError(f"{path} was trained on other data, in other batches or with another seed; restore them")
     saved.load_into(driver.pieces())
-    driver.run.progress = Progress(**saved.facts["progress"])
+    driver.run.progress = saved.progress
     window: dict[str, Any] = saved.facts["window"]
     return window
 

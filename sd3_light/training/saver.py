@@ -1,6 +1,5 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ from sd3_light.config.load_dataset import load_directories
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
+from sd3_light.inputs import read_json_file
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import read_log
 
@@ -129,7 +129,7 @@ def _scores(path: Path) -> dict[str, float]:
     """Return the rates that `sd3-light evaluate --out` wrote into the run folder."""
     if not path.is_file():
         return {}
-    scores = json.loads(path.read_text(encoding="utf-8"))
+    scores = read_json_file(path)
     return {name: rate for name, rate in scores.items() if isinstance(rate, float)} if isinstance(scores, dict) else {}
 
 

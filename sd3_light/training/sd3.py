@@ -21,6 +21,7 @@ from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.model.part_configs import LOCAL_WEIGHTS
 from sd3_light.model.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import stream
@@ -158,7 +159,7 @@ def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DMode
         return transformer_from_state(config, {name: tensor.float() for name, tensor in state.items()})
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed)
-    options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+    options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
     transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
     mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]
     if mismatches:  # diffusers only warns, and starts from random weights where some are missing

@@ -45,6 +45,6 @@ def test_a_file_that_is_not_sd3_is_rejected(project: Project, tmp_path: Path) ->
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("hello")
     use_adapter(project, "rank = 2")
-    for name, words in (("other", "it lacks x_embedder"), ("text", "is not a safetensors file")):
+    for name, words in (("other", "it lacks x_embedder"), ("text", "is not a complete safetensors file")):
         with pytest.raises(ConfigFaults, match=words):
             check.require(project.load(f'model.init="{tmp_path / name}.safetensors"'))

@@ -12,7 +12,7 @@ from sd3_light.assets import DEMO
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.model.start import read_json
+from sd3_light.model.part_configs import read_json
 from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.precision import compute_in
 

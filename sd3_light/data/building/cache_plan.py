@@ -30,6 +30,7 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.files import atomic_file, write_atomically
+from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 
 PLAN_VERSION = 1
@@ -85,7 +86,7 @@ class CachePlan:
         self._catalogue, self._recipe = catalogue, recipe
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
-        counts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
@@ -159,7 +160,7 @@ def _is_planned(path: Path, claims: Claims) -> bool:
     """Return whether a valid plan exists; with unreadable inputs, whether it was written during this run."""
     counts = path.with_suffix(".json")
     try:
-        rejected = json.loads(counts.read_text(encoding="utf-8"))["rejected"]
+        rejected = read_json_file(counts)["rejected"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return False
     return "unreadable" not in rejected or claims.is_newer(counts, path.stem)

@@ -35,6 +35,7 @@ from sd3_light.data.sources.records import Record, Rejected, file_version
 from sd3_light.data.sources.scan import occurrences, scan
 from sd3_light.data.sources.signature import signature
 from sd3_light.files import atomic_file, sweep_files, write_atomically
+from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 
 CATALOGUE_FOLDER = "catalogue"
@@ -180,7 +181,7 @@ class Catalogue:
         """Return whether any process has refreshed this listing since this run started."""
         path = self._listing_file(source)
         if source.name not in listings and self.claims.is_newer(path, source.name):
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json_file(path)
             listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
         return source.name in listings
 
@@ -260,7 +261,7 @@ def read_last_listing(cache_dir: Path, source: Source) -> Iterator[InputRow] | N
 def _read_listing(path: Path) -> dict[str, Any]:
     """Return a directory's listing; {} if it is missing or damaged."""
     try:
-        listing = json.loads(path.read_text(encoding="utf-8"))
+        listing = read_json_file(path)
     except (FileNotFoundError, ValueError):
         return {}
     return listing if isinstance(listing, dict) and {"signature", "parts", "rows"} <= listing.keys() else {}

@@ -5,10 +5,10 @@ A record is small: it has the location of the bytes and reads them on demand.
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from sd3_light.data.preprocess import Reject
+from sd3_light.inputs import open_regular
 
 
 class Location(Protocol):
@@ -51,7 +51,8 @@ class FileBytes:
     def read(self) -> bytes:
         """Read the file."""
         try:
-            return Path(self.path).read_bytes()
+            with open_regular(self.path) as file:
+                return file.read()
         except OSError as error:
             raise Reject("unreadable", str(error)) from error
 
@@ -71,7 +72,7 @@ class FileRange:
     def read(self) -> bytes:
         """Read the range; nothing is allocated for bytes that the file does not have."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 missing = self.offset + self.size - os.fstat(file.fileno()).st_size
                 if missing > 0:
                     raise Reject("truncated", f"{self.path!r} ends {missing} bytes before the end of its member")

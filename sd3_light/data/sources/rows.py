@@ -1,14 +1,15 @@
 """Read the rows of a caption table (JSON document, JSON lines or CSV), one row in memory at a time."""
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, named
 from sd3_light.data.sources.json_stream import MAX_MEMBER, members
+from sd3_light.inputs import open_regular, parse_json
 
 FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name")
 """Column names of the image file in order of precedence, compared in lower case."""
@@ -75,20 +76,20 @@ def _configured(columns: Columns) -> list[tuple[str, str]]:
 
 def _document(path: Path, columns: Columns) -> Iterator[_Raw]:
     """Yield the rows of a JSON document: ``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
-    with path.open(encoding="utf-8-sig") as file:
+    with open_regular(path) as data, TextIOWrapper(data, encoding="utf-8-sig") as file:
         for number, (key, value) in enumerate(members(file)):
             yield str(number), value if key is None else TableRow(key, value)
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         lines = _LineReader(file)
         position = lines.position
         for line in lines:
             if line.strip():
                 try:
-                    yield position, json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    yield position, parse_json(line)
+                except ValueError as error:
                     yield position, Reject("broken_row", str(error))
             position = lines.position
 
@@ -96,7 +97,7 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
 def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
     previous_limit = csv.field_size_limit(MAX_CAPTION_BYTES)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             lines = _LineReader(file)
             header = [column.strip() for column in next(csv.reader(lines), [])]
             _check_header(header, columns)

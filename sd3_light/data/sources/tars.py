@@ -3,7 +3,6 @@
 A scan reads only headers and captions; a record keeps the offset of its image, so later reads have random access.
 """
 
-import json
 import os
 import posixpath
 import tarfile
@@ -16,6 +15,7 @@ from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_t
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
+from sd3_light.inputs import open_regular, parse_json
 
 _Group = dict[str, FileRange]
 _ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError)
@@ -69,8 +69,8 @@ def _small(member: FileRange) -> bytes:
 
 def _json_row(data: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(decode_text(data))
-    except (ValueError, RecursionError) as error:
+        row = parse_json(decode_text(data))
+    except ValueError as error:
         raise Reject("bad_caption", f"its .json: {error}") from error
     if not isinstance(row, dict):
         raise Reject("bad_caption", "its .json is not an object")
@@ -109,7 +109,7 @@ def _bounded(file: BinaryIO) -> Any:
 
 
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:
-    with open(path, "rb") as file, tarfile.open(fileobj=_bounded(file), mode="r:") as tar:
+    with open_regular(path) as file, tarfile.open(fileobj=_bounded(file), mode="r:") as tar:
         while (info := tar.next()) is not None:
             # tarfile keeps every member it has seen; a long tar would fill the memory
             tar.members = []  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from sd3_light.data.sources.records import FileBytes, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
 from sd3_light.data.sources.tables import CaptionTable
 from sd3_light.data.sources.tars import scan_tar
+from sd3_light.inputs import open_regular
 
 _PIECE = 4096
 
@@ -113,7 +114,7 @@ def _captions(folder: _WalkedFolder, file: str) -> Callable[[], Sequence[str]]:
 def _read_text(path: str) -> str:
     try:
         # in small pieces: allocating a buffer for the longest caption would cost more than reading
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             pieces = iter(partial(file.read, _PIECE), b"")
             return decode_text(b"".join(islice(pieces, MAX_CAPTION_BYTES // _PIECE + 1)))
     except OSError as error:

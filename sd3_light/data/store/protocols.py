@@ -53,7 +53,7 @@ def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
     try:
-        yield fsspec.core.url_to_fs(url)
+        yield _open_filesystem(url)
     except FileNotFoundError as error:
         raise RemoteNotFound(
             f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
@@ -62,6 +62,14 @@ def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
         raise UserError(f"no permission to read {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
         raise RemoteUnreachable(f"cannot read {url} ({_first_line(error)}); {_remedy(url)}") from error
+
+
+def _open_filesystem(url: str) -> tuple[Any, str]:
+    """Return (file system, path); a protocol that needs more than a URL, or another library, is a UserError."""
+    try:
+        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError) as error:
+        raise UserError(f"{url}: fsspec cannot open it ({_first_line(error)}); give another URL or a path") from error
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:

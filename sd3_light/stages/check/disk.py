@@ -94,6 +94,7 @@ class _DiskChecks:
         with self.user_errors_of(key):
             for part in pipeline_folder.missing_parts(folder, transformer=start_source(self.model) == folder):
                 self.add(key, f"the folder lacks {part}", folder, "download or copy the whole folder")
+            pipeline_folder.check_configs(folder)
 
     def init(self) -> None:
         """Check that the folder in `init` contains a denoiser; the content of a file is checked with its size."""
@@ -248,12 +249,12 @@ def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]]:
     path, masks, mask = directory.path, directory.mask_path, directory.default_mask_file
-    if path.exists() and not path.is_dir() and path.suffix.lower() not in _SOURCE_FILES:
+    if path.exists() and not path.is_dir() and not (path.is_file() and path.suffix.lower() in _SOURCE_FILES):
         yield "path", "neither a folder nor a .tar or .parquet file", path
     if masks is not None and masks.exists() and not masks.is_dir():
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
-    if mask is not None and mask.is_dir():
-        yield "default_mask_file", "a folder, not a file", mask
+    if mask is not None and mask.exists() and not mask.is_file():
+        yield "default_mask_file", "not a file", mask
     for key, source in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
         if source is not None and not source.exists():
             yield key, "no such file or folder", source

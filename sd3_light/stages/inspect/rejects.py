@@ -1,6 +1,5 @@
 """Rejected inputs: all lines of `rejects.jsonl` are counted, some of each reason are shown."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.data.preprocess import Reject
+from sd3_light.inputs import parse_json
 from sd3_light.pages import data_uri
 from sd3_light.randomness import stream
 from sd3_light.stages.inspect.cache_stats import reason_meaning
@@ -91,7 +91,7 @@ def source_label(key: str, places: Iterable[str]) -> str:
 
 def _parse_line(line: str) -> dict[str, Any] | None:
     try:
-        item = json.loads(line)
+        item = parse_json(line)
     except ValueError:
         return None
     is_valid = isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("key", "reason"))

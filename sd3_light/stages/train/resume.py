@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.progress import Progress, track_kind
 from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.checkpoint.store import (
@@ -121,7 +122,14 @@ def settings_in_force(config: TrainConfig, resumed: Checkpoint | None, resume: R
     """Return the config with the checkpoint's optimizer settings, unless a --reset_* flag selects the config's."""
     if resumed is None or resume is None or resume.reset_optimizer:
         return config
-    old, new = resumed.facts["settings"], rate_settings(config)
+    try:
+        return _with_settings(config, resumed, resume, resumed.table("settings"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(resumed.path, INDEX, f"its settings are not those of an optimizer ({error!r:.80})") from error
+
+
+def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old: dict[str, Any]) -> TrainConfig:
+    new = rate_settings(config)
     if old["optimizer"]["type"] != new["optimizer"]["type"]:
         raise UserError(
             f"{resumed.path} was trained with optimizer.type = {old['optimizer']['type']!r}, the config says "
@@ -142,7 +150,7 @@ def load_checkpoint(
 ) -> tuple[Progress, Mapping[str, Any] | None]:
     """Load a checkpoint into engine and averages; return the progress, and the log's window that the run continues."""
     _require_model(saved, engine)
-    before, now = saved.facts["order"], order_facts(order)
+    before, now = saved.table("order"), order_facts(order)
     if before != now and not resume.reset_dataloader:
         raise UserError(
             f"{saved.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
@@ -156,7 +164,7 @@ def load_checkpoint(
         info(f"{saved.path} has no average {name!r}: it starts from the current weights")
         for key, tensor in track.shadow.items():
             tensor.copy_(engine.weights[key])
-    progress = Progress(**saved.facts["progress"])
+    progress = saved.progress
     if resume.reset_dataloader:
         return replace(progress, position=0), None
     return progress, saved.facts["window"]

@@ -1,0 +1,98 @@
+"""Bounded reads of files that others wrote: regular files only, of limited size, JSON of limited depth.
+
+What is refused raises OSError (with a ``strerror``) or ValueError, which every reader of damaged files handles.
+"""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEXT_BYTES = 1 << 26
+"""Largest config, index of weights or other small text file."""
+INDEX_BYTES = 1 << 32
+"""Largest manifest of a cache or index of a checkpoint: both may list millions of entries."""
+MAX_DEPTH = 100
+"""Deepest nesting of lists and tables in JSON and TOML."""
+_PIECE = 1 << 16
+_LONGEST_NAME = 255  # bytes of a file name, in every common file system
+_LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL character
+        raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def require_regular(path: str | Path) -> None:
+    """Raise an OSError unless `open_regular` can open the file, for libraries that open it themselves."""
+    open_regular(path).close()
+
+
+def read_limited(path: str | Path, limit: int = TEXT_BYTES) -> bytes:
+    """Return the bytes of a regular file; an OSError if there are more than ``limit``."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(max(size, _PIECE)) if size <= limit else b""
+        if size > limit or file.read(1):  # a file may grow, and some of /proc have no size
+            raise OSError(errno.EFBIG, f"larger than {max(size, limit) >> 20} MiB", str(path))
+        return data
+
+
+def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Parse JSON; nesting deeper than `MAX_DEPTH` is a ValueError, as is every other fault of the text."""
+    try:
+        value = json.loads(text, object_hook=object_hook)
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from error
+    require_shallow(value)
+    return value
+
+
+def read_json_file(path: str | Path, limit: int = TEXT_BYTES) -> Any:
+    """Return the value in a JSON file. Raises OSError or ValueError."""
+    return parse_json(read_limited(path, limit))
+
+
+def require_shallow(value: Any) -> None:
+    """Raise a ValueError if lists and tables are nested deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def path_problem(path: str | Path) -> str | None:
+    """Return why no file can have this path; None if one can. The disk is not read."""
+    text = os.fsencode(path)
+    if b"\0" in text:
+        return "a path cannot contain a NUL character"
+    if len(text) > _LONGEST_PATH or max(map(len, text.split(b"/"))) > _LONGEST_NAME:
+        return f"is too long for a path (at most {_LONGEST_NAME} bytes per name, {_LONGEST_PATH} in all)"
+    return None
+
+
+def is_inner_path(name: Any) -> bool:
+    """Return whether a value names a file below the folder that it is relative to."""
+    if not isinstance(name, str) or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        return False
+    try:
+        return path_problem(name) is None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False

@@ -1,0 +1,377 @@
+"""Files that nobody should write: exit code 2 and one line, or a reject; never a bug report, a hang or a huge read."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file
+
+from sd3_light.config import SIZES
+from sd3_light.export.lora_file import write_lora
+from sd3_light.model.lora_layers import LoraModule
+from tests.hostile import Outcome, run_cli
+from tests.project import Project
+
+DEEP = "[" * 100_000 + "]" * 100_000
+DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
+WEIGHTS = "diffusion_pytorch_model"
+
+
+def refused(*arguments: object, seconds: float = 20) -> str:
+    """Run a command that must exit with code 2 and return its message."""
+    outcome = run_cli(*arguments, seconds=seconds)
+    assert outcome.code == 2, outcome
+    assert "bug in sd3-light" not in outcome.err
+    return outcome.err
+
+
+def accepted(*arguments: object) -> Outcome:
+    outcome = run_cli(*arguments, seconds=60)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
+    """A complete model folder. Read-only: tests use copies."""
+    folder = tmp_path_factory.mktemp("models") / "good"
+    shutil.copytree(demo_parts, folder, copy_function=os.link)
+    size = replace(SIZES["tiny2"], num_layers=1)
+    SD3Transformer2DModel(**size.transformer_config()).save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path, good_model: Path) -> Path:
+    return Path(shutil.copytree(good_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def finetune(tmp_path: Path, raw_project: Project, model: Path) -> Project:
+    """A project that fine-tunes a model that the test may damage."""
+    project = raw_project.copy(tmp_path / "project")
+    text = project.train_toml.read_text().replace(str(project.model), str(model)).replace('init = "random"', "")
+    project.train_toml.write_text(text.replace('train_type = "sd3_light_pretrain"', "").replace('size = "tiny2"', ""))
+    return Project(project.folder, model)
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+# --- pipes, devices and long names -------------------------------------------------------------
+
+
+def test_a_pipe_is_not_a_config(fresh_project: Project) -> None:
+    os.mkfifo(fresh_project.folder / "pipe.toml")
+    assert "not a regular file" in refused("check", fresh_project.folder / "pipe.toml")
+    assert "not a regular file" in refused("check", "/dev/zero")
+    assert "not a regular file" in refused("check", fresh_project.train_toml, "--set", "dataset=pipe.toml")
+
+
+def test_a_config_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "a.toml", "wb") as file:
+        file.truncate(1 << 40)
+    assert "larger than" in refused("check", tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize("name", ["images/pipe.png", "images/metadata.json", "images/metadata.csv", "images/a.tar"])
+def test_pipes_among_the_images_are_rejected(fresh_project: Project, name: str) -> None:
+    (fresh_project.folder / name).unlink(missing_ok=True)
+    os.mkfifo(fresh_project.folder / name)
+    if name.endswith(".png"):
+        (fresh_project.images / "pipe.txt").write_text("a pipe")
+    assert "rejected 1:" in accepted("check", fresh_project.train_toml).out
+
+
+def test_a_pipe_as_caption_is_rejected(fresh_project: Project) -> None:
+    caption = min(fresh_project.images.glob("*.txt"), default=None)
+    image = min(fresh_project.images.glob("*.png"))
+    if caption is None:
+        shutil.copy(image, fresh_project.images / "extra.png")
+        caption = fresh_project.images / "extra.txt"
+    caption.unlink(missing_ok=True)
+    os.mkfifo(caption)
+    assert "unreadable" in accepted("check", fresh_project.train_toml).out
+
+
+def test_a_pipe_is_not_a_tar_or_parquet_source(fresh_project: Project) -> None:
+    for name in ("a.tar", "a.parquet"):
+        os.mkfifo(fresh_project.folder / name)
+        fresh_project.data(f'size_buckets = [[64, 64]]\n[[directory]]\npath = "{name}"\n')
+        assert "directory[0].path" in refused("check", fresh_project.train_toml)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "dataset", "cache_dir", "model.diffusers_path", "model.init"])
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "~nobody_of_this_name/x", "a\\u0000b", "x" * 300])
+def test_impossible_paths_are_faults(fresh_project: Project, key: str, path: str) -> None:
+    assert f"{key}: " in refused("check", fresh_project.train_toml, "--set", f'{key}="{path}"')
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~nobody_of_this_name/x", "a\\u0000b"])
+def test_impossible_paths_of_a_dataset_are_faults(fresh_project: Project, path: str) -> None:
+    fresh_project.data(f'size_buckets = [[64, 64]]\n[[directory]]\npath = "{path}"\nmask_path = "{path}"\n')
+    message = refused("check", fresh_project.train_toml)
+    assert "directory[0].path: " in message
+    assert "directory[0].mask_path: " in message
+    refused("check", fresh_project.train_toml, "--set", f'eval_datasets=["{path}"]')
+
+
+@pytest.mark.parametrize("verb", ["check", "inspect", "report", "convert", "sample", "lora"])
+def test_a_long_name_on_the_command_line_is_refused(tmp_path: Path, verb: str) -> None:
+    rest = {"convert": [tmp_path / "a.safetensors"], "sample": ["a prompt"]}.get(verb, [])
+    arguments = ["lora", "convert"] if verb == "lora" else [verb]
+    refused(*arguments, "x" * 5000, *(rest if verb != "lora" else [tmp_path / "a.safetensors"]))
+
+
+# --- TOML --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = " + "[" * 3000 + "]" * 3000,
+        "x = " + "{a = " * 3000 + "1" + "}" * 3000,
+        ".".join(["a"] * 3000) + " = 1",
+        "seed = " + "9" * 6000,
+        "output_dir = " + "9" * 4000,
+        f"[{'.'.join(['a'] * 3000)}]\nb = 1",
+    ],
+    ids=["lists", "tables", "dotted", "digits", "4000 digits", "header"],
+)
+def test_deep_toml_and_long_numbers_are_faults(fresh_project: Project, line: str) -> None:
+    fresh_project.train_toml.write_text(line + "\n" + fresh_project.train_toml.read_text())
+    refused("check", fresh_project.train_toml)
+    fresh_project.data(line + '\n[[directory]]\npath = "images"\n')
+    refused("check", fresh_project.train_toml)
+
+
+@pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "9" * 6000])
+def test_deep_values_of_set_are_faults(fresh_project: Project, value: str) -> None:
+    assert "error: " in refused("check", fresh_project.train_toml, "--set", f"seed={value}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.num_layers", "1000000000"),
+        ("model.shift", "1e30"),
+        ("model.shift", "1e-30"),
+        ("model.sigmoid_scale", "1e30"),
+        ("adapter.rank", "1000000000000"),
+    ],
+)
+def test_numbers_without_sense_are_out_of_range(fresh_project: Project, key: str, value: str) -> None:
+    message = refused("check", fresh_project.train_toml, "--set", f"{key}={value}")
+    assert f"{key}: out of range" in message
+
+
+def test_a_billion_aspect_ratios_are_out_of_range(fresh_project: Project) -> None:
+    data = 'resolutions = [64]\nenable_ar_bucket = true\nnum_ar_buckets = 1000000000\n[[directory]]\npath = "images"\n'
+    fresh_project.data(data)
+    assert "num_ar_buckets: out of range" in refused("check", fresh_project.train_toml)
+
+
+@pytest.mark.parametrize(
+    "protocol", ["nothing", "dask", "reference", "jupyter", "dir", "filecache", "zip", "blockcache"]
+)
+def test_a_protocol_that_cannot_be_used_is_a_fault(fresh_project: Project, protocol: str) -> None:
+    refused("check", fresh_project.train_toml, "--set", f"cache_dir={protocol}://folder/x")
+
+
+# --- model folders -----------------------------------------------------------------------------
+
+CONFIGS = [f"{part}/config.json" for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")]
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json"])
+@pytest.mark.parametrize("text", [DEEP_OBJECT, "[]", "{", '{"a": ' + "9" * 6000 + "}", "\udcff"], ids=range(5))
+def test_a_damaged_config_of_a_model_is_a_fault(finetune: Project, file: str, text: str) -> None:
+    (finetune.model / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    message = refused("check", finetune.train_toml)
+    assert f"{finetune.model / file} " in message
+
+
+def test_a_pipe_in_a_model_folder_is_refused(finetune: Project) -> None:
+    (finetune.model / "transformer/config.json").unlink()
+    os.mkfifo(finetune.model / "transformer/config.json")
+    refused("check", finetune.train_toml)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "transformer/config.json": {
+        "num_layers": ["two", 0, -1, 10**9, 1.5, None, [1], True],
+        "num_attention_heads": ["x", 0, 10**12],
+        "attention_head_dim": [None, 10**12],
+        "joint_attention_dim": ["x", 10**12],
+        "pooled_projection_dim": [{}, 10**12],
+        "sample_size": [[], -1],
+        "pos_embed_max_size": ["x", 10**9],
+        "dual_attention_layers": [5, "x", ["a"], [[1]], {"a": 1}],
+        "qk_norm": [5, "x"],
+        "_class_name": [5],
+        "patch_size": ["2"],
+    },
+    "text_encoder/config.json": {
+        "hidden_size": ["x", 10**12, -1],
+        "projection_dim": [[]],
+        "max_position_embeddings": ["x"],
+    },
+    "text_encoder_3/config.json": {"d_model": ["x", 10**12, 1e30, None]},
+    "vae/config.json": {
+        "latent_channels": ["x"],
+        "block_out_channels": [5, "x" * 4, [1] * 10**5],
+        "scaling_factor": ["x", None],
+    },
+    "tokenizer/tokenizer_config.json": {"model_max_length": [-5, 0, 1.5e-300]},
+    "scheduler/scheduler_config.json": {"shift": ["x", [1], -1, 1e30], "use_dynamic_shifting": ["x"]},
+}
+CASES = [(file, key, value) for file, keys in WRONG.items() for key, values in keys.items() for value in values]
+
+
+@pytest.mark.parametrize(("file", "key", "value"), CASES, ids=[f"{key}-{str(v)[:12]}" for _, key, v in CASES])
+def test_a_wrong_type_in_a_model_folder_is_a_fault(finetune: Project, file: str, key: str, value: Any) -> None:
+    change_json(finetune.model / file, **{key: value})
+    assert key in refused("check", finetune.train_toml)
+    if not file.startswith("tokenizer"):
+        assert key in refused("convert", finetune.model, finetune.folder / "a.safetensors", "--text-encoders")
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "x" * 300, "a\0b", "."]
+)
+def test_an_index_cannot_name_files_elsewhere(finetune: Project, name: str) -> None:
+    folder = finetune.model / "transformer"
+    weights = folder / f"{WEIGHTS}.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(weights), name)}
+    weights.rename(finetune.model / "other.safetensors")
+    (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps(index))
+    for command in (["check", finetune.train_toml], ["convert", finetune.model, finetune.folder / "a.safetensors"]):
+        assert f"{WEIGHTS}.safetensors.index.json" in refused(*command)
+    assert not (finetune.folder / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+def test_a_pickle_is_never_opened(finetune: Project, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that names no safetensors file would let diffusers and transformers fall back to `.bin`."""
+    stem = "model" if part == "text_encoder" else WEIGHTS
+    folder = finetune.model / part
+    torch.save(
+        load_file(folder / f"{stem}.safetensors"), folder / ("pytorch_model.bin" if stem == "model" else f"{stem}.bin")
+    )
+    (folder / f"{stem}.safetensors").unlink()
+    (folder / f"{stem}.safetensors.index.json").write_text('{"weight_map": {}}')
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was opened"))
+    assert "names no file" in refused("cache", finetune.train_toml)
+
+
+# --- safetensors headers -----------------------------------------------------------------------
+
+
+def header(text: str | bytes, length: int | None = None) -> bytes:
+    data = text if isinstance(text, bytes) else text.encode()
+    return (len(data) if length is None else length).to_bytes(8, "little") + data
+
+
+HEADERS = {
+    "2^50": header("{}", 1 << 50),
+    "2^63": header("{}", (1 << 63) + 5),
+    "deep": header('{"a": ' + DEEP + "}"),
+    "a list": header("[]"),
+    "no entry": header('{"a": 5}'),
+    "shape": header('{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 0]}}'),
+    "huge shape": header('{"a": {"dtype": "F32", "shape": [1e300], "data_offsets": [0, 4]}}'),
+    "many dimensions": header(json.dumps({"a": {"dtype": "F32", "shape": [2**62] * 50_000, "data_offsets": [0, 4]}})),
+    "offsets": header('{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
+    "dtype": header('{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}'),
+    "metadata": header('{"__metadata__": {"sd3_light": ' + json.dumps(DEEP_OBJECT) + "}}"),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_bad_header_is_refused_by_every_reader(finetune: Project, kind: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(HEADERS[kind])
+    out = tmp_path / "out"
+    refused("convert", bad, out, "--base", finetune.model)
+    refused("lora", "convert", bad, tmp_path / "out.safetensors")
+    refused("check", finetune.train_toml, "--set", f"model.init={bad}")
+    for part, stem in (("transformer", WEIGHTS), ("vae", WEIGHTS)):
+        shutil.copy(bad, finetune.model / part / f"{stem}.safetensors")
+        refused("convert", finetune.model, tmp_path / "out.safetensors")
+    refused("cache", finetune.train_toml)
+    assert not out.exists()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_deep_metadata_of_a_lora_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    modules = {"transformer_blocks.0.attn.to_q": LoraModule(torch.ones(2, 128), torch.ones(128, 2))}
+    tensors = load_file(write_lora(tmp_path / "good.safetensors", modules))
+    for key in ("sd3_light", "lora_adapter_metadata"):
+        save_file(tensors, tmp_path / "bad.safetensors", {key: DEEP_OBJECT})
+        assert "nested" in refused("lora", "convert", tmp_path / "bad.safetensors", tmp_path / "out.safetensors")
+
+
+def test_a_pipe_is_not_a_lora(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    refused("lora", "convert", tmp_path / "pipe.safetensors", tmp_path / "out.safetensors")
+
+
+# --- manifests ---------------------------------------------------------------------------------
+
+
+def _shard(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["shards"][0].update(values)
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "recipe": lambda manifest: manifest.update(recipe=5),
+    "counts": lambda manifest: manifest.update(counts=[1]),
+    "count values": lambda manifest: manifest.update(counts={"used": "x"}),
+    "places": lambda manifest: manifest.update(places="x"),
+    "place values": lambda manifest: manifest.update(places={"directory:images#0": 5}),
+    "shards": lambda manifest: manifest.update(shards=5),
+    "format": lambda manifest: manifest.update(format="2"),
+    "file type": _shard(file=5),
+    "file outside": _shard(file="../../outside.safetensors"),
+    "file absolute": _shard(file="/etc/passwd"),
+    "bucket": _shard(bucket=5),
+    "bucket text": _shard(bucket="x"),
+    "resolution": _shard(resolution=[64]),
+    "resolution text": _shard(resolution=["a", "b"]),
+    "count": _shard(count="x"),
+    "negative": _shard(count=-1),
+    "bytes": _shard(bytes=1.5),
+    "hash": _shard(sha256=5),
+    "fingerprint": _shard(fingerprint=[]),
+    "directory": _shard(directory=None),
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_of_wrong_types_is_damaged(project: Project, kind: str) -> None:
+    path = project.cache / "manifest.json"
+    manifest = json.loads(path.read_text())
+    MANIFESTS[kind](manifest)
+    path.write_text(json.dumps(manifest))
+    assert str(path) in refused("inspect", project.cache)
+    assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, DEEP_OBJECT, "[]", "5", "", '{"format": 2, "shards": ' + "9" * 6000 + "}"], ids=range(6)
+)
+def test_a_manifest_that_is_none_is_damaged(project: Project, text: str) -> None:
+    (project.cache / "manifest.json").write_text(text)
+    assert str(project.cache / "manifest.json") in refused("inspect", project.cache)
+    refused("train", project.train_toml, "--trust_cache")
