@@ -11,6 +11,8 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 EXTRAS ?= dev,deepspeed
 # test processes, one torch thread each; 0 runs the tests in the calling process
 WORKERS ?= 2
+# length of the fuzz job: make fuzz MINUTES=60
+MINUTES ?= 5
 # extra arguments for pytest: make test ARGS="tests/unit/data -k order"
 ARGS ?=
 
@@ -19,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu lint format docs install clean distclean
+.PHONY: help demo test test-full test-gpu fuzz lint format docs install clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +38,9 @@ test-full: $(VENV)/.dev-installed ## all tests except the GPU tests; tests of mi
 
 test-gpu: $(VENV)/.dev-installed ## the tests that need CUDA
 	$(PYTEST) -m gpu $(ARGS)
+
+fuzz: $(VENV)/.dev-installed ## hostile and odd inputs, for MINUTES: exit 0 or 2, bounded, nothing else touched
+	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(ARGS)
 
 lint: $(VENV)/.dev-installed ## style, types and import order
 	$(BIN)/ruff check .
@@ -55,7 +60,7 @@ install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [EXT
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
 clean: ## remove caches, build output and the demo run
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run fuzz-failures
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## clean, and also remove the environment

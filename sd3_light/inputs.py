@@ -8,8 +8,9 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 TEXT_BYTES = 1 << 26
 """Largest config, index of weights or other small text file."""
@@ -22,14 +23,17 @@ _LONGEST_NAME = 255  # bytes of a file name, in every common file system
 _LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL character
         raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return os.fdopen(handle, "rb")
     except OSError:

@@ -240,7 +240,8 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"it contains tensors of type {dtype}")
-    if len(shape) > _MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+    valid = all(type(number) is int for number in (*shape, begin, end)) and min(shape, default=0) >= 0
+    if not valid or len(shape) > _MAX_DIMENSIONS:
         raise ValueError("its header is not a safetensors header")
     return StoredTensor(dtype, tuple(shape), (Span(path, start + begin, end - begin),))
 

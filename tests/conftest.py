@@ -20,7 +20,7 @@ from tests import warm
 from tests.project import DATA_TOML, NUM_IMAGES, TRAIN_TOML, Project
 
 TESTS = Path(__file__).parent
-FOLDERS = ("unit", "distributed", "e2e", "gpu", "docs")
+FOLDERS = ("unit", "distributed", "e2e", "gpu", "docs", "fuzz")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,6 @@
 """Setup, output and exit codes of one process of the command line."""
 
+import errno
 import os
 import signal
 import sys
@@ -57,10 +58,17 @@ def run_guarded(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except OSError as error:
-        return _fail_by_bug(error) if (line := disk_error(error)) is None else _fail(line, 2)
+        return _fail_by_bug(error) if (line := disk_error(error) or _path_error(error)) is None else _fail(line, 2)
     except Exception as error:  # the top level: every other exception is a bug
         return _fail_by_bug(error)
     return 0
+
+
+def _path_error(error: OSError) -> str | None:
+    """Return one line about a path that is too long or protected; None for other errors."""
+    if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM):
+        return None
+    return f"{str(error.filename)[:200]}: {error.strerror}; check the path and its permissions"
 
 
 def _fail_by_bug(error: Exception) -> int:

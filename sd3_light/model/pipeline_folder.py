@@ -57,9 +57,9 @@ def check_configs(folder: Path) -> None:
     for part in (*REQUIRED_PARTS, TRANSFORMER):
         for path in sorted((folder / part.name).glob("*.json")) if part.name != "." else ():
             read_json(path)
-    for part in CONFIGURED_PARTS:
-        if any((folder / part / name).is_file() for name in ("config.json", "scheduler_config.json")):
-            read_config(folder / part, part)
+    for name in CONFIGURED_PARTS:
+        if any((folder / name / file).is_file() for file in ("config.json", "scheduler_config.json")):
+            read_config(folder / name, name)
 
 
 def missing_denoiser(folder: Path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sd3_light.config.faults import UserError
 from sd3_light.runlog.log import log_lines, parse_event
 from sd3_light.stages.report.curves import Curve, CurveBuilder
 
@@ -140,10 +141,19 @@ def read_run(folder: Path) -> RunReport:
     report = RunReport(folder)
     counts = _FirstPass(report)
     for number, line in log_lines(path):
-        counts.add(None if line.startswith(_STEP_PREFIX) else parse_event(path, number, line))
+        counts.add(None if line.startswith(_STEP_PREFIX) else _parse(path, number, line))
     counts.set_limits()
     _build_curves(path, report, counts)
     return report
+
+
+def _parse(path: Path, number: int, line: bytes) -> LogEvent:
+    """Return the event of a line, which must have its time, and its step if it is one."""
+    event = parse_event(path, number, line)
+    missing = [name for name in ("time", "step") if name not in event and (name == "time" or event["event"] == name)]
+    if missing:
+        raise UserError(f"{path}: line {number} has no {missing[0]}; remove that line")
+    return event
 
 
 class _FirstPass:
@@ -206,7 +216,7 @@ def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
     report.steps = steps.curves
     report.evals = {key: builder.curves for key, builder in evals.items() if builder.curves}
     if last_step is not None:
-        report.last["step"] = parse_event(path, *last_step)
+        report.last["step"] = _parse(path, *last_step)
 
 
 def _second_pass(path: Path, counts: _FirstPass) -> Iterator[tuple[int, bytes, LogEvent]]:
@@ -217,7 +227,7 @@ def _second_pass(path: Path, counts: _FirstPass) -> Iterator[tuple[int, bytes, L
         if line.startswith(_STEP_PREFIX):
             steps += 1
             scanned = _scan_step(line) if steps % every else None
-        yield number, line, scanned or parse_event(path, number, line)
+        yield number, line, scanned or _parse(path, number, line)
 
 
 def _scan_step(line: bytes) -> LogEvent | None:

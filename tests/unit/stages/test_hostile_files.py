@@ -1,5 +1,7 @@
 """Files that nobody should write: exit code 2 and one line, or a reject; never a bug report, a hang or a huge read."""
 
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +15,12 @@ import torch
 from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
 
+from sd3_light.checkpoint.index import why_incomplete
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import commit, temporary_folder, write_part
 from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
+from sd3_light.engines.protocol import TensorPiece
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
 from tests.hostile import Outcome, run_cli
@@ -62,10 +69,6 @@ def finetune(tmp_path: Path, raw_project: Project, model: Path) -> Project:
     return Project(project.folder, model)
 
 
-def change_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 # --- pipes, devices and long names -------------------------------------------------------------
 
 
@@ -109,10 +112,10 @@ def test_a_pipe_is_not_a_tar_or_parquet_source(fresh_project: Project) -> None:
         assert "directory[0].path" in refused("check", fresh_project.train_toml)
 
 
-@pytest.mark.parametrize("key", ["output_dir", "dataset", "cache_dir", "model.diffusers_path", "model.init"])
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "~nobody_of_this_name/x", "a\\u0000b", "x" * 300])
-def test_impossible_paths_are_faults(fresh_project: Project, key: str, path: str) -> None:
-    assert f"{key}: " in refused("check", fresh_project.train_toml, "--set", f'{key}="{path}"')
+def test_impossible_paths_are_faults(raw_project: Project, path: str) -> None:
+    for key in ("output_dir", "dataset", "cache_dir", "model.diffusers_path", "model.init"):
+        assert f"{key}: " in refused("check", raw_project.train_toml, "--set", f'{key}="{path}"')
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "~nobody_of_this_name/x", "a\\u0000b"])
@@ -154,8 +157,8 @@ def test_deep_toml_and_long_numbers_are_faults(fresh_project: Project, line: str
 
 
 @pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "9" * 6000])
-def test_deep_values_of_set_are_faults(fresh_project: Project, value: str) -> None:
-    assert "error: " in refused("check", fresh_project.train_toml, "--set", f"seed={value}")
+def test_deep_values_of_set_are_faults(raw_project: Project, value: str) -> None:
+    assert "error: " in refused("check", raw_project.train_toml, "--set", f"seed={value}")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +171,8 @@ def test_deep_values_of_set_are_faults(fresh_project: Project, value: str) -> No
         ("adapter.rank", "1000000000000"),
     ],
 )
-def test_numbers_without_sense_are_out_of_range(fresh_project: Project, key: str, value: str) -> None:
-    message = refused("check", fresh_project.train_toml, "--set", f"{key}={value}")
+def test_numbers_without_sense_are_out_of_range(raw_project: Project, key: str, value: str) -> None:
+    message = refused("check", raw_project.train_toml, "--set", f"{key}={value}")
     assert f"{key}: out of range" in message
 
 
@@ -182,8 +185,8 @@ def test_a_billion_aspect_ratios_are_out_of_range(fresh_project: Project) -> Non
 @pytest.mark.parametrize(
     "protocol", ["nothing", "dask", "reference", "jupyter", "dir", "filecache", "zip", "blockcache"]
 )
-def test_a_protocol_that_cannot_be_used_is_a_fault(fresh_project: Project, protocol: str) -> None:
-    refused("check", fresh_project.train_toml, "--set", f"cache_dir={protocol}://folder/x")
+def test_a_protocol_that_cannot_be_used_is_a_fault(raw_project: Project, protocol: str) -> None:
+    refused("check", raw_project.train_toml, "--set", f"cache_dir={protocol}://folder/x")
 
 
 # --- model folders -----------------------------------------------------------------------------
@@ -192,11 +195,10 @@ CONFIGS = [f"{part}/config.json" for part in ("transformer", "vae", "text_encode
 
 
 @pytest.mark.parametrize("file", [*CONFIGS, "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json"])
-@pytest.mark.parametrize("text", [DEEP_OBJECT, "[]", "{", '{"a": ' + "9" * 6000 + "}", "\udcff"], ids=range(5))
-def test_a_damaged_config_of_a_model_is_a_fault(finetune: Project, file: str, text: str) -> None:
-    (finetune.model / file).write_bytes(text.encode("utf-8", "surrogateescape"))
-    message = refused("check", finetune.train_toml)
-    assert f"{finetune.model / file} " in message
+def test_a_damaged_config_of_a_model_is_a_fault(finetune: Project, file: str) -> None:
+    for text in (DEEP_OBJECT, "[]", "{", '{"a": ' + "9" * 6000 + "}", "\udcff"):
+        (finetune.model / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert f"{finetune.model / file} " in refused("check", finetune.train_toml)
 
 
 def test_a_pipe_in_a_model_folder_is_refused(finetune: Project) -> None:
@@ -233,15 +235,19 @@ WRONG: dict[str, dict[str, Any]] = {
     "tokenizer/tokenizer_config.json": {"model_max_length": [-5, 0, 1.5e-300]},
     "scheduler/scheduler_config.json": {"shift": ["x", [1], -1, 1e30], "use_dynamic_shifting": ["x"]},
 }
-CASES = [(file, key, value) for file, keys in WRONG.items() for key, values in keys.items() for value in values]
 
 
-@pytest.mark.parametrize(("file", "key", "value"), CASES, ids=[f"{key}-{str(v)[:12]}" for _, key, v in CASES])
-def test_a_wrong_type_in_a_model_folder_is_a_fault(finetune: Project, file: str, key: str, value: Any) -> None:
-    change_json(finetune.model / file, **{key: value})
-    assert key in refused("check", finetune.train_toml)
-    if not file.startswith("tokenizer"):
-        assert key in refused("convert", finetune.model, finetune.folder / "a.safetensors", "--text-encoders")
+@pytest.mark.parametrize("file", WRONG)
+def test_a_wrong_type_in_a_model_folder_is_a_fault(finetune: Project, file: str) -> None:
+    path = finetune.model / file
+    good = json.loads(path.read_text())
+    for key, values in WRONG[file].items():
+        for value in values:
+            path.write_text(json.dumps({**good, key: value}))
+            assert f"{key} " in refused("check", finetune.train_toml)
+        if not file.startswith("tokenizer"):
+            out = finetune.folder / "a.safetensors"
+            assert f"{key} " in refused("convert", finetune.model, out, "--text-encoders")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +313,8 @@ def test_a_bad_header_is_refused_by_every_reader(finetune: Project, kind: str, t
     for part, stem in (("transformer", WEIGHTS), ("vae", WEIGHTS)):
         shutil.copy(bad, finetune.model / part / f"{stem}.safetensors")
         refused("convert", finetune.model, tmp_path / "out.safetensors")
-    refused("cache", finetune.train_toml)
+    if kind in ("deep", "metadata"):
+        refused("cache", finetune.train_toml)
     assert not out.exists()
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -358,13 +365,14 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_of_wrong_types_is_damaged(project: Project, kind: str) -> None:
+def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:
     path = project.cache / "manifest.json"
-    manifest = json.loads(path.read_text())
-    MANIFESTS[kind](manifest)
-    path.write_text(json.dumps(manifest))
-    assert str(path) in refused("inspect", project.cache)
+    good = path.read_text()
+    for change in MANIFESTS.values():
+        manifest = json.loads(good)
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+        assert str(path) in refused("inspect", project.cache)
     assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
 
 
@@ -375,3 +383,57 @@ def test_a_manifest_that_is_none_is_damaged(project: Project, text: str) -> None
     (project.cache / "manifest.json").write_text(text)
     assert str(project.cache / "manifest.json") in refused("inspect", project.cache)
     refused("train", project.train_toml, "--trust_cache")
+
+
+# --- checkpoints and logs ------------------------------------------------------------------------
+
+INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no tensors": lambda index: index.pop("tensors"),
+    "tensors": lambda index: index.update(tensors=5),
+    "a tensor": lambda index: index["tensors"].update({"param/x": 5}),
+    "ranges": lambda index: index["tensors"]["param/x"].update(ranges=[[1, 2]]),
+    "shape": lambda index: index["tensors"]["param/x"].update(shape=["x"]),
+    "dtype": lambda index: index["tensors"]["param/x"].update(dtype="F3"),
+    "huge": lambda index: index["tensors"]["param/x"].update(
+        shape=[2**50], ranges=[[0, 2**50, "rank-00000.safetensors", ""]]
+    ),
+    "elsewhere": lambda index: index["files"].update({"../../x": 5}),
+    "files": lambda index: index.update(files=[1]),
+    "facts": lambda index: index.update(facts=5),
+    "progress": lambda index: index.update(facts={"progress": {"step": "x"}}),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_index_of_wrong_types_with_the_right_hash_is_damaged(tmp_path: Path, kind: str) -> None:
+    write_part(temporary_folder(tmp_path, 1), 0, [TensorPiece("param/x", torch.ones(4), 0, (4,))])
+    path = commit(tmp_path, 1, [0], {"progress": {"step": 1}})
+    content = json.loads((path / "index.json").read_text())
+    INDICES[kind](content)
+    content.pop("sha256")
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (path / "index.json").write_text(json.dumps({**content, "sha256": digest}))
+    with pytest.raises(UserError, match=r"damaged \(index.json"):
+        _ = open_checkpoint(path).progress
+    assert why_incomplete(path) is None or kind in ("elsewhere", "files")
+
+
+@pytest.mark.parametrize(
+    "text", ["5", '{"event": 3}', '{"event": "step", "time": 1}', '{"event": "a", "time": []}', DEEP]
+)
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log.jsonl").write_text(text + "\n")
+    assert "log.jsonl: line 1 " in refused("report", tmp_path)
+
+
+def test_a_read_only_disk_is_named_not_the_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary file cannot be removed there either."""
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0}\n')
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    message = refused("report", tmp_path, "--out", tmp_path / "page.html")
+    assert f"cannot write {tmp_path / 'page.html'}: Read-only file system" in message
