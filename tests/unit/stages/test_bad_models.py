@@ -143,9 +143,9 @@ def test_an_incomplete_denoiser_is_named(kind: str, model: Path, bad: Path, lora
         ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length has the invalid value 'x'"),
         ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text has the invalid value 'x'"),
         ("model_index.json", "{", "diffusers cannot load"),
-        ("vae/config.json", "{", "diffusers cannot load"),
-        ("scheduler/scheduler_config.json", '{"shift": "x"}', "diffusers cannot load"),
-        ("tokenizer/tokenizer.json", "{", "diffusers cannot load"),
+        ("vae/config.json", "{", "vae/config.json is not valid JSON"),
+        ("scheduler/scheduler_config.json", '{"shift": "x"}', "scheduler_config.json has shift 'x'"),
+        ("tokenizer/tokenizer.json", "{", "tokenizer.json is not valid JSON"),
     ],
 )
 def test_a_damaged_part_is_reported_with_its_folder(
