@@ -24,7 +24,7 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.part_configs import check_config, read_config
+from sd3_light.model.part_configs import LOAD_ERRORS, check_config, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_weights, weight_files
 from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM
 from sd3_light.tensor_file import DTYPES, StoredTensor, open_tensors, stored
@@ -62,7 +62,7 @@ def expected_shapes(part: str, config: Mapping[str, Any], where: str = "a model"
     try:
         with torch.device("meta"):
             model = _build(part, dict(config))
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except (*LOAD_ERRORS, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: the config of {part} is invalid ({reason}); download or export it again") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
@@ -14,7 +15,10 @@ LOCAL_WEIGHTS = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every `from_pretrained` of a model: nothing is downloaded, and pickles are never opened (law 8)."""
 
 # what diffusers, transformers and safetensors raise for files that they do not expect
-LOAD_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
+LOAD_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
 
 _WIDTH, _LAYERS, _TABLE = 1 << 16, 1000, 1 << 24
 _CLIP = {

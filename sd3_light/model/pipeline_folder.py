@@ -43,7 +43,7 @@ REQUIRED_PARTS = (
     FolderPart("scheduler", ("scheduler_config.json",)),
 )
 TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
-CONFIGURED_PARTS = ("transformer", "vae", *TEXT_ENCODER_FOLDERS, "scheduler")
+CONFIGURED_PARTS = ("vae", *TEXT_ENCODER_FOLDERS, "scheduler")
 
 
 def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
 
 
 def check_configs(folder: Path) -> None:
-    """Raise a UserError for the first JSON file of a complete SD3 folder that its readers would fail on."""
-    for part in (*REQUIRED_PARTS, TRANSFORMER):
+    """Raise a UserError for the first JSON file of the frozen parts that its readers would fail on."""
+    for part in REQUIRED_PARTS:
         for path in sorted((folder / part.name).glob("*.json")) if part.name != "." else ():
             read_json(path)
     for name in CONFIGURED_PARTS:

@@ -94,6 +94,7 @@ class _DiskChecks:
         with self.user_errors_of(key):
             for part in pipeline_folder.missing_parts(folder, transformer=start_source(self.model) == folder):
                 self.add(key, f"the folder lacks {part}", folder, "download or copy the whole folder")
+        with self.user_errors_of(key, folder):
             pipeline_folder.check_configs(folder)
 
     def init(self) -> None:

@@ -178,7 +178,7 @@ def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
     try:
         captions = [origin.captions for origin in read_origins(path)]
         tokens, sizes = _read_header(path, real)
-    except (OSError, pa.ArrowException, SafetensorError, LookupError) as error:
+    except (OSError, pa.ArrowException, SafetensorError, LookupError, ValueError, TypeError) as error:
         stats.unreadable.append(f"{path.name}: {error}")
         return
     stats.shards += 1
