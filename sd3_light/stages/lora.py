@@ -20,7 +20,6 @@ from sd3_light.export.single_file import is_single_file, padding_of
 from sd3_light.export.single_parts import read_part
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.adapter_layers import LycorisModule
-from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.part_configs import read_config
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.sampling.lora_stack import Lora
