@@ -174,9 +174,10 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UserError(f"{path}: line {number} is not JSON; remove that line") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise UserError(f"{path}: line {number} is not an event; remove that line")
-    for name, is_valid in _NUMBERS.items():
-        if name in event and not is_valid(event[name]):
-            raise UserError(f"{path}: line {number}: {name} is not a number; remove that line")
+    for name, value in event.items():
+        is_valid, kind = _FIELD_RULES.get(name, _ANY)
+        if not is_valid(value):
+            raise UserError(f"{path}: line {number}: {name} is not {kind}; remove that line")
     return event
 
 
@@ -184,13 +185,29 @@ def _is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and -_LARGEST < value < _LARGEST
 
 
-def _is_logged_float(value: Any) -> bool:
-    return type(value) in (int, float) or value in ("nan", "inf", "-inf")
+def _is_logged_float(value: Any) -> bool:  # nan and the infinities of measurements are logged as strings
+    return type(value) is float or _is_finite_number(value) or value in ("nan", "inf", "-inf", None)
 
 
-_NUMBERS: dict[str, Callable[[Any], bool]] = {  # nan and the infinities of measurements are logged as strings
-    **dict.fromkeys(("time", "step", "samples", "total", "skipped"), _is_finite_number),
-    **dict.fromkeys(("loss", "samples_per_second", "data_wait", "mfu"), _is_logged_float),
+def _are_logged_floats(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_logged_float, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_ANY = (lambda value: True, "")
+_MEASUREMENTS = (
+    *("loss", "flow", "text_recon", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait", "mfu"),
+    *("tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds", "stall_seconds", "epoch"),
+    *(f"flow@0.{tenth}" for tenth in range(1, 10)),
+)
+_FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("time", "step", "samples", "total", "skipped", "world", "bytes"), (_is_finite_number, "a number")),
+    **dict.fromkeys(_MEASUREMENTS, (_is_logged_float, "a number")),
+    **dict.fromkeys(("band", "ema_decay"), (_are_logged_floats, "a table of numbers")),
+    **dict.fromkeys(("weights", "set", "file", "reason", "engine", "device"), (_is_text, "a text")),
 }
 
 

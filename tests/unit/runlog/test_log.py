@@ -17,6 +17,7 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import RunLog, info, is_main_process, read_log, set_main_process
+from sd3_light.runlog.log import parse_event
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +225,26 @@ def test_the_launchers_rank_is_the_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert is_main_process()
     monkeypatch.setenv("RANK", "3")
     assert not is_main_process()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"step": "x"', "step is not a number"),
+        ('"step": true', "step is not a number"),
+        ('"flow": [1]', "flow is not a number"),
+        ('"seconds": "x"', "seconds is not a number"),
+        ('"band": 3', "band is not a table of numbers"),
+        ('"band": {"0": "x"}', "band is not a table of numbers"),
+        ('"weights": []', "weights is not a text"),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, message: str) -> None:
+    line = f'{{"event": "step", {field}}}\n'.encode()
+    with pytest.raises(UserError, match=rf"log\.jsonl: line 7: {message}; remove that line"):
+        parse_event(tmp_path / "log.jsonl", 7, line)
+
+
+def test_numbers_that_are_not_finite_are_valid(tmp_path: Path) -> None:
+    line = b'{"event": "step", "loss": "nan", "band": {"0": "inf", "1": null}, "lr": 1e-4}\n'
+    assert parse_event(tmp_path / "log.jsonl", 1, line)["loss"] == "nan"

@@ -421,9 +421,9 @@ def test_an_index_of_wrong_types_with_the_right_hash_is_damaged(tmp_path: Path, 
 @pytest.mark.parametrize(
     "text", ["5", '{"event": 3}', '{"event": "step", "time": 1}', '{"event": "a", "time": []}', DEEP]
 )
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, text: str) -> None:
+def test_a_line_that_is_not_an_event_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "log.jsonl").write_text(text + "\n")
-    assert "log.jsonl: line 1 " in refused("report", tmp_path)
+    assert "log.jsonl: line 1" in refused("report", tmp_path)
 
 
 def test_a_read_only_disk_is_named_not_the_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
