@@ -13,7 +13,7 @@ from sd3_light.config.base import Table, element_type, field_types, known_values
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e-300, 1e308,
     float("nan"), float("inf"),
-    "", "x", "0", "../x", "/", "~nobody_of_this_name", "a\0b", "x" * 5000, "\u202e\U0001f600", "null", [], {}, [[]],
+    "", "x", "0", "../x", "/", "~no_such_user", "a\0b", "x" * 5000, "\u202e\U0001f600", "null", [], {}, [[]],
     [0], ["x"], {"a": {}}, [1, "x", None],
 )
 # fmt: on

@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--cases", type=int, default=-1, help="stop after this many")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--process_every", type=int, default=500, help="run every Nth case in a process of its own")
+    parser.add_argument("--process_every", type=int, default=500, help="run every Nth case in a separate process")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--replay", help="TARGET:SEED:NUMBER")
     options = parser.parse_args()

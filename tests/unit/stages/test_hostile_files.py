@@ -1,4 +1,4 @@
-"""Files that nobody should write: exit code 2 and one line, or a reject; never a bug report, a hang or a huge read."""
+"""Hostile files: exit code 2 and one line, or a reject; never a bug report, a hang or a huge read."""
 
 import errno
 import hashlib
@@ -112,13 +112,13 @@ def test_a_pipe_is_not_a_tar_or_parquet_source(fresh_project: Project) -> None:
         assert "directory[0].path" in refused("check", fresh_project.train_toml)
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "~nobody_of_this_name/x", "a\\u0000b", "x" * 300])
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "~no_such_user/x", "a\\u0000b", "x" * 300])
 def test_impossible_paths_are_faults(raw_project: Project, path: str) -> None:
     for key in ("output_dir", "dataset", "cache_dir", "model.diffusers_path", "model.init"):
         assert f"{key}: " in refused("check", raw_project.train_toml, "--set", f'{key}="{path}"')
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "~nobody_of_this_name/x", "a\\u0000b"])
+@pytest.mark.parametrize("path", ["x" * 5000, "~no_such_user/x", "a\\u0000b"])
 def test_impossible_paths_of_a_dataset_are_faults(fresh_project: Project, path: str) -> None:
     fresh_project.data(f'size_buckets = [[64, 64]]\n[[directory]]\npath = "{path}"\nmask_path = "{path}"\n')
     message = refused("check", fresh_project.train_toml)
