@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ def shortened(block: str) -> str:
 def run_block(block: str, folder: Path) -> str:
     """Run a bash block as a reader would, stop at the first failing command, and return the output."""
     # the commands of this environment come first
-    path = os.pathsep.join([str(Path(REAL_PYTHON).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [*(str(Path(python).parent) for python in (sys.executable, REAL_PYTHON)), os.environ["PATH"]]
+    )
     result = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", shortened(block)],
         cwd=folder,

@@ -21,8 +21,11 @@ _CLIENT = Path(__file__).with_name("client.py")
 
 
 def install(folder: Path) -> Path:
-    """Write the executable into ``folder`` and return its path; the server ends with the calling process."""
-    client = folder / "python"
+    """Write the executable into ``folder``, and the command `sd3-light` beside it; return the executable's path.
+
+    The server ends with the calling process.
+    """
+    client, command = folder / "python", folder / "sd3-light"
     settings = {
         "python": REAL_PYTHON,
         "server": str(_CLIENT.with_name("server.py")),
@@ -31,5 +34,7 @@ def install(folder: Path) -> Path:
     }
     source = _CLIENT.read_text(encoding="utf-8").replace("SETTINGS = {}", f"SETTINGS = {settings!r}")
     client.write_text(f"#!{REAL_PYTHON} -IS\n{source}", encoding="utf-8")
-    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+    command.write_text(f'#!/bin/sh\nexec {client} -m sd3_light "$@"\n', encoding="utf-8")
+    for path in (client, command):
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return client

@@ -13,10 +13,25 @@ import time
 SETTINGS = {}
 HERE = os.path.dirname(os.path.abspath(__file__))
 ADDRESS = os.path.join(HERE, "server.socket")
-# Read when a process runs, not when a library is imported: these may differ from the server's environment.
-RUNTIME_VARIABLES = {"COLUMNS", "CUDA_VISIBLE_DEVICES", "LINES", "NO_COLOR", "OLDPWD", "PWD", "PYTHONPATH", "TERM", "_"}
-LAUNCHER_PREFIXES = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "WORLD_SIZE")
-RUNTIME_PREFIXES = (*LAUNCHER_PREFIXES, "PYTEST_", "SD3_LIGHT_", "SLURM_")
+# Read when libraries are imported: a process whose variables differ from the server's needs a new interpreter.
+IMPORT_VARIABLES = (
+    *(
+        "DIFFUSERS_",
+        "HF_",
+        "HOME",
+        "HUGGINGFACE_",
+        "KMP_",
+        "LANG",
+        "LC_",
+        "LD_",
+        "MALLOC_",
+        "MIMALLOC_",
+        "MKL_",
+        "OMP_",
+    ),
+    *("PEFT_", "PYTHON", "PYTORCH_", "TMPDIR", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_"),
+)
+RUNTIME_VARIABLES = ("PYTHONPATH", "TORCH_NCCL_")
 
 
 def main() -> None:
@@ -70,7 +85,8 @@ def run_cold() -> None:
 def imports_alike(environment: "os._Environ[str]") -> bool:
     """Return whether libraries import in the same way here and in the server."""
     ours, servers = dict(environment), SETTINGS["environment"]
-    return all(ours.get(name) == servers.get(name) for name in {*ours, *servers} if not is_runtime(name))
+    names = {name for name in {*ours, *servers} if name.startswith(IMPORT_VARIABLES)}
+    return all(ours.get(name) == servers.get(name) for name in names if not name.startswith(RUNTIME_VARIABLES))
 
 
 def is_passed_on(descriptor: int, connection: socket.socket) -> bool:
@@ -108,10 +124,6 @@ def try_connect() -> "socket.socket | None":
         connection.close()
         return None
     return connection
-
-
-def is_runtime(name: str) -> bool:
-    return name in RUNTIME_VARIABLES or name.startswith(RUNTIME_PREFIXES)
 
 
 def send(connection: socket.socket, request: bytes, descriptors: list) -> None:

@@ -92,7 +92,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     digest = hashlib.file_digest
 
     def spy(file: Any, kind: str) -> Any:
-        folders.extend([Path(file.name).parent.name] if file.name.endswith(".safetensors") else [])
+        path = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+        folders.extend([path.parent.name] if path.suffix == ".safetensors" else [])
         return digest(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", spy)
