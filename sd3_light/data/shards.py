@@ -100,4 +100,5 @@ def write_files(
 def read_origins(path: Path) -> list[Origin]:
     """Read the Arrow file next to a shard."""
     table = feather.read_table(path.with_suffix(".arrow"), list(Origin.__dataclass_fields__), memory_map=False)
+    table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
     return [Origin(**{**row, "captions": tuple(row["captions"])}) for row in table.to_pylist()]

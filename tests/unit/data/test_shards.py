@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 import torch
 from safetensors import safe_open
@@ -207,3 +209,17 @@ def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
         Manifest.load(tmp_path)
     with pytest.raises(UserError, match=r"s3://there is damaged"):
         Manifest.from_json(content, "s3://there")
+
+
+def test_damaged_offsets_of_the_origins_are_an_error_not_a_crash(tmp_path: Path) -> None:
+    columns = {"key": pa.array(["x" * 777]), "captions": pa.array([["a"]])}
+    columns |= {name: pa.array([1]) for name in ("width", "height")}
+    columns |= {name: pa.array([""]) for name in ("fingerprint", "image", "mask")}
+    path = tmp_path / "x.arrow"
+    feather.write_feather(pa.table(columns), str(path), compression="uncompressed")
+    end, far = (777).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little")
+    before, offsets, after = path.read_bytes().rpartition(bytes(4) + end)  # the first match is the buffer's length
+    assert offsets
+    path.write_bytes(before + bytes(4) + far + after)
+    with pytest.raises(pa.ArrowInvalid):
+        read_origins(tmp_path / "x.safetensors")
