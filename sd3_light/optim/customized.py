@@ -57,13 +57,13 @@ def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
 def _class_at(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        optimizer_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         problem = f"customized_optimizer = {path!r} cannot be imported ({error})"
         raise UserError(f"{problem}; give 'package.Class'") from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UserError(f"customized_optimizer = {path!r} is not a torch optimizer; give the path of its class")
-    return found
+    return optimizer_class
 
 
 @torch.no_grad()

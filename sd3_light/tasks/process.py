@@ -56,9 +56,7 @@ def launch_data_process_task(
     `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
     """
     bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
-    for name in ("num_workers", "dataset_num_workers"):
-        workers = getattr(args, name, None)
-        num_workers = num_workers if workers is None else workers
+    num_workers = _num_workers(num_workers, args)
     module, folder = task_module(model), require_logger(model_logger)
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
@@ -74,6 +72,7 @@ def launch_data_process_task(
         writer = (SampleFileWriter if is_custom else ProcessedWriter)(folder, launch.rank, shard_size)
     indices = list(range(launch.rank, count, launch.world))
     items = _items(dataset, indices, num_workers, any_item_of if is_custom else item_of)
+    autocast = nullcontext if accelerator is None else accelerator.autocast  # as in a training step
     reused = 0
     with progress("process", len(indices), "samples") as bar:
         for done, (index, item) in enumerate(zip(indices, items, strict=True), start=1):
@@ -81,24 +80,38 @@ def launch_data_process_task(
             if writer.known.get(index) == made_from:
                 reused += 1
             else:
-                with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
-                    bucket = "all" if bucket_of is None else str(bucket_of(index))
-                with nullcontext() if accelerator is None else accelerator.autocast():  # as in a training step
+                with autocast():
                     values = _stored_by(module, item, index)
-                writer.add(ProcessedSample(index, bucket, made_from, values))
+                writer.add(ProcessedSample(index, _bucket(bucket_of, index), made_from, values))
             bar.set_done(done, len(indices))
     writer.close()
     if accelerator is not None:
         accelerator.wait_for_everyone()
     if launch.is_main:
         write_processed_manifest(folder, recipe, count)
-        if isinstance(dataset, VideoDataset):
-            lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
-            write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
+        _write_rejects(dataset, folder)
         info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return folder
+
+
+def _num_workers(argument: int, args: Any) -> int:
+    """Return the number of workers; attributes of ``args`` override the argument."""
+    given = [getattr(args, name, None) for name in ("dataset_num_workers", "num_workers")]
+    return next((value for value in given if value is not None), argument)
+
+
+def _bucket(bucket_of: Callable[[int], Hashable] | None, index: int) -> str:
+    with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
+        return "all" if bucket_of is None else str(bucket_of(index))
+
+
+def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
+    """Write the rejected videos beside the processed data."""
+    if isinstance(dataset, VideoDataset):
+        lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
+        write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 
 
 def _items(dataset: Dataset[Any], indices: list[int], num_workers: int, read: ReadItem) -> Iterator[Any]:

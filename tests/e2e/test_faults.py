@@ -214,18 +214,18 @@ def violations(scenario: Scenario, call: Call, error: int, lasting: bool, folder
 
     code = run_in_child(fail, output)
     text = output.read_text(encoding="utf-8")
-    found = list(scenario.damage(scenario, project))
+    problems = list(scenario.damage(scenario, project))
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     if code not in (0, 2) or len(errors) != (code == 2) or "Traceback" in text:
-        found.append(f"exit {code}: {' '.join(text.split())[-300:]}")
+        problems.append(f"exit {code}: {' '.join(text.split())[-300:]}")
     code = run_in_child(lambda: scenario.again(project), output)
     if code:
-        found.append(f"the next run: exit {code}: {' '.join(output.read_text(encoding='utf-8').split())[-300:]}")
+        problems.append(f"the next run: exit {code}: {' '.join(output.read_text(encoding='utf-8').split())[-300:]}")
     results, expected = scenario.results(project), scenario.results(scenario.reference)
-    found += [f"then {name} differs" for name in expected if results.get(name) != expected[name]]
-    found += [f"then {name} is left" for name in results.keys() - expected.keys()]
+    problems += [f"then {name} differs" for name in expected if results.get(name) != expected[name]]
+    problems += [f"then {name} is left" for name in results.keys() - expected.keys()]
     shutil.rmtree(folder)
-    return [f"{call} {errno.errorcode[error]}{' lasting' * lasting}: {problem}" for problem in found]
+    return [f"{call} {errno.errorcode[error]}{' lasting' * lasting}: {problem}" for problem in problems]
 
 
 # --- tests ---------------------------------------------------------------------------------------
@@ -235,12 +235,12 @@ def check(scenario: Scenario, folder: Path, lasting: bool, sample: int | None = 
     """Let each call of a whole run fail in turn, or ``sample`` of them, with the errors in turn."""
     calls = count_calls(scenario, folder / "count")
     step = 1 if sample is None else len(calls) // sample
-    found = []
+    problems = []
     for number in range(step // 2, len(calls), step):
         error = ERRORS[number % len(ERRORS)]
-        found += violations(scenario, calls[number], error, lasting, folder / "project")
-        print(f"{number + 1} of {len(calls)}: {calls[number]} {found[-1:]}", flush=True)
-    assert not found, "\n".join(found)
+        problems += violations(scenario, calls[number], error, lasting, folder / "project")
+        print(f"{number + 1} of {len(calls)}: {calls[number]} {problems[-1:]}", flush=True)
+    assert not problems, "\n".join(problems)
 
 
 def test_a_full_disk_does_not_harm_a_cache(building: Scenario, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def probe(data: bytes, *counts: int, fps: float | None = None) -> VideoSize:
 
 
 def decode(data: bytes, count: int, fps: float | None = None, size: tuple[int, int] = (48, 32)) -> Any:
-    found = probe(data, count, fps=fps)
-    return decode_video(io.BytesIO(data), plan(found.width, found.height, Bucket(*size)), count, fps)
+    result = probe(data, count, fps=fps)
+    return decode_video(io.BytesIO(data), plan(result.width, result.height, Bucket(*size)), count, fps)
 
 
 def reason(data: bytes, *counts: int, fps: float | None = None) -> str:
