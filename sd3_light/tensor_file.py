@@ -12,31 +12,48 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import open_regular, parse_json
 
+if TYPE_CHECKING:  # headers are read without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
+
 TENSOR_CHUNK_BYTES = 1 << 24
 
+
+class Dtype(NamedTuple):
+    """A number format: its name in torch, and its size in bytes."""
+
+    torch_name: str
+    itemsize: int
+
+    @property
+    def torch(self) -> "torch.dtype":
+        """The dtype in torch."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.torch_name)
+        return dtype
+
+
 DTYPES = {  # in the library's order of writing: the widest first, so every tensor is aligned to its item size
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "I64": Dtype("int64", 8),
+    "F64": Dtype("float64", 8),
+    "F32": Dtype("float32", 4),
+    "I32": Dtype("int32", 4),
+    "BF16": Dtype("bfloat16", 2),
+    "F16": Dtype("float16", 2),
+    "I16": Dtype("int16", 2),
+    "F8_E4M3": Dtype("float8_e4m3fn", 1),
+    "F8_E5M2": Dtype("float8_e5m2", 1),
+    "I8": Dtype("int8", 1),
+    "U8": Dtype("uint8", 1),
+    "BOOL": Dtype("bool", 1),
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors spells them
+_NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
 METADATA_KEY = "sd3_light"
 """The metadata entry of files that we write from which they are read back."""
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
@@ -146,13 +163,15 @@ class StoredTensor:
             pieces = self._cut(begin, min(begin + TENSOR_CHUNK_BYTES, self.nbytes))
             yield pieces[0].read() if len(pieces) == 1 else b"".join(piece.read() for piece in pieces)
 
-    def load(self) -> Tensor:
+    def load(self) -> "Tensor":
         """Load the tensor into memory."""
+        import torch
+
         buffer, done = bytearray(self.nbytes), 0
         for chunk in self.chunks():
             buffer[done : done + len(chunk)] = chunk
             done += len(chunk)
-        dtype = DTYPES[self.dtype]
+        dtype = DTYPES[self.dtype].torch
         return (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).reshape(self.shape)
 
     def _cut(self, begin: int, end: int) -> tuple[Span, ...]:
@@ -176,10 +195,17 @@ def zeros(dtype: str, shape: Sequence[int]) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape), (Span(None, 0, math.prod(shape) * DTYPES[dtype].itemsize),))
 
 
-def stored(tensor: Tensor) -> StoredTensor:
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return a dtype's name as safetensors spells it."""
+    return _NAMES[str(dtype)]
+
+
+def stored(tensor: "Tensor") -> StoredTensor:
     """Return an in-memory tensor as a `StoredTensor`."""
+    import torch
+
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return StoredTensor(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (Span(data, 0, len(data)),))
+    return StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), (Span(data, 0, len(data)),))
 
 
 def same(first: StoredTensor, second: StoredTensor) -> bool:

@@ -81,7 +81,7 @@ class Checkpoint:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtype of every tensor by ``KIND/NAME``."""
-        return {name: DTYPES[entry.dtype] for name, entry in self._index.tensors.items()}
+        return {name: DTYPES[entry.dtype].torch for name, entry in self._index.tensors.items()}
 
     def names(self, kind: str) -> list[str]:
         """Return the sorted NAMEs of one kind."""

@@ -26,7 +26,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import swap_folder
 from sd3_light.inputs import INDEX_BYTES, read_json_file
-from sd3_light.tensor_file import DTYPE_NAMES, header_bytes
+from sd3_light.tensor_file import dtype_name, header_bytes
 
 RANGE_ELEMENTS = 1 << 24  # maximum length of a range; readers hold one at a time
 _NAME = re.compile(r"step-(\d{8,})")
@@ -67,7 +67,7 @@ def write_part(temporary: Path, rank: int, pieces: Iterable[TensorPiece]) -> int
     hashes = _write_ranges(file, [(f"{part.name}@{part.start}", part.values) for part in parts])
     tensors: dict[str, dict[str, Any]] = {}
     for part, digest in zip(parts, hashes, strict=True):
-        dtype = DTYPE_NAMES[part.values.dtype]
+        dtype = dtype_name(part.values.dtype)
         entry = tensors.setdefault(part.name, {"shape": part.shape, "dtype": dtype, "ranges": []})
         entry["ranges"].append(Range(part.start, len(part.values), file.name, digest))
     size = file.stat().st_size
@@ -84,7 +84,7 @@ def _write_ranges(path: Path, ranges: Sequence[tuple[str, Tensor]]) -> list[str]
     hashes = []
     try:
         with open(path, "wb") as file:
-            file.write(header_bytes([(key, DTYPE_NAMES[values.dtype], [len(values)]) for key, values in ranges]))
+            file.write(header_bytes([(key, dtype_name(values.dtype), [len(values)]) for key, values in ranges]))
             for _, values in ranges:
                 data = tensor_bytes(values.detach().cpu().contiguous())
                 hashes.append(hashlib.sha256(data).hexdigest())

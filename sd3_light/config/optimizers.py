@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+INSTALL_BITSANDBYTES = "pip install 'sd3-light[bnb]'"
+
 
 @dataclass(frozen=True)
 class StateTerm:

@@ -19,21 +19,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 
+if TYPE_CHECKING:  # origins are read without torch, whose import takes seconds
+    from torch import Tensor
+
 TOKENS = ("clip_l", "clip_g", "t5")
 POOLED = ("clip_l", "clip_g")
 
-CaptionFeatures = dict[str, Tensor]
+CaptionFeatures = dict[str, "Tensor"]
 """The features of one caption: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width]."""
 
 
@@ -41,17 +42,17 @@ CaptionFeatures = dict[str, Tensor]
 class ShardContent:
     """The tensors of a shard; ``text`` contains those of the encoders, named as in the file."""
 
-    sample_id: Tensor
-    moments: Tensor
-    caption_start: Tensor
-    caption: Tensor
-    text: dict[str, Tensor]
-    mask: Tensor | None = None
+    sample_id: "Tensor"
+    moments: "Tensor"
+    caption_start: "Tensor"
+    caption: "Tensor"
+    text: "dict[str, Tensor]"
+    mask: "Tensor | None" = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> "dict[str, Tensor]":
         """Return all tensors by their names in the file."""
         values = {**vars(self), **self.text}
-        return {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value.contiguous() for name, value in values.items() if name != "text" and value is not None}
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,11 @@ def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins:
 
 
 def write_files(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, Any], entry: dict[str, Any]
+    path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str], rows: dict[str, Any], entry: dict[str, Any]
 ) -> dict[str, Any]:
     """Write tensors, an Arrow file of ``rows`` and an entry; return the entry with ``bytes`` and ``sha256``."""
+    from safetensors.torch import save_file
+
     # the tensors' file appears last, so that it never exists without the others
     with atomic_file(path) as temporary:
         try:

@@ -149,7 +149,7 @@ def from_single_file(part: str, tensors: Tensors, config: PartConfig, where: str
         }
         tensors = {**renamed, **matrices}
     if part == "text_encoder" and PROJECTION not in tensors:  # readers of single files do not apply CLIP-L's projection
-        dtype = DTYPES[next(iter(tensors.values())).dtype]
+        dtype = DTYPES[next(iter(tensors.values())).dtype].torch
         tensors = {**tensors, PROJECTION: stored(torch.eye(*shapes[PROJECTION]).to(dtype))}
     require_shapes(tensors, shapes, where)
     return {name: tensors[name] for name in shapes}

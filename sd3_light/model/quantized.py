@@ -15,8 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-
-INSTALL_COMMAND = "pip install 'sd3-light[bnb]'"
+from sd3_light.config.optimizers import INSTALL_BITSANDBYTES
 
 
 def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None = None) -> int:
@@ -28,7 +27,7 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
     if bits == 16:
         return 0
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"adapter.base_bits = {bits} needs bitsandbytes; run `{INSTALL_COMMAND}`, or write 16")
+        raise UserError(f"adapter.base_bits = {bits} needs bitsandbytes; run `{INSTALL_BITSANDBYTES}`, or write 16")
     if any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
         raise UserError(
             f"adapter.base_bits = {bits}: the denoiser already has an adapter; load it without one, or write 16"

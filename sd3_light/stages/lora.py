@@ -78,7 +78,7 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
     if missing := missing_parts(model, transformer=True):
         raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
     config, stored = read_part(model / "transformer", "transformer")
-    save_dtype = DTYPES[next(iter(stored.values())).dtype] if dtype is None else _dtype(dtype)
+    save_dtype = DTYPES[next(iter(stored.values())).dtype].torch if dtype is None else _dtype(dtype)
     state = merge_loras(model, [(read_any_adapter(lora.file).modules, lora.strength) for lora in loras])
     try:
         with write_errors(out):

@@ -13,7 +13,7 @@ from sd3_light.tensor_file import DTYPES, header_bytes, joined, read_tensor_file
 
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {
-    **{f"a.{name}": torch.randn(3, 5, generator=GENERATOR).to(dtype) for name, dtype in DTYPES.items()},
+    **{f"a.{name}": torch.randn(3, 5, generator=GENERATOR).to(dtype.torch) for name, dtype in DTYPES.items()},
     'ä "b"': torch.randn(2, 2, 2, generator=GENERATOR),
     "one": torch.tensor(2.5),
     "none": torch.zeros(0, 4),

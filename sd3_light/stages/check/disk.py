@@ -8,13 +8,12 @@ from pathlib import Path
 
 from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
 from sd3_light.config.cross_checks import text_recon_problem
-from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model import pipeline_folder
 from sd3_light.model.linears import match_targets
-from sd3_light.model.quantized import INSTALL_COMMAND
 from sd3_light.model.start import WeightsStart, denoiser_folder, differences, start_source, where_weights_start
 from sd3_light.runlog import missing_trackers
 
@@ -76,7 +75,7 @@ class _DiskChecks:
             self.add(f"monitoring.{key}", "the package is not installed", "true", remedy)
         adapter, record = self.train.adapter, OPTIMIZERS[self.train.optimizer.type]
         if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
-            hint = f"run `{INSTALL_COMMAND}`, or write base_bits = 16"
+            hint = f"run `{INSTALL_BITSANDBYTES}`, or write base_bits = 16"
             self.add("adapter.base_bits", "needs bitsandbytes, which is not installed", adapter.base_bits, hint)
         if record.package is not None and find_spec(record.package) is None:
             hint = f'run `{record.install}`, or write type = "adamw"'
