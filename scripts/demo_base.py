@@ -55,8 +55,8 @@ def main() -> None:
         *(argument for override in args.set for argument in ("--set", override)),
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
-    subprocess.run([*torchrun, str(ROOT / "train.py"), *config, "--cache_only"], check=True)
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *config, "--trust_cache"], check=True)
+    subprocess.run([*torchrun, str(ROOT / "train.py"), *config, "--cache-only"], check=True)
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *config, "--trust-cache"], check=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
-from sd3_light.system import machine, process_exists
+from sd3_light.system import machine, process_exists, umask
 
 _DAY_SECONDS = 86400
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -42,6 +43,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     try:
         with atomic_unsynced_file(path) as temporary:
             yield temporary
+            apply_umask(temporary)
             _sync(temporary)
     except OSError as error:
         raise UserError(
@@ -60,6 +62,13 @@ def atomic_unsynced_file(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # on a read-only disk it would hide the error of the block
             temporary.unlink(missing_ok=True)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions of any new file: the safetensors library creates its files for their owner alone."""
+    mode = 0o666 & ~umask()
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
 
 
 def refuse_existing(path: Path) -> None:
@@ -104,6 +113,7 @@ def new_file(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
+        apply_umask(temporary)
         _sync(temporary)
         try:
             os.link(temporary, path)

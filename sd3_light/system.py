@@ -37,6 +37,17 @@ def available_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def umask() -> int:
+    """Return the permissions that this process withholds from new files."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+    except (OSError, StopIteration):  # not Linux: it can be read only by setting it, for all threads
+        current = os.umask(0o077)
+        os.umask(current)
+        return current
+
+
 def host_bytes() -> int:
     """Return the resident memory of this process plus the unshared memory of its children, in bytes."""
     total, _ = _pages(os.getpid())

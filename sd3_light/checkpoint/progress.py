@@ -9,7 +9,7 @@ EMA = "ema"
 class Progress:
     """Counters of a run: optimizer steps attempted, samples seen, steps skipped, and the position in the data order.
 
-    The position is the number of steps since the start of the data; only `--reset_dataloader` resets it.
+    The position is the number of steps since the start of the data; only `--reset-dataloader` resets it.
     """
 
     step: int = 0

@@ -1,15 +1,39 @@
 """The `sd3-light` command and the options that several verbs share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from sd3_light import __version__
-from sd3_light.cli.process import enable_tracebacks
+from sd3_light.cli.process import enable_tracebacks, quiet_imports
 from sd3_light.runlog import set_main_process
 
+
+class _PlainSwitches:
+    """Shows the switches of a command without a type in its help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Group(_PlainSwitches, TyperGroup):
+    """The class of every group of verbs."""
+
+
+class Command(_PlainSwitches, TyperCommand):
+    """The class of every verb."""
+
+
 app = typer.Typer(
+    cls=Group,
+    # --trust-cache is --trust-cache: the launchers' and other trainers' spelling stays valid
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
     help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` runs the whole workflow in minutes.",
     no_args_is_help=True,
     invoke_without_command=True,
@@ -25,9 +49,9 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2."),
 ]
 TrustCache = Annotated[
-    bool, typer.Option("--trust_cache", help="Do not compare the cache with its sources; shards are still verified.")
+    bool, typer.Option("--trust-cache", help="Do not compare the cache with its sources; shards are still verified.")
 ]
-Regenerate = Annotated[bool, typer.Option("--regenerate_cache", help="Encode everything again.")]
+Regenerate = Annotated[bool, typer.Option("--regenerate-cache", help="Encode everything again.")]
 WithVae = Annotated[bool, typer.Option("--vae/--no-vae", help="Single file: include the VAE.")]
 WithEncoders = Annotated[
     bool, typer.Option("--text-encoders/--no-text-encoders", help="Single file: include the text encoders.")
@@ -55,4 +79,5 @@ def _main(
         raise typer.Exit
     if debug:
         enable_tracebacks()
+    quiet_imports()
     set_main_process(True)  # a stale RANK in the shell must not silence a plain command

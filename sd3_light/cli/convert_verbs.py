@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from sd3_light.cli.app import PadBlocks, WithEncoders, WithVae, app
+from sd3_light.cli.app import Command, Group, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, init_process
 
 _lora = typer.Typer(
-    help="Convert LoRA files, merge them into a model, or extract one from two models.", no_args_is_help=True
+    cls=Group, help="Convert LoRA files, merge them into a model, or extract one from two models.", no_args_is_help=True
 )
 app.add_typer(_lora, name="lora")
 
@@ -27,7 +27,7 @@ PaddedFor = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A diffusers folder, or a single file.")],
     out: Annotated[Path, typer.Argument(help="New single file (.safetensors), or a new folder if SOURCE is a file.")],
@@ -52,7 +52,7 @@ def convert(
     echo(f"wrote {written.path}")
 
 
-@_lora.command(name="convert")
+@_lora.command(name="convert", cls=Command)
 def lora_convert(
     lora: LoraFile,
     out: NewLora,
@@ -71,7 +71,7 @@ def lora_convert(
     echo(f"wrote {stage.convert(lora, out, stage.LoraFormat(layout, dtype, padded_for), trained_on)}")
 
 
-@_lora.command(name="merge")
+@_lora.command(name="merge", cls=Command)
 def lora_merge(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A complete diffusers folder.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
@@ -90,7 +90,7 @@ def lora_merge(
     echo(f"wrote and verified {stage.merge(model, list(map(Lora.parse, loras)), out, dtype)}")
 
 
-@_lora.command(name="extract")
+@_lora.command(name="extract", cls=Command)
 def lora_extract(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="Diffusers folder of the model before fine-tuning.")],
     tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="Diffusers folder of the fine-tuned model.")],

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sd3_light.cli.app import ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
+from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, init_process, load_checked
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (output_dir).")],
     out: Annotated[Path, typer.Argument(help="New folder, or a new single file if the name ends in .safetensors.")],
@@ -39,7 +40,7 @@ def export(
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
 
 
-@app.command()
+@app.command(cls=Command)
 def sample(
     model: ModelFolder,
     prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
@@ -57,7 +58,7 @@ def sample(
         "samples"
     ),
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
-    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = 4.0,
+    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = DEFAULT_GUIDANCE,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch; on a CPU, drawn in parallel on its cores.")] = 8,
@@ -92,7 +93,7 @@ def sample(
         echo(f"wrote {path}")
 
 
-@app.command()
+@app.command(cls=Command)
 def evaluate(
     model: ModelFolder,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to draw and judge.")] = 96,
@@ -101,7 +102,7 @@ def evaluate(
     ] = False,
     language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,
-    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
+    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = DEFAULT_GUIDANCE,
     seed: Annotated[int, typer.Option(help="Seed of prompts and noise.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     config: Annotated[

@@ -31,6 +31,14 @@ def enable_tracebacks() -> None:
     _DEBUG = True
 
 
+def quiet_imports() -> None:
+    """Silence what transformers and diffusers log, such as missing packages that SD3 does not use. Called before they
+    are imported."""
+    if not _DEBUG:
+        for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+            os.environ.setdefault(name, "error")
+
+
 def init_process(local_rank: int | None = None) -> "Launch":
     """Set up logging and return the launch info of this process. Called before heavy imports."""
     # torch's idle threads spin for a long time, which makes a shared CPU many times slower

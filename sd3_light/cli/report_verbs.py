@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sd3_light.cli.app import app
+from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import echo, init_process
 from sd3_light.config.faults import UserError
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
     cache: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder.")],
     out: Annotated[Path | None, typer.Option(help="Write a page with images to this HTML file.")] = None,
@@ -36,7 +36,7 @@ def inspect(
     echo(f"wrote {out}")
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     out: Annotated[Path | None, typer.Option(help="Write a page with curves and samples to this HTML file.")] = None,

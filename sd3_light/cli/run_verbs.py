@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sd3_light.cli.app import ConfigFile, Overrides, Regenerate, TrustCache, app
+from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
 from sd3_light.cli.process import echo, init_process, load_checked
 from sd3_light.config.faults import UserError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sd3_light.stages.train import Resume
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     out: Annotated[Path, typer.Option(help="Working folder; an earlier demo in it is replaced.")] = Path("demo_run"),
     steps: Annotated[
@@ -35,7 +35,7 @@ def demo(
     run_demo(out, steps, more_steps, images, prompts)
 
 
-@app.command()
+@app.command(cls=Command)
 def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folder.")], set_: Overrides = None) -> None:
     """Write the initial folder of a pretraining run: frozen parts, and a random denoiser from size and seed."""
     init_process()
@@ -44,7 +44,7 @@ def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folde
     echo(f"wrote {checked_init(load_checked(config, set_), out)}")
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     config: ConfigFile,
     processes: Annotated[
@@ -64,7 +64,7 @@ def check(
     Console().print(stage.render(stage.run(load_checked(config, set_), processes, deepspeed)))
 
 
-@app.command()
+@app.command(cls=Command)
 def cache(
     config: ConfigFile,
     trust_cache: TrustCache = False,
@@ -72,7 +72,7 @@ def cache(
     verify: Annotated[bool, typer.Option("--verify", help="Hash every shard; damaged ones are encoded again.")] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Delete files that are no longer used.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Report what is fresh, stale or missing without encoding.")
+        bool, typer.Option("--dry-run", help="Report what is fresh, stale or missing without encoding.")
     ] = False,
     set_: Overrides = None,
 ) -> None:
@@ -87,7 +87,7 @@ def cache(
         Console().print(stage.render(stage.run(folder)))
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     config: ConfigFile,
     trust_cache: TrustCache = False,
@@ -96,12 +96,12 @@ def train(
         bool, typer.Option("--resume", help="Resume from the newest complete checkpoint of the run.")
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Resume from this checkpoint.")] = None,
-    reset_dataloader: Annotated[bool, typer.Option("--reset_dataloader", help="On resume: restart the data.")] = False,
+    reset_dataloader: Annotated[bool, typer.Option("--reset-dataloader", help="On resume: restart the data.")] = False,
     reset_optimizer: Annotated[
-        bool, typer.Option("--reset_optimizer", help="On resume: discard the optimizer state.")
+        bool, typer.Option("--reset-optimizer", help="On resume: discard the optimizer state.")
     ] = False,
     reset_optimizer_params: Annotated[
-        bool, typer.Option("--reset_optimizer_params", help="On resume: take lr etc. from the config.")
+        bool, typer.Option("--reset-optimizer-params", help="On resume: take lr etc. from the config.")
     ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Start again; set existing checkpoints aside.")] = False,
     set_: Overrides = None,
@@ -123,7 +123,7 @@ def parse_resume(
     from sd3_light.stages.train import Resume
 
     if any(resets) and not requested:
-        raise UserError("--reset_* flags need --resume (train.py: --resume_from_checkpoint)")
+        raise UserError("--reset-* flags need --resume or --resume-from")
     if restart and requested:
         raise UserError("--restart starts from the beginning, --resume from a checkpoint; give one of them")
     return Resume(checkpoint, *resets, restart) if requested or restart else None

@@ -4,8 +4,21 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sd3_light.cli.process import enable_tracebacks, init_process, load_checked, run_guarded
+from sd3_light.cli.process import enable_tracebacks, init_process, load_checked, quiet_imports, run_guarded
 from sd3_light.cli.run_verbs import parse_resume
+
+_SWITCHES = {
+    "cache-only": "build the cache and exit",
+    "trust-cache": "do not compare the cache with its sources",
+    "regenerate-cache": "encode everything again",
+    "resume": "resume from the newest complete checkpoint of the run",
+    "reset-dataloader": "on resume: restart the data",
+    "reset-optimizer": "on resume: discard the optimizer state",
+    "reset-optimizer-params": "on resume: take lr etc. from the config",
+    "restart": "start again; set existing checkpoints aside",
+    "deepspeed": "train with the DeepSpeed engine",
+    "debug": "show the traceback of errors",
+}
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -16,26 +29,21 @@ def launch(arguments: Sequence[str]) -> int:
 def _flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train.py", description="Cache, then train. See `sd3-light train --help`.")
     parser.add_argument("--config", type=Path, required=True, help="train TOML (it names the dataset TOML)")
-    parser.add_argument("--cache_only", action="store_true", help="build the cache and exit")
-    parser.add_argument("--trust_cache", action="store_true", help="do not compare the cache with its sources")
-    parser.add_argument("--regenerate_cache", action="store_true", help="encode everything again")
-    parser.add_argument(
-        "--resume_from_checkpoint", nargs="?", const="", metavar="DIR", help="no value: the newest checkpoint"
-    )
-    parser.add_argument("--reset_dataloader", action="store_true", help="on resume: restart the data")
-    parser.add_argument("--reset_optimizer", action="store_true", help="on resume: discard the optimizer state")
-    parser.add_argument("--reset_optimizer_params", action="store_true", help="on resume: take lr etc. from the config")
-    parser.add_argument("--restart", action="store_true", help="start again; set existing checkpoints aside")
-    parser.add_argument("--deepspeed", action="store_true", help="train with the DeepSpeed engine")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
+    for name, text in _SWITCHES.items():
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, action="store_true", help=text)
+    parser.add_argument("--resume-from", metavar="DIR", type=Path, help="resume from this checkpoint")
+    both = ("--resume-from-checkpoint", "--resume_from_checkpoint")
+    parser.add_argument(*both, nargs="?", const="", metavar="DIR", help="--resume, or --resume-from DIR")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by launchers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the train TOML")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     return parser
 
 
 def _launch(flags: argparse.Namespace) -> None:
     if flags.debug:
         enable_tracebacks()
+    quiet_imports()
     loaded, launch_info = load_checked(flags.config, flags.set, flags.cache_only), init_process(flags.local_rank)
     from sd3_light.journeys import build_caches, cache_then_train
     from sd3_light.stages.cache import CacheOptions
@@ -44,7 +52,9 @@ def _launch(flags: argparse.Namespace) -> None:
     if flags.cache_only:
         build_caches(loaded, launch_info, options)
         return
-    checkpoint = Path(flags.resume_from_checkpoint) if flags.resume_from_checkpoint else None
+    named = flags.resume_from_checkpoint
+    checkpoint = flags.resume_from or (Path(named) if named else None)
+    requested = flags.resume or named is not None or checkpoint is not None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
-    resume = parse_resume(flags.resume_from_checkpoint is not None, checkpoint, resets, flags.restart)
+    resume = parse_resume(requested, checkpoint, resets, flags.restart)
     cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)

@@ -5,6 +5,7 @@ from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load import LoadedConfig, load_config, resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import (
+    DEFAULT_GUIDANCE,
     AdapterConfig,
     EmaConfig,
     ModelConfig,
@@ -15,6 +16,7 @@ from sd3_light.config.schema_train import BatchSize, Resolution, TrainConfig, ba
 from sd3_light.config.sizes import SIZES, ModelSize, resolve_size, size_from_transformer_config
 
 __all__ = [
+    "DEFAULT_GUIDANCE",
     "SIZES",
     "AdapterConfig",
     "BatchSize",

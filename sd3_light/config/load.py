@@ -19,7 +19,7 @@ from sd3_light.config.schema_train import ALIASES, BatchSize, TrainConfig, named
 from sd3_light.config.sizes import SIZES
 from sd3_light.config.toml_file import SET, apply_overrides, read_toml
 from sd3_light.config.unsupported import pop_unsupported
-from sd3_light.config.validation import check_table, format_value, is_secret_key
+from sd3_light.config.validation import check_table, format_value, is_secret_key, looks_like
 
 # Values that let the cross checks run when required keys are missing or faulty.
 _PLACEHOLDERS = {"output_dir": "missing", "dataset": "missing.toml"}
@@ -51,6 +51,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     """
     path = Path(os.path.abspath(path))
     raw, faults = read_toml(path)
+    if raw is not None and looks_like(raw) == "dataset":
+        hint = "give the train TOML that names it: dataset = ..."
+        raise ConfigFaults([Fault(str(path), "directory", "this is a dataset TOML, not a train TOML", hint=hint)])
     faults += [] if raw is None else _unalias(raw, str(path))
     set_keys, set_faults = apply_overrides({} if raw is None else raw, overrides)
     faults += set_faults

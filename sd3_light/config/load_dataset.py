@@ -9,7 +9,7 @@ from sd3_light.config.faults import Fault, UserError
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.unsupported import pop_unsupported
-from sd3_light.config.validation import CheckedTable, check_table, format_value
+from sd3_light.config.validation import CheckedTable, check_table, format_value, looks_like
 
 RANGE_KEYS = ("min_ar", "max_ar", "num_ar_buckets")
 AR_KEYS = ("ar_buckets", *RANGE_KEYS)
@@ -37,6 +37,9 @@ def load_directories(path: Path) -> tuple[tuple[DirectoryConfig, ...], list[Faul
     raw, faults = read_toml(path)
     if raw is None:
         return (), faults
+    if looks_like(raw) == "train":
+        hint = "give a dataset TOML, with one [[directory]] or more"
+        return (), [Fault(str(path), "directory", "this is a train TOML, not a dataset TOML", hint=hint)]
     directories = raw.pop("directory", None)
     defaults, default_faults = _check(DatasetDefaults, raw, path)
     faults += default_faults

@@ -30,6 +30,8 @@ _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
 _OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
 OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
+DEFAULT_GUIDANCE = 4.0
+"""Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
 LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
 
 
@@ -184,7 +186,7 @@ class SamplingConfig(Table):
     """Optimizer steps between sample images; required with `prompts`."""
     steps: Count = 28
     """Sampler steps per image."""
-    guidance: NotNegative = 5.0
+    guidance: NotNegative = DEFAULT_GUIDANCE
     """Classifier-free guidance scale; 1 or less disables it."""
 
 

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,25 @@ from sd3_light.config.schema_train import ALIASES, TrainConfig
 LIST_TABLES = ("directory", "ema.track")
 SCHEMAS: dict[str, type[Table]] = {"train": TrainConfig, "dataset": DatasetFile}
 """Schema by kind of file."""
+SYNONYMS = {
+    "learning_rate": "lr",
+    "batch_size": "micro_batch_size_per_gpu",
+    "train_batch_size": "micro_batch_size_per_gpu",
+    "max_train_steps": "max_steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "lr_warmup_steps": "warmup_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "mixed_precision": "transformer_dtype",
+    "num_workers": "num_dataloader_workers",
+    "lora_rank": "rank",
+    "network_dim": "rank",
+    "lora_alpha": "alpha",
+    "network_alpha": "alpha",
+    "checkpointing_steps": "checkpoint_every_n_steps",
+    "image_dir": "path",
+}
+"""Names that other trainers give to our keys."""
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 
 
@@ -176,8 +195,8 @@ def _value_hint(value: Any, annotation: Any) -> str | None:
     if values := known_values(annotation):
         if value in values:
             return unquote
-        close = get_close_matches(value.lower(), values, 1)
-        return f'did you mean "{close[0]}"?' if close else None
+        close = _closest(value.lower(), values)
+        return None if close is None else f'did you mean "{close}"?'
     allowed = describe_type(annotation)
     if allowed == "true or false":
         return unquote if value.lower() in ("true", "false") else None
@@ -198,12 +217,28 @@ def suggest_key(file_kind: str, table: str, name: str) -> str | None:
             return f"`{key}` belongs {_describe_location(file_kind, kind, key_table)}"
     same_table = [row for row in index if row[:2] == (file_kind, table)]
     same_file = [row for row in index if row[0] == file_kind]
-    for scope in (same_table, same_file):
-        if close := get_close_matches(name, [key for *_, key in scope], 1, cutoff=0.7):
-            kind, key_table, key = next(row for row in scope if row[2] == close[0])
+    for scope in (same_table, same_file, index):
+        keys = [key for *_, key in scope]
+        synonym = SYNONYMS.get(name)
+        close = synonym if synonym in keys else None if scope is index else _closest(name, keys, cutoff=0.7)
+        if close is not None:
+            kind, key_table, key = next(row for row in scope if row[2] == close)
             location = "" if key_table == table else " " + _describe_location(file_kind, kind, key_table)
             return f"did you mean `{key}`{location}?"
     return None
+
+
+def _closest(name: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Return the option nearest to a mistyped name, the first of equally near ones; None if there is none."""
+    likeness = {option: SequenceMatcher(None, option, name).ratio() for option in options}
+    best = max(options, key=likeness.__getitem__, default=None)
+    return best if best is not None and likeness[best] >= cutoff else None
+
+
+def looks_like(raw: Mapping[str, Any]) -> str | None:
+    """Return the kind of file that a TOML is by its tables, or None if they do not show it."""
+    is_dataset, is_train = "directory" in raw, any(key in raw for key in ("dataset", "model", "optimizer"))
+    return None if is_dataset == is_train else "dataset" if is_dataset else "train"
 
 
 def _keys(file_kind: str) -> Iterator[tuple[str, str]]:

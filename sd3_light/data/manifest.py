@@ -104,7 +104,7 @@ class Manifest:
             _require_table(content, "places", str)
             return Manifest(content["recipe"], entries, empty, content["counts"], content["places"])
         except (ValueError, LookupError, TypeError) as error:  # not JSON, not UTF-8, or not written by `save`
-            raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate_cache") from error
+            raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate-cache") from error
 
 
 def _as_entry(item: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ class CachedDataset:
         if unknown := sorted({shard.directory for shard in self.manifest.shards} - repeats.keys()):
             raise UserError(
                 f"the cache contains samples of {unknown[0]!r}, which is not in the dataset TOML (it has "
-                f"{', '.join(map(repr, repeats))}): the cache belongs to another dataset; run without --trust_cache"
+                f"{', '.join(map(repr, repeats))}): the cache belongs to another dataset; run without --trust-cache"
             )
         segment = cache(Segment)  # there are many shards but few different sizes and repeats
         buckets = [

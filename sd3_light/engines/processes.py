@@ -168,8 +168,7 @@ def lost_peer(error: RuntimeError) -> PeerLost | None:
         return None
     return PeerLost(
         f"{socket.gethostname()} lost another process of the run ({_summary(error)}): the process, its machine or the "
-        "network failed; find the first error on the other machines, then restart all of them, training with "
-        "--resume_from_checkpoint"
+        "network failed; find the first error on the other machines, then restart all of them, training with --resume"
     )
 
 

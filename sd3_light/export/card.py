@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from sd3_light.config import AdapterConfig
+from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
 from sd3_light.export.export_spec import AdapterSpec, ExportSpec
 
 _MODEL_CARD = """---
@@ -34,24 +34,26 @@ trained weights compute.
 {licence}
 """
 
+_SEED = 'seed = torch.Generator("cpu").manual_seed(0)'
+_SETTINGS = f"guidance_scale={DEFAULT_GUIDANCE}, generator=seed"
 _STOCK = """import torch
 from diffusers import StableDiffusion3Pipeline
 
 pipe = StableDiffusion3Pipeline.from_pretrained("this folder", dtype=torch.float32)
 """
-_STOCK_CALL = (
-    """image = pipe("a prompt", max_sequence_length={t5}, generator=torch.Generator("cpu").manual_seed(0)).images[0]"""
-)
-_ZERO_CALL = """text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, max_sequence_length={t5})
-zeros = {{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}
-seed = torch.Generator("cpu").manual_seed(0)
-image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, generator=seed).images[0]"""
-_CUSTOM = """import torch
+_STOCK_CALL = f"""{_SEED}
+image = pipe("a prompt", max_sequence_length={{t5}}, {_SETTINGS}).images[0]"""
+_ZERO_CALL = f"""text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, max_sequence_length={{t5}})
+zeros = {{{{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}}}
+{_SEED}
+image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, {_SETTINGS}).images[0]"""
+_CUSTOM = f"""import torch
 from diffusers import DiffusionPipeline
 
-custom = {"custom_pipeline": "pipeline", "trust_remote_code": True}  # runs pipeline.py of this folder: read it first
+custom = {{"custom_pipeline": "pipeline", "trust_remote_code": True}}  # runs pipeline.py of this folder: read it first
 pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **custom)
-image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images[0]"""
+{_SEED}
+image = pipe("a prompt", {_SETTINGS}).images[0]"""
 
 _ZERO_NOTE = """
 The unconditional input of training was zeros, not the empty prompt. Guidance must use zeros too: the lines above pass
@@ -94,15 +96,16 @@ compute.
 Not stated. Fill in `license` at the top of this file before you publish. The base model keeps its own licence.
 """
 
-_DIFFUSERS = """In diffusers, on its base model:
+_DIFFUSERS = f"""In diffusers, on its base model:
 
 ```python
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-pipe = StableDiffusion3Pipeline.from_pretrained("{base}", dtype=torch.float32)
+pipe = StableDiffusion3Pipeline.from_pretrained("{{base}}", dtype=torch.float32)
 pipe.load_lora_weights("this folder")
-image = pipe("a prompt", generator=torch.Generator("cpu").manual_seed(0)).images[0]
+{_SEED}
+image = pipe("a prompt", {_SETTINGS}).images[0]
 ```
 """
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."

@@ -36,12 +36,7 @@ def show(table: RenderableType) -> None:
 
 
 def quiet_libraries() -> None:
-    """Disable the progress bars and hints of diffusers and transformers; call it before they are imported.
-
-    Their loading bars break ours, and their hints concern parts that SD3 does not use.
-    """
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")
+    """Disable the loading bars of diffusers and transformers, which break ours."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

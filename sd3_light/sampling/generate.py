@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.sampling.image_requests import ImageRequest
@@ -42,7 +43,7 @@ def generate(
     requests: Sequence[ImageRequest],
     policy: TextPolicy,
     steps: int = 28,
-    guidance: float = 4.0,
+    guidance: float = DEFAULT_GUIDANCE,
     batch_size: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
     exact: bool = False,
@@ -61,7 +62,7 @@ def stream_images(
     requests: Sequence[ImageRequest],
     policy: TextPolicy,
     steps: int = 28,
-    guidance: float = 4.0,
+    guidance: float = DEFAULT_GUIDANCE,
     batch_size: int = 16,
     exact: bool = False,
     threads: int = 1,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import LoadedConfig
+from sd3_light.config import DEFAULT_GUIDANCE, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
@@ -51,7 +51,7 @@ def run(
     held_out: bool = True,
     language: str = "mixed",
     steps: int = 20,
-    guidance: float = 3.0,
+    guidance: float = DEFAULT_GUIDANCE,
     seed: int = 0,
     batch: int = 16,
     out: Path | None = None,

@@ -19,6 +19,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from sd3_light import __version__
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
@@ -48,7 +49,7 @@ class SampleOptions:
     """How to sample, unless a row overrides it. A size of 0 means the model's own."""
 
     steps: int = 28
-    guidance: float = 4.0
+    guidance: float = DEFAULT_GUIDANCE
     width: int = 0
     height: int = 0
     batch: int = 8

@@ -18,7 +18,7 @@ from tests.warm import REAL_PYTHON
 ROOT = Path(__file__).parents[2]
 PORT = 29541
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 3, "micro_batch_size_per_gpu": 2}
-LOST = r"^error: (alpha|beta) lost another process of the run \((.*)\): .* with --resume_from_checkpoint$"
+LOST = r"^error: (alpha|beta) lost another process of the run \((.*)\): .* with --resume$"
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ def test_a_run_does_not_overwrite_another(whole: Project) -> None:
 
 
 def test_a_different_data_order_is_rejected(whole: Project, project: Project) -> None:
-    with pytest.raises(UserError, match=r"trained on another order of data .*--reset_dataloader"):
+    with pytest.raises(UserError, match=r"trained on another order of data .*--reset-dataloader"):
         project.train(*settings(micro_batch_size_per_gpu=2), resume=Resume(checkpoint(whole, 4)))
     with pytest.raises(UserError, match="another order of data"):
         project.train(*settings(seed=4), resume=Resume(checkpoint(whole, 4)))
@@ -251,7 +251,7 @@ def test_the_learning_rate_of_the_checkpoint_is_used_unless_reset(
     resume_options = Resume(checkpoint(whole, 4))
     project.train(*settings("kept", max_steps=6), "optimizer.lr=5e-4", "warmup_steps=9", resume=resume_options)
     assert [event["lr"] for event in project.events("step", "kept")] == [1e-3, 1e-3]
-    assert "checkpoint's warmup_steps = 0, optimizer.lr = 0.001; --reset_optimizer_params" in capfd.readouterr().err
+    assert "checkpoint's warmup_steps = 0, optimizer.lr = 0.001; --reset-optimizer-params" in capfd.readouterr().err
 
     resume_options = Resume(checkpoint(whole, 4), reset_optimizer_params=True)
     project.train(*settings(max_steps=6), "optimizer.lr=5e-4", resume=resume_options)
@@ -263,7 +263,7 @@ def test_the_learning_rate_of_the_checkpoint_is_used_unless_reset(
 
 
 def test_another_optimizer_requires_a_reset(whole: Project, project: Project) -> None:
-    with pytest.raises(UserError, match=r"trained with optimizer.type = 'adamw', .* --reset_optimizer"):
+    with pytest.raises(UserError, match=r"trained with optimizer.type = 'adamw', .* --reset-optimizer"):
         project.train(*settings(), 'optimizer.type="muon"', resume=Resume(checkpoint(whole, 4)))
 
 

@@ -194,7 +194,7 @@ def test_a_killed_worker_stops_the_run_with_one_line(project: Project) -> None:
     assert re.fullmatch(r"DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", reason)
     saved = session.of("checkpoint")[-1]["step"]
     assert saved == session.of("step")[-1]["step"], "the last complete step is saved"
-    hint = "--resume (train.py: --resume_from_checkpoint) continues from there"
+    hint = "--resume continues from there"
     assert line == f"error: {reason} (step {saved} is saved: {hint})"
 
 

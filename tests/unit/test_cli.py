@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,12 +16,18 @@ import pytest
 
 from sd3_light import __version__, cli, journeys
 from sd3_light.cli import process
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import PeerLost, UserError
+from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
+from sd3_light.sampling.generate import generate, stream_images
+from sd3_light.stages import evaluate
 from sd3_light.stages.cache import CacheOptions
+from sd3_light.stages.sample import SampleOptions
 from sd3_light.stages.train import Resume
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "convert", "inspect", "report")
 FLAGS = (
@@ -137,8 +144,39 @@ def test_train_py_has_help_for_its_flags(train_py: Callable[..., Result]) -> Non
         assert flag in result.out
 
 
+@pytest.mark.parametrize("arguments", [(), ("lora",), ("cache",), ("sample",), ("lora", "convert")], ids=" ".join)
+def test_help_shows_switches_without_a_type(verb: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+    result = verb(*arguments, "--help")
+    assert "bool" not in result.out.lower()
+    assert re.search(r"--help +Show this", result.out)
+
+
+def test_help_spells_every_option_with_hyphens(verb: Callable[..., Result]) -> None:
+    for name in VERBS:
+        assert not re.search(r"--[a-z]+_", verb(name, "--help").out), name
+
+
 def test_the_version(verb: Callable[..., Result]) -> None:
     assert verb("--version").out.strip() == __version__
+
+
+def test_commands_start_without_warnings_of_libraries(
+    verb: Callable[..., Result], train_py: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads its variable when it is imported, which the first check of a config does."""
+    name, levels = "TRANSFORMERS_VERBOSITY", []
+    monkeypatch.setattr("sd3_light.stages.check.load", lambda *_: levels.append(os.environ.pop(name, None)))
+    monkeypatch.delenv(name, raising=False)
+    verb("check", tmp_path / "x.toml")
+    train_py("--config", tmp_path / "x.toml")
+    assert levels == ["error", "error"]
+
+
+@pytest.mark.slow
+def test_no_command_warns_of_torchvision(raw_project: Project) -> None:
+    command = [REAL_PYTHON, "-m", "sd3_light", "check", raw_project.train_toml]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "torchvision" not in result.stderr
 
 
 # --- exit codes --------------------------------------------------------------------------------
@@ -279,6 +317,8 @@ def test_an_interrupt_is_code_130(
         (("--deepspeed", "--trust_cache"), ("deepspeed", CacheOptions(trust=True, regenerate=False), None)),
         (("--restart",), ("train", CacheOptions(trust=False, regenerate=False), Resume(restart=True))),
         (("--resume_from_checkpoint",), ("train", CacheOptions(trust=False, regenerate=False), Resume())),
+        (("--resume", "--trust-cache"), ("train", CacheOptions(trust=True, regenerate=False), Resume())),
+        (("--resume-from", "DIR"), ("train", CacheOptions(trust=False, regenerate=False), Resume(Path("DIR")))),
         (
             ("--resume_from_checkpoint", "DIR"),
             ("train", CacheOptions(trust=False, regenerate=False), Resume(Path("DIR"))),
@@ -312,10 +352,13 @@ def test_every_flag_of_train_py_is_passed_on(
     assert launch == Launch()
 
 
+@pytest.mark.parametrize("underscores", [False, True])
 def test_every_flag_of_the_cache_verb_is_passed_on(
-    verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
+    verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any], underscores: bool
 ) -> None:
-    flags = ("--trust_cache", "--regenerate_cache", "--verify", "--prune", "--dry_run")
+    flags = ["--trust-cache", "--regenerate-cache", "--verify", "--prune", "--dry-run"]
+    if underscores:
+        flags = [f"--{flag[2:].replace('-', '_')}" for flag in flags]
     assert verb("cache", raw_project.train_toml, *flags).code == 0
     ((_, _, _, options),) = journey_calls
     assert options == CacheOptions(*[True] * 5)
@@ -345,7 +388,7 @@ def test_a_reset_without_a_resume_is_rejected(
 ) -> None:
     result = train_py("--config", raw_project.train_toml, flag)
     assert result.code == 2
-    assert "--resume_from_checkpoint" in error_line(result)
+    assert "--reset-* flags need --resume or --resume-from" in error_line(result)
     assert journey_calls == []
 
 
@@ -431,3 +474,14 @@ def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
         "raise SystemExit(code)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75
+
+
+# --- defaults ------------------------------------------------------------------------------------
+
+
+def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
+    for name in ("sample", "evaluate"):
+        assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE}\]", verb(name, "--help").out, re.DOTALL)
+    assert SampleOptions().guidance == SamplingConfig().guidance == DEFAULT_GUIDANCE
+    for function in (generate, stream_images, evaluate.run):
+        assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE

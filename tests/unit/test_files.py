@@ -1,14 +1,17 @@
 """Atomic writes: existing files survive failures, two writers never collide, and nothing half-written remains."""
 
 import os
+import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import (
@@ -33,6 +36,24 @@ def dead() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
+
+
+@pytest.fixture
+def strict_umask() -> Iterator[int]:
+    """A umask other than the usual one."""
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+@pytest.mark.parametrize("make", [atomic_file, new_file])
+def test_a_file_of_the_safetensors_library_gets_the_permissions_of_the_umask(
+    tmp_path: Path, strict_umask: int, make: NewPath
+) -> None:
+    """The library itself creates files that only their owner can read."""
+    with make(tmp_path / "x.safetensors") as temporary:
+        save_file({"a": np.zeros(1)}, temporary)
+    assert stat.S_IMODE((tmp_path / "x.safetensors").stat().st_mode) == 0o666 & ~strict_umask
 
 
 def disk_full(*_: object) -> None:

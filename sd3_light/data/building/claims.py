@@ -47,7 +47,7 @@ class Claims:
         except OSError as error:
             raise UserError(
                 f"cannot write to {self.folder}: {error.strerror}; make it writable, or use a finished cache with "
-                "--trust_cache"
+                "--trust-cache"
             ) from error
         # file times have a resolution of milliseconds or more: start at a time that no earlier file can have
         while (now := self._now()) == before:

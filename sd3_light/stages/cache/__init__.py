@@ -79,7 +79,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, options: CacheOption
     if options.trust and not options.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_trusted(data, loaded.train)}
         if not datasets:
-            info("using the cache without checking it against the sources (--trust_cache)")
+            info("using the cache without checking it against the sources (--trust-cache)")
     with _Stage(loaded.train, launch, options) as stage:
         if "" not in datasets:
             stage.complete_prompts(loaded.dataset)
@@ -115,7 +115,7 @@ def _is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
     if not (folder / MANIFEST).is_file():
         return False
     expected = make_recipe(train, folder / "parts.json")
-    _require_recipe(str(folder), Manifest.load(folder), expected, "run without --trust_cache to encode it again")
+    _require_recipe(str(folder), Manifest.load(folder), expected, "run without --trust-cache to encode it again")
     return True
 
 

@@ -28,7 +28,10 @@ def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False)
 
 
 def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
-    """Return disk faults of the valid part, except for keys that are faulty already or need a missing model folder."""
+    """Return disk faults of the valid part, except for keys that are faulty already or need a missing model folder.
+
+    Without a valid size nothing is compared with the denoiser: the default size would only cause more faults.
+    """
     if not isinstance(error.partial, LoadedConfig):
         return []
     faulty = {fault.key for fault in error.faults}
@@ -36,7 +39,7 @@ def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
         faulty.add("model")
     return [
         fault
-        for fault in disk_faults(error.partial, caching)
+        for fault in disk_faults(error.partial, caching, "model.size" not in faulty)
         if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in faulty)
     ]
 

@@ -20,19 +20,24 @@ from sd3_light.runlog import missing_trackers
 _SOURCE_FILES = (".tar", ".parquet")
 
 
-def disk_faults(loaded: LoadedConfig, caching: bool = False) -> list[Fault]:
+def disk_faults(loaded: LoadedConfig, caching: bool = False, with_size: bool = True) -> list[Fault]:
     """Return all faults that the disk shows."""
-    return check_disk(loaded, caching)[1]
+    return check_disk(loaded, caching, with_size)[1]
 
 
-def check_disk(loaded: LoadedConfig, caching: bool = False) -> tuple[WeightsStart | None, list[Fault]]:
-    """Return the initial weights (None if they are at fault) and all faults that the disk shows."""
+def check_disk(
+    loaded: LoadedConfig, caching: bool = False, with_size: bool = True
+) -> tuple[WeightsStart | None, list[Fault]]:
+    """Return the initial weights (None if they are at fault) and all faults that the disk shows.
+
+    ``with_size`` False skips everything that depends on the size of the denoiser.
+    """
     checks = _DiskChecks(loaded)
     if not caching:
         checks.libraries()
     checks.folder()
     checks.init()
-    start = checks.start()
+    start = checks.start() if with_size else None
     checks.encoders(None if start is None else start.size)
     if start is not None:
         checks.size(start)
@@ -209,7 +214,7 @@ class _DiskChecks:
                 if problem := protocol_problem(output):
                     self.add(name, problem, output)
                 continue
-            # a finished, read-only cache can be trained from with --trust_cache
+            # a finished, read-only cache can be trained from with --trust-cache
             finished = name != "output_dir" and (output / MANIFEST).is_file()
             if not finished and (problem := _cannot_create(output)):
                 self.add(name, problem, output, "choose another folder")

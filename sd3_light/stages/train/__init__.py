@@ -70,7 +70,7 @@ def run(
             facts={"order": order_facts(context.order), "settings": rate_settings(context.config)},
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=_OUT_OF_MEMORY,
-            resume_hint="--resume (train.py: --resume_from_checkpoint)",
+            resume_hint="--resume",
         )
         with driver.running():
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:

@@ -28,15 +28,14 @@ from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_
 from sd3_light.training.data import order_facts
 
 _DAMAGED_REMEDY = (
-    "restore one from a copy, resume from another with --resume-from (train.py: --resume_from_checkpoint PATH), or "
-    "start from the beginning with --restart"
+    "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
 )
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The options `--resume_from_checkpoint`, `--reset_*` and `--restart`.
+    """The options `--resume`, `--resume-from`, `--reset-*` and `--restart`.
 
     Without ``checkpoint`` the newest is used. ``restart`` starts from the beginning and sets all checkpoints aside.
     """
@@ -60,8 +59,8 @@ def find_checkpoint(output_dir: Path, resume: Resume | None) -> Path | None:
         newest = newest_usable(output_dir, f"{_DAMAGED_REMEDY}, or choose another output_dir")
         if newest is not None:
             raise UserError(
-                f"{output_dir} holds a run ({newest.name}); continue it with --resume (train.py: "
-                "--resume_from_checkpoint), start again with --restart, or choose another output_dir"
+                f"{output_dir} holds a run ({newest.name}); continue it with --resume, start again with "
+                "--restart, or choose another output_dir"
             )
         return None
     if resume.restart:
@@ -119,7 +118,7 @@ def rate_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def settings_in_force(config: TrainConfig, resumed: Checkpoint | None, resume: Resume | None) -> TrainConfig:
-    """Return the config with the checkpoint's optimizer settings, unless a --reset_* flag selects the config's."""
+    """Return the config with the checkpoint's optimizer settings, unless a --reset-* flag selects the config's."""
     if resumed is None or resume is None or resume.reset_optimizer:
         return config
     try:
@@ -133,14 +132,14 @@ def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old
     if old["optimizer"]["type"] != new["optimizer"]["type"]:
         raise UserError(
             f"{resumed.path} was trained with optimizer.type = {old['optimizer']['type']!r}, the config says "
-            f"{new['optimizer']['type']!r}; write that type, or drop its state with --reset_optimizer"
+            f"{new['optimizer']['type']!r}; write that type, or drop its state with --reset-optimizer"
         )
     if resume.reset_optimizer_params or old == new:
         return config
     differing = [f"{key} = {old[key]!r}" for key in _RATE_KEYS if old[key] != new[key]]
     table = old["optimizer"]
     differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != new["optimizer"].get(key)]
-    info(f"using the checkpoint's {', '.join(differing)}; --reset_optimizer_params takes the config's")
+    info(f"using the checkpoint's {', '.join(differing)}; --reset-optimizer-params takes the config's")
     optimizer = type(config.optimizer).model_validate({**new["optimizer"], **table})
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
@@ -154,7 +153,7 @@ def load_checkpoint(
     if before != now and not resume.reset_dataloader:
         raise UserError(
             f"{saved.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
-            "the data again with --reset_dataloader"
+            "the data again with --reset-dataloader"
         )
     saved.load_into(engine.like_weights(PARAM_KIND, engine.weights) if resume.reset_optimizer else engine.pieces())
     for name, track in averages.tracks.items():

@@ -41,6 +41,27 @@ def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
     assert "pydantic" not in text
 
 
+def test_a_dataset_toml_in_place_of_the_train_toml_is_one_fault(files: Any) -> None:
+    files.write()
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(files.dataset_path)
+    (fault,) = caught.value.faults
+    assert (fault.problem, fault.hint) == (
+        "this is a dataset TOML, not a train TOML",
+        "give the train TOML that names it: dataset = ...",
+    )
+
+
+def test_a_train_toml_in_place_of_the_dataset_toml_is_one_fault(only_fault: OnlyFault, files: Any) -> None:
+    fault = only_fault(top='dataset = "train.toml"')
+    assert fault.file == str(files.train_path)
+    assert fault.problem == "this is a train TOML, not a dataset TOML"
+
+
+def test_the_first_of_equally_near_values_is_suggested(only_fault: OnlyFault) -> None:
+    assert only_fault(model='size = "tiny"').hint == 'did you mean "tiny2"?'
+
+
 def test_a_report_is_a_user_error(files: Any) -> None:
     with pytest.raises(UserError):
         load_config(files.write("epochs = 0"))
@@ -98,6 +119,10 @@ def test_batch_size_faults(only_fault: OnlyFault, line: str, problem: str) -> No
     [
         ("[optimizer]\nlearning_rte = 1", "optimizer.learning_rte", None),
         ("[optimizer]\nweight_decy = 1", "optimizer.weight_decy", "did you mean `weight_decay`?"),
+        ("[optimizer]\nlearning_rate = 1", "optimizer.learning_rate", "did you mean `lr`?"),
+        ("[adapter]\nnetwork_dim = 1", "adapter.network_dim", "did you mean `rank`?"),
+        ("[ema]\nlearning_rate = 1", "ema.learning_rate", "did you mean `lr` in [optimizer]?"),
+        ('[optimizer]\nimage_dir = "a"', "optimizer.image_dir", "did you mean `path` in the dataset TOML?"),
         ("[optimizer]\nt5_max_length = 1", "optimizer.t5_max_length", "`t5_max_length` belongs in [model]"),
         ("[ema]\nseed = 1", "ema.seed", "`seed` belongs at the top level, above the first [table]"),
         ("[ema]\nresolutions = [1]", "ema.resolutions", "`resolutions` belongs in the dataset TOML"),

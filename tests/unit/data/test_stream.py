@@ -194,7 +194,7 @@ def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
 
 def test_a_directory_missing_in_the_config_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4), directories=("a#0", "b#0"))
-    with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust_cache"):
+    with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust-cache"):
         order_of(data, repeats={"a#0": 1.0})
 
 

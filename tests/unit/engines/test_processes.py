@@ -42,7 +42,7 @@ def test_a_lost_process_is_a_one_line_error_with_a_remedy(error: RuntimeError, e
     text = str(lost_peer(error))
     assert excerpt in text
     assert text.startswith(f"{socket.gethostname()} lost another process of the run")
-    assert text.endswith("--resume_from_checkpoint")
+    assert text.endswith("training with --resume")
     assert not [part for part in ("\n", "pair.cc", "typically") if part in text]
     with pytest.raises(UserError, match="lost another process") as raised, explain_runtime_errors():
         raise error

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,6 +192,12 @@ def test_a_float16_export_leaves_the_live_weights_alone(exported: Path, trained:
     assert all(tensor.dtype == torch.float32 for tensor in trained.values())
     fresh = live_weights()
     assert all(torch.equal(trained[name], fresh[name]) for name in trained)
+
+
+def test_the_weights_have_the_permissions_of_any_new_file(exported: Path) -> None:
+    """Another user's programs can read them."""
+    usual = stat.S_IMODE((exported / "model_index.json").stat().st_mode)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (exported / "transformer").iterdir()} == {usual}
 
 
 def test_the_proof_is_recorded(exported: Path, trained: State) -> None:

@@ -514,7 +514,7 @@ def test_trust_rejects_a_cache_of_another_encoder(project: Project, tmp_path: Pa
     model = Path(shutil.copytree(project.model, tmp_path / "other"))
     (weights,) = (model / "vae").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match=r"built with another vae; run without --trust_cache"):
+    with pytest.raises(UserError, match=r"built with another vae; run without --trust-cache"):
         project.build_cache(f'model.diffusers_path="{model}"', trust=True)
 
 
@@ -548,7 +548,7 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
     monkeypatch.setattr("sd3_light.stages.check.disk._cannot_create", lambda path: "cannot be written to")
     faults = [fault.key for fault in disk_faults(project.load())]
     assert faults == ["output_dir"], "a finished cache need not be writable"
-    with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust_cache"):
+    with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust-cache"):
         project.build_cache()
     assert project.build_cache(trust=True) == []
     epoch_of(project)

@@ -6,6 +6,7 @@ import pytest
 
 from sd3_light.config import ConfigFaults
 from sd3_light.stages import check
+from tests.project import Project
 
 BAD = """
 output_dir = "run"
@@ -38,3 +39,10 @@ def test_a_faulty_key_is_not_checked_on_disk(tmp_path: Path) -> None:
     faults = _faults(tmp_path, "")
     assert {key for key in faults if key.startswith("model")} == {"model.diffusers_path"}
     assert faults["model.diffusers_path"] != "no such folder"
+
+
+def test_an_unknown_size_is_one_fault(fresh_project: Project) -> None:
+    """The folder's encoders fit the size that was meant; they are not compared with the default size."""
+    with pytest.raises(ConfigFaults) as caught:
+        check.load(fresh_project.train_toml, ["model.size=tiny"])
+    assert [fault.key for fault in caught.value.faults] == ["model.size"]
