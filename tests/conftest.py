@@ -64,6 +64,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return FileScheduling(config, log)
 
 
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Restore the environment variables that a test, or a library that it imported, has set or removed."""
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start child processes, also those of the package, with the large libraries imported."""

@@ -39,6 +39,15 @@ def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script:
     assert "False False" in run("-c", SHOW).stdout
 
 
+def test_variables_of_libraries_that_may_differ_are_applied(script: Path) -> None:
+    script.write_text(
+        "import sys\nis_warm = 'torch' in sys.modules\nfrom diffusers.utils import dynamic_modules_utils, logging\n"
+        "print(logging.get_verbosity(), dynamic_modules_utils.HF_MODULES_CACHE, is_warm)"
+    )
+    done = run(script, env={**os.environ, "DIFFUSERS_VERBOSITY": "error", "HF_MODULES_CACHE": "elsewhere"})
+    assert done.stdout == "40 elsewhere True\n"
+
+
 def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
     assert [run(script, code).returncode for code in (0, 2, 75)] == [0, 2, 75]

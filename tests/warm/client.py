@@ -31,7 +31,11 @@ IMPORT_VARIABLES = (
     ),
     *("PEFT_", "PYTHON", "PYTORCH_", "TMPDIR", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_"),
 )
-RUNTIME_VARIABLES = ("PYTHONPATH", "TORCH_NCCL_")
+# Of these, the ones that may differ: they are read later, are applied by the server, or cost only time.
+RUNTIME_VARIABLES = (
+    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "OMP_WAIT_POLICY", "PYTHONPATH", "TORCH_NCCL_"),
+    "TRANSFORMERS_VERBOSITY",
+)
 
 
 def main() -> None:

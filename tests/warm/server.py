@@ -40,6 +40,7 @@ def import_libraries() -> None:
     import rich.console  # noqa: F401
     import typer  # noqa: F401
     from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline  # noqa: F401
+    from diffusers.utils import dynamic_modules_utils  # noqa: F401
     from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
 
@@ -153,10 +154,22 @@ def take_over(request: dict[str, Any], descriptors: list[int]) -> None:
         stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=lines, write_through=through)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    apply_variables(request["environment"])
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     random.seed()
     sys.modules["numpy"].random.seed()
+
+
+def apply_variables(environment: dict[str, str]) -> None:
+    """Apply the variables that libraries read at import and that the client passes on nevertheless."""
+    from diffusers.utils import dynamic_modules_utils
+
+    dynamic_modules_utils.HF_MODULES_CACHE = environment.get("HF_MODULES_CACHE", dynamic_modules_utils.HF_MODULES_CACHE)
+    for library in ("diffusers", "transformers"):
+        if level := environment.get(f"{library.upper()}_VERBOSITY"):
+            logging = sys.modules[f"{library}.utils.logging"]
+            logging.set_verbosity(logging.log_levels[level])
 
 
 def run(request: dict[str, Any]) -> None:
