@@ -48,7 +48,7 @@ def latent_bytes(pixels: int, batch: int, mask: bool = False) -> int:
 
 
 def batch_bytes(pixels: int, text: TextShape, batch: int, mask: bool = False) -> Amount:
-    """Return the bytes of one prepared micro-batch.
+    """Return the bytes of one prepared micro-batch, an upper bound for GPUs, which get moments in fp16 and add noise.
 
     Noisy latents and targets are fp32, joined text is bf16; samples add their time and, with real tokens, length.
     """

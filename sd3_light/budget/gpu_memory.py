@@ -152,12 +152,15 @@ def checkpoint_copy_bytes(setup: TrainingSetup) -> Amount:
 
 
 def next_batch_bytes(setup: TrainingSetup) -> int:
-    """Return the bytes of the micro-batch that is copied to the GPU while another is computed."""
+    """Return the bytes of the micro-batch that is copied to the GPU while another is computed.
+
+    The copies of both hold moments in fp16, together as much as the noisy latent and target that are made of them.
+    """
     return setup.batch * _inputs(setup) if setup.is_first or setup.is_last else 0
 
 
 def _inputs(setup: TrainingSetup) -> int:
-    """Return the bytes of a sample on arrival: text in bf16, noisy latent and target in float32."""
+    """Return the bytes of a sample before the first layer: text in bf16, noisy latent and target in float32."""
     size, tokens = setup.size, setup.tokens
     latent = 4 * tokens.image * size.patch_size**2 * size.latent_channels
     return setup.is_first * (2 * tokens.text * size.text_width + latent) + setup.is_last * latent

@@ -21,7 +21,7 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import ShardStore, open_shard
 from sd3_light.data.verify import Verifier
-from sd3_light.randomness import stream
+from sd3_light.randomness import choices, occurrence_words
 
 CachedBatch = dict[str, Any]
 _OPEN_TRIES = 8
@@ -128,16 +128,18 @@ class CachedDataset:
     def _rows(self, picks: Picks, seed: int) -> list[BatchRow]:
         shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
         needed = sorted(set(segments))
-        readers = dict(zip(needed, self._readers([shards[segment] for segment in needed]), strict=True))
-        rows = []
-        for segment, row, repeat in zip(segments, picks.index.tolist(), picks.repeat.tolist(), strict=True):
-            reader = readers[segment]
-            occurrence = picks.epoch, repeat, reader.identity(row)
-            captions, variants = reader.num_captions(row), reader.num_variants
-            caption = _choose(seed, "caption", *occurrence, captions) if captions > 1 else 0
-            variant = _choose(seed, "flip", *occurrence, variants) if variants > 1 else 0
-            rows.append(BatchRow(reader, reader.locate(row, caption, variant), occurrence[2], variant))
-        return rows
+        by_segment = dict(zip(needed, self._readers([shards[segment] for segment in needed]), strict=True))
+        sources = [(by_segment[segment], row) for segment, row in zip(segments, picks.index.tolist(), strict=True)]
+        ids = [reader.identity(row) for reader, row in sources]
+        occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
+        captions = np.array([reader.num_captions(row) for reader, row in sources])
+        variants = np.array([reader.num_variants for reader, _ in sources])
+        caption = choices(seed, "caption", occurrences, captions).tolist()
+        variant = choices(seed, "flip", occurrences, variants).tolist()
+        return [
+            BatchRow(reader, reader.locate(row, caption[at], variant[at]), ids[at], variant[at])
+            for at, (reader, row) in enumerate(sources)
+        ]
 
     # --- shards -------------------------------------------------------------------------------
 
@@ -205,10 +207,6 @@ class CachedDataset:
                 self._verifier.prefetch((entry, self.store.path(entry)))
             except (UserError, OSError):
                 return  # reported when the shard is read
-
-
-def _choose(seed: int, purpose: str, epoch: int, repeat: int, sample_id: int, count: int) -> int:
-    return int(stream(seed, purpose, epoch, repeat, sample_id).integers(count))
 
 
 class MicroBatches(InPlaceDataset):

@@ -1,7 +1,7 @@
 """Copy micro-batches to the GPU ahead of the computation, from pinned memory on a separate stream.
 
 Two device buffers alternate. A copy waits, on the device, until the previous content of its buffer has been used, and
-the computation waits until the copy has arrived; the host waits for neither. The GPU memory for inputs is that of two
+the computation waits until the copy has arrived; the host waits for neither. The GPU memory for copies is that of two
 micro-batches (law 10), however far the host runs ahead.
 """
 
@@ -17,6 +17,8 @@ from sd3_light.data.slots import aligned
 from sd3_light.engines.protocol import MicroBatch
 
 NUM_BUFFERS = 2
+
+Finish = Callable[[MicroBatch], MicroBatch]
 
 
 @dataclass
@@ -40,10 +42,11 @@ class DeviceSender:
     """Sends micro-batches to a CUDA device, one ahead of the computation. Counts (int64) stay on the host.
 
     Work on the current stream may use a sent micro-batch until `send` is called for the micro-batch after the next.
+    ``finish`` turns a micro-batch that arrived into what `send` returns, on the current stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, finish: Finish | None = None) -> None:
+        self.device, self._finish = device, finish
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [_DeviceBuffer() for _ in range(NUM_BUFFERS)]
         self._current = 0
@@ -64,7 +67,7 @@ class DeviceSender:
         self._copy([(copies[id(tensor)], tensor) for tensor in tensors], buffer)
         buffer.source = batch
         features, label = (tuple(copies.get(id(tensor), tensor) for tensor in part) for part in batch)
-        return features, label
+        return (features, label) if self._finish is None else self._finish((features, label))
 
     def release(self) -> None:
         """Drop the host memory of sent micro-batches, after waiting for copies in progress."""
@@ -160,13 +163,15 @@ def equal_micro_batches(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 def prefetch_steps(
-    source: Generator[MicroBatch, None, None], count: int, device: torch.device
+    source: Generator[MicroBatch, None, None], count: int, device: torch.device, finish: Finish | None = None
 ) -> Generator[PrefetchedStep, None, None]:
     """Yield steps of ``count`` micro-batches; the first micro-batch of each is already being copied.
 
+    ``finish`` turns a micro-batch on the device into one of the step.
+
     Closing the generator closes the source, even while a step is still referenced.
     """
-    sender = DeviceSender(device)
+    sender = DeviceSender(device, finish)
     with closing(source):
         while True:
             try:

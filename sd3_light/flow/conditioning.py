@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sd3_light.randomness import stream
+from sd3_light.randomness import first_words, uniforms
 
 ENCODERS = ("clip_l", "clip_g", "t5")
 
 
-def draw_drops(seed: int, epoch: int, repeat: int, sample_id: int, probability: float) -> tuple[bool, ...]:
-    """Return which encoders are dropped for one occurrence of a sample, by one independent draw per encoder (law 1)."""
-    draws = stream(seed, "text-dropout", epoch, repeat, sample_id).random(len(ENCODERS))
-    return tuple(bool(draw < probability) for draw in draws)
+def draw_drops(seed: int, occurrences: NDArray[np.int64], probability: float) -> list[tuple[bool, ...]]:
+    """Return which encoders are dropped for each occurrence of a sample: one independent draw per encoder (law 1)."""
+    draws = uniforms(first_words(seed, "text-dropout", occurrences)[: len(ENCODERS)])
+    return [tuple(dropped) for dropped in (draws < probability).T.tolist()]
 
 
 def drop_text(

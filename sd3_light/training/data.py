@@ -19,6 +19,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
+from sd3_light.training.sd3 import CleanPreparer, InputPreparer
 
 
 def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_memory: bool = False) -> CachedDataset:
@@ -86,14 +87,14 @@ def training_steps(
     order: Order,
     launch: Launch,
     engine: object,
-    preparer: PreparesInPlace,
+    preparer: InputPreparer,
     prefetch_to: torch.device | None = None,
     reads_data: bool = True,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
-    They are copied to the device ``prefetch_to`` while it computes earlier ones. Without ``reads_data`` the batches
-    are placeholders: see `placeholder_batch`.
+    They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
+    ``reads_data`` the batches are placeholders: see `placeholder_batch`.
     """
     micro = config.gradient_accumulation_steps
     if not reads_data:
@@ -104,9 +105,12 @@ def training_steps(
         items = range(first * micro, 2**62)
         if prefetch_to is None:
             return make_loader(config, dataset, engine, micro, preparer, items).steps()
-        return prefetch_steps(
-            iter(make_loader(config, dataset, engine, micro, preparer, items, pin_host_memory)), micro, prefetch_to
-        )
+        # "ziggurat" is a method of the host
+        finish = preparer.noise_adder(prefetch_to) if preparer.noise == "table" else None
+        in_workers = preparer if finish is None else CleanPreparer(preparer)
+        pin = pin_host_memory if prefetch_to.type == "cuda" else None
+        loader = make_loader(config, dataset, engine, micro, in_workers, items, pin)
+        return prefetch_steps(iter(loader), micro, prefetch_to, finish)
 
     return steps
 

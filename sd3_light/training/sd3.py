@@ -1,12 +1,15 @@
 """SD3 in training: model inputs from cached features, the denoiser before the first step, saving."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
@@ -19,29 +22,39 @@ from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
+from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
 from sd3_light.model.part_configs import LOCAL_WEIGHTS
 from sd3_light.model.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.start import WeightsStart, where_weights_start
-from sd3_light.randomness import stream
+from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
 from sd3_light.training.saver import model_config, model_spec
 
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
+
+Draw = Callable[[tuple[int, ...]], Tensor]
+"""Shape of a sample -> standard normals of the batch."""
+
+
+Noise = Literal["table", "ziggurat"]
+"""How a sample's stream becomes normals: by `randomness.fill_normals`, or by numpy's method, as in earlier versions."""
 
 
 @dataclass(frozen=True)
 class InputPreparer:
     """Turns cached features into (features, label), with random draws per sample (law 1). Small: workers get a copy.
 
-    ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros.
+    ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros. ``noise``
+    is "ziggurat" for runs that started with it.
     """
 
     seed: int
     model: ModelConfig
     scale: LatentScale
     empty_text: CaptionFeatures | None
+    noise: Noise = "table"
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
@@ -57,40 +70,83 @@ class InputPreparer:
     ) -> PreparedBatch:
         """Like `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
         evaluation = timestep_quantile is not None
-        moments = batch["moments"]
-        shape = (moments.shape[1] // 2, *moments.shape[2:])
-        noise = self._normals(batch, "eval-noise" if evaluation else "noise", shape)
-        posterior = None if evaluation else self._normals(batch, "posterior", shape)
-        clean = self.scale.normalise(draw_latent(moments, posterior))
-        t = self._times(batch, clean.shape, timestep_quantile)
-        mask = batch.get("mask")
-        return (
-            (interpolate(clean, noise, t), 1000 * t, *self._text(batch, evaluation, allocate)),
-            (velocity(clean, noise), None if mask is None else mask.float() / 255),
+        features, (words, mask) = self._clean(batch, allocate, timestep_quantile)
+        occurrences = words.view(torch.int64).numpy()
+        if evaluation:
+            draw = partial(self._normals, "eval-noise", occurrence_words(0, 0, occurrences[:, 1]))
+            return self._noisy(features, mask, draw, None)
+        return self._noisy(
+            features, mask, *(partial(self._normals, purpose, occurrences) for purpose in ("noise", "posterior"))
         )
 
-    def _text(self, batch: CachedBatch, evaluation: bool, allocate: AllocateTensor | None = None) -> tuple[Tensor, ...]:
+    def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> PreparedBatch:
+        """Return ((moments, t, prompt_embeds, pooled_prompt_embeds[, lengths]), (words, mask)), to get noise later.
+
+        ``words`` are `randomness.occurrence_words` as int32 [B, 4]: int64 would stay on the host.
+        """
+        return self._clean(batch, allocate, None)
+
+    def noise_adder(self, device: torch.device) -> Callable[[PreparedBatch], PreparedBatch]:
+        """Return a function that turns a batch of `prepare_clean` on the device into one of `prepare_inputs`.
+
+        Noise and posterior draws have the same bits as on the host; latents and targets agree to rounding.
+        """
+        noise = DeviceNoise(self.seed, device)
+
+        def add(prepared: PreparedBatch) -> PreparedBatch:
+            features, (words, mask) = prepared
+            draws = (partial(noise.normals, purpose, words.view(torch.int64)) for purpose in ("noise", "posterior"))
+            return self._noisy(features, mask, *draws)
+
+        return add
+
+    def _clean(
+        self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None
+    ) -> PreparedBatch:
+        occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
+        moments = batch["moments"]
+        t = self._times(occurrences, moments.shape, timestep_quantile)
+        text = self._text(batch, occurrences, timestep_quantile is not None, allocate)
+        return (moments, t, *text), (torch.from_numpy(occurrences).view(torch.int32), batch.get("mask"))
+
+    def _noisy(
+        self, features: tuple[Any, ...], mask: Tensor | None, noise: Draw, posterior: Draw | None
+    ) -> PreparedBatch:
+        moments, t, *text = features
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        drawn = noise(shape)
+        clean = self.scale.normalise(draw_latent(moments, None if posterior is None else posterior(shape)))
+        return (
+            (interpolate(clean, drawn, t), 1000 * t, *text),
+            (velocity(clean, drawn), None if mask is None else mask.float() / 255),
+        )
+
+    def _text(
+        self, batch: CachedBatch, occurrences: NDArray[np.int64], evaluation: bool, allocate: AllocateTensor | None
+    ) -> tuple[Tensor, ...]:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
-            probability = self.model.uncond_text_dropout_prob
-            drops = [draw_drops(self.seed, *occurrence, probability) for occurrence in _occurrences(batch)]
+            drops = draw_drops(self.seed, occurrences, self.model.uncond_text_dropout_prob)
             texts = drop_text(texts, drops, self.empty_text, real)
         prompt, pooled, lengths = join_text(texts, allocate)
         return (prompt, pooled, lengths) if real else (prompt, pooled)
 
-    def _normals(self, batch: CachedBatch, purpose: str, shape: tuple[int, ...]) -> Tensor:
-        occurrences = _occurrences(batch, fixed=purpose.startswith("eval"))
+    def _normals(self, purpose: str, occurrences: NDArray[np.int64], shape: tuple[int, ...]) -> Tensor:
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
-        for at, occurrence in enumerate(occurrences):
-            stream(self.seed, purpose, *occurrence).standard_normal(dtype=np.float32, out=values[at])
+        for at, draw in enumerate(streams(self.seed, purpose, occurrences)):
+            if self.noise == "ziggurat":
+                draw.standard_normal(dtype=np.float32, out=values[at])
+            else:
+                fill_normals(draw, values[at])
         return torch.from_numpy(values)
 
-    def _times(self, batch: CachedBatch, shape: torch.Size, quantile: float | None) -> Tensor:
-        quantiles = [
-            open_interval(stream(self.seed, "timestep", *occurrence).random()) if quantile is None else quantile
-            for occurrence in _occurrences(batch)
-        ]
+    def _times(self, occurrences: NDArray[np.int64], shape: torch.Size, quantile: float | None) -> Tensor:
+        if quantile is None:
+            drawn = uniforms(first_words(self.seed, "timestep", occurrences)[0]).tolist()
+            quantiles = [open_interval(value) for value in drawn]
+        else:
+            quantiles = [quantile] * len(occurrences)
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
         model = self.model
         t = times_from_quantiles(
@@ -99,12 +155,21 @@ class InputPreparer:
         return torch.tensor(t, dtype=torch.float32)
 
 
-def _occurrences(batch: CachedBatch, fixed: bool = False) -> list[tuple[int, int, int]]:
-    """Return (epoch, repeat, sample id) of each sample; with ``fixed`` epoch and repeat are 0, as evaluations need."""
-    ids = batch["sample_id"].tolist()
-    if fixed:
-        return [(0, 0, sample_id) for sample_id in ids]
-    return list(zip(batch["epoch"].tolist(), batch["repeat"].tolist(), ids, strict=True))
+@dataclass(frozen=True)
+class CleanPreparer:
+    """Prepares batches without noise, for a device that adds it."""
+
+    preparer: InputPreparer
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
+        """See `InputPreparer.prepare_clean`."""
+        return self.preparer.prepare_clean(batch)
+
+    def prepare_into(
+        self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
+    ) -> PreparedBatch:
+        """See `InputPreparer.prepare_clean`."""
+        return self.preparer.prepare_clean(batch, empty)
 
 
 class LightSD3Pipeline:
@@ -116,12 +181,17 @@ class LightSD3Pipeline:
     name = "sd3"
 
     def __init__(
-        self, model: ModelConfig, seed: int, empty_text: CaptionFeatures | None, start: WeightsStart | None = None
+        self,
+        model: ModelConfig,
+        seed: int,
+        empty_text: CaptionFeatures | None,
+        start: WeightsStart | None = None,
+        noise: Noise = "table",
     ) -> None:
         self.model = model
         self.transformer = starting_transformer(start or where_weights_start(model), seed)
         uncond = empty_text if model.uncond_text == "empty" else None
-        self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond)
+        self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond, noise)
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """See `InputPreparer.prepare_inputs`."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sd3_light.checkpoint.index import INDEX, read_index
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
@@ -14,6 +15,8 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
+from sd3_light.training.data import training_steps
+from sd3_light.training.sd3 import CleanPreparer
 from sd3_light.world import write_dataset
 from tests.checkpoints import read_checkpoint
 from tests.e2e.equal import assert_same_checkpoint
@@ -70,6 +73,25 @@ def test_a_repeated_run_is_equal(whole: Project, project: Project) -> None:
     assert_same_checkpoint(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
+    whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """GPUs get moments and add noise themselves; here the CPU is that device."""
+    sent = []
+
+    def steps(*args: Any) -> Any:
+        monkeypatch.setattr(CleanPreparer, "prepare_inputs", lambda self, batch: sent.append(1) or clean(self, batch))
+        return training_steps(*args[:6], torch.device("cpu"), *args[7:])
+
+    clean = CleanPreparer.prepare_inputs
+    monkeypatch.setattr("sd3_light.stages.train.training_steps", steps)
+    project.train(*settings("device", num_dataloader_workers=workers))
+    assert bool(sent) == (workers == 0), "workers prepare in their own processes"
+    assert numbers(project, "device", 0) == numbers(whole, "run", 0)
+    assert_same_checkpoint(checkpoint(project, STEPS, "device"), checkpoint(whole, STEPS))
+
+
 IMPORTANT = (1, EPOCH - 1, EPOCH, EPOCH + 1)
 
 
@@ -87,6 +109,34 @@ def test_a_resumed_run_equals_the_uninterrupted_run(whole: Project, project: Pro
     assert len(resumed) == STEPS - step
     assert resumed == numbers(whole, "run", step)
     assert_same_checkpoint(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
+
+
+def test_a_run_of_an_earlier_version_continues_with_its_noise(
+    whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoints do not say how the noise was made."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.stages.train.context.noise_in_force", lambda resumed: "ziggurat")
+        project.train(*settings("old", max_steps=4, checkpoint_every_n_steps=2))
+    assert numbers(project, "old", 0) != numbers(whole, "run", 0)[:4]
+    index = read_index(checkpoint(project, 2, "old"))
+    assert index.facts.pop("noise") == "ziggurat"
+    (checkpoint(project, 2, "old") / INDEX).write_text(index.to_json())
+    project.train(*settings(max_steps=4), resume=Resume(checkpoint(project, 2, "old")))
+    assert "began with an earlier version" in capfd.readouterr().err
+    assert numbers(project, "resumed", 0) == numbers(project, "old", 2)
+    assert_same_checkpoint(checkpoint(project, 4, "resumed"), checkpoint(project, 4, "old"))
+
+
+def test_a_checkpoint_with_unknown_noise_is_rejected(whole: Project, project: Project) -> None:
+    copy = project.folder / "copy" / checkpoint_name(3)
+    shutil.copytree(checkpoint(whole, 3), copy)
+    index = read_index(copy)
+    assert index.facts["noise"] == "table"
+    index.facts["noise"] = ["sobol"]
+    (copy / INDEX).write_text(index.to_json())
+    with pytest.raises(UserError, match=r"was trained with noise \['sobol'\], which this version lacks"):
+        project.train(*settings(), resume=Resume(copy))
 
 
 def test_resuming_without_a_checkpoint_starts_the_run(whole: Project, project: Project) -> None:

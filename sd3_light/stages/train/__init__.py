@@ -67,7 +67,7 @@ def run(
             folder=folder.path,
             hooks=_make_hooks(context, state, sampler),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch),
-            facts={"order": order_facts(context.order), "settings": rate_settings(context.config)},
+            facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=_OUT_OF_MEMORY,
             resume_hint="--resume",
@@ -82,6 +82,15 @@ def run(
     if requests.quit and requests.reason != SAVE_QUIT and end.step < total:
         raise Stopped(f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue")
     return end
+
+
+def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
+    """Return what a checkpoint says about the run."""
+    return {
+        "order": order_facts(context.order),
+        "settings": rate_settings(context.config),
+        "noise": context.noise,
+    }
 
 
 def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:

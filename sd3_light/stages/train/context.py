@@ -15,8 +15,9 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.resume import Resume, choose_checkpoint, settings_in_force
+from sd3_light.stages.train.resume import Resume, choose_checkpoint, noise_in_force, settings_in_force
 from sd3_light.training.data import make_order, open_cache
+from sd3_light.training.sd3 import Noise
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RunContext:
     data: CachedDataset
     order: Order
     resumed: Checkpoint | None
+    noise: Noise
 
     @property
     def stages(self) -> int:
@@ -91,9 +93,9 @@ def open_context(
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
-    config = settings_in_force(train, resumed, resume)
+    config, noise = settings_in_force(train, resumed, resume), noise_in_force(resumed)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     if resumed is None and reads_data:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
-    return RunContext(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed)
+    return RunContext(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.progress import Progress, track_kind
@@ -26,6 +26,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
+from sd3_light.training.sd3 import Noise
 
 _DAMAGED_REMEDY = (
     "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
@@ -142,6 +143,18 @@ def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old
     info(f"using the checkpoint's {', '.join(differing)}; --reset-optimizer-params takes the config's")
     optimizer = type(config.optimizer).model_validate({**new["optimizer"], **table})
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
+
+
+def noise_in_force(resumed: Checkpoint | None) -> Noise:
+    """Return how the run makes its noise: a resumed run continues as it began. Old checkpoints do not say how."""
+    if resumed is None:
+        return "table"
+    noise: Noise = resumed.facts.get("noise", "ziggurat")
+    if noise not in get_args(Noise):
+        raise UserError(f"{resumed.path} was trained with noise {noise!r}, which this version lacks; use a newer one")
+    if noise == "ziggurat":
+        info("this run began with an earlier version: its noise stays the same, and is made by the data workers")
+    return noise
 
 
 def load_checkpoint(

@@ -38,7 +38,7 @@ class TrainState:
 def make_train_state(context: RunContext) -> TrainState:
     """Build the model with its starting weights and wrap it in the engine; all processes call it together."""
     config, launch, device, start = context.config, context.launch, context.device, context.start
-    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start)
+    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start, context.noise)
     choose_what_trains(pipeline.transformer, config, device)
     saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start)
     if config.compile:

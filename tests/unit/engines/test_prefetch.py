@@ -64,6 +64,24 @@ def test_host_memory_is_released_before_the_next_batch_is_requested() -> None:
             assert sum(ref() is not None for ref in alive) <= 1
 
 
+def test_every_micro_batch_is_finished_once_on_the_device() -> None:
+    """As it is sent; the metadata afterwards describe the finished one."""
+    finished: list[int] = []
+
+    def finish(arrived: MicroBatch) -> MicroBatch:
+        features, (target, _) = arrived
+        finished.append(int(features[3][2]))
+        return (features[0].repeat(2, 1, 1), *features[1:]), (2 * target, None)
+
+    for at, step in enumerate(prefetch_steps((batch(number) for number in range(4)), 2, CPU, finish)):
+        assert finished == list(range(2 * at + 1))
+        for number, (features, label) in enumerate(step, start=2 * at):
+            assert torch.equal(features[0], batch(number)[0][0].repeat(2, 1, 1))
+            assert torch.equal(label[0], 2 * batch(number)[1][0])
+        assert [tuple(features[0].shape) for features, _ in step] == [(6, 4, 4)] * 2
+    assert finished == [0, 1, 2, 3]
+
+
 def test_steps_yield_data_once_and_metadata_afterwards() -> None:
     steps = list[list[tuple[int, ...]]]()
     fetched: list[int] = []

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.flow.conditioning import ENCODERS, draw_drops, drop_text
+from sd3_light.randomness import occurrence_words, stream
 
 Texts = dict[str, list[Tensor]]
 
@@ -26,7 +27,7 @@ def texts(count: int, dtype: torch.dtype = torch.float32, rows: tuple[int, ...] 
 
 @pytest.fixture(scope="module")
 def many() -> np.ndarray:
-    return np.array([draw_drops(0, 0, 0, sample, 0.464) for sample in range(100_000)])
+    return np.array(draw_drops(0, occurrence_words(0, 0, range(100_000)), 0.464))
 
 
 def test_ten_percent_of_samples_have_no_text(many: np.ndarray) -> None:
@@ -53,7 +54,7 @@ def test_drops_of_two_encoders_are_uncorrelated(many: np.ndarray) -> None:
 
 def test_a_draw_belongs_to_the_occurrence_of_the_sample() -> None:
     def drops(seed: int, epoch: int, repeat: int) -> list[tuple[bool, ...]]:
-        return [draw_drops(seed, epoch, repeat, sample, 0.464) for sample in range(50)]
+        return draw_drops(seed, occurrence_words(epoch, repeat, range(50)), 0.464)
 
     assert drops(0, 0, 0) == drops(0, 0, 0)
     others = [drops(1, 0, 0), drops(0, 1, 0), drops(0, 0, 1)]
@@ -61,8 +62,15 @@ def test_a_draw_belongs_to_the_occurrence_of_the_sample() -> None:
 
 
 def test_probabilities_0_and_1() -> None:
-    assert all(draw_drops(0, 0, 0, sample, 0.0) == (False,) * 3 for sample in range(200))
-    assert all(draw_drops(0, 0, 0, sample, 1.0) == (True,) * 3 for sample in range(200))
+    occurrences = occurrence_words(0, 0, range(200))
+    assert draw_drops(0, occurrences, 0.0) == [(False,) * 3] * 200
+    assert draw_drops(0, occurrences, 1.0) == [(True,) * 3] * 200
+
+
+def test_draws_are_the_first_uniforms_of_each_samples_stream() -> None:
+    occurrences = occurrence_words(2, 1, range(100))
+    expected = [stream(3, "text-dropout", 2, 1, sample).random(3) < 0.4 for sample in range(100)]
+    assert np.array_equal(draw_drops(3, occurrences, 0.4), expected)
 
 
 def test_tokens_and_pooled_vector_of_an_encoder_are_dropped_together() -> None:

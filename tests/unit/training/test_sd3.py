@@ -2,8 +2,10 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
@@ -16,6 +18,7 @@ from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.model.start import where_weights_start
+from sd3_light.randomness import occurrence_words, stream
 from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, PreparedBatch, split_batch, starting_transformer
 
 Model = Callable[..., ModelConfig]
@@ -117,6 +120,36 @@ def test_the_preparer_can_be_pickled_for_workers(model: Model, batch: MakeBatch)
     assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
 
 
+# --- noise on a device -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_noise_added_later_gives_the_same_inputs(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str, masked: bool
+) -> None:
+    keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
+    prepare = preparer(model, seed=5, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys)
+    cached = (real_batch if text == "real" else batch)([3, 2**62 + 3, 8, 1], epoch=2, repeats=[0, 1, 2, 3])
+    if masked:
+        cached["mask"] = torch.arange(4 * 4 * 6, dtype=torch.uint8).view(4, 4, 6)
+    clean = prepare.prepare_clean(cached)
+    kept = clean[0][0].dtype == torch.float16 and clean[1][0].dtype == torch.int32
+    assert kept, "what is sent: raw moments, and words in a dtype that goes to the device"
+    expected, late = prepare.prepare_inputs(cached), prepare.noise_adder(torch.device("cpu"))(clean)
+    assert all(same(row(late, at), row(expected, at)) for at in range(4))
+
+
+def test_a_run_of_an_earlier_version_keeps_its_noise(model: Model, batch: MakeBatch) -> None:
+    cached = batch([7], epoch=1, repeats=[2])
+    old = replace(preparer(model), noise="ziggurat")
+    expected = stream(0, "noise", 1, 2, 7).standard_normal((16, 4, 6), dtype=np.float32)
+    torch.testing.assert_close(undo(old.prepare_inputs(cached))[1][0], torch.from_numpy(expected), atol=1e-5, rtol=0)
+    fixed = stream(0, "eval-noise", 0, 0, 7).standard_normal((16, 4, 6), dtype=np.float32)
+    drawn = undo(old.prepare_inputs(cached, 0.4))[1][0]
+    torch.testing.assert_close(drawn, torch.from_numpy(fixed), atol=1e-5, rtol=0)
+
+
 # --- the flow ----------------------------------------------------------------------------------
 
 
@@ -190,7 +223,7 @@ def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
 @pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
 def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncond: dict[str, Tensor] | None) -> None:
     ids = list(range(60))
-    drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
+    drops = draw_drops(3, occurrence_words(1, 0, ids), 0.464)
     assert len(set(drops)) == 8, "all patterns occur"
     cached = batch(ids, epoch=1)
     prepare = preparer(model, seed=3, empty=uncond, enable_uncond_text_dropout=True).prepare_inputs
@@ -218,12 +251,13 @@ def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Mo
     cached = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
     cached |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
     cached["t5"] = torch.ones(count, 1, 2)
-    prompt, pooled = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=False)
+    cached["moments"] = torch.zeros(count, 2, 2, 2, dtype=torch.float16)
+    _, _, prompt, pooled = preparer(model, enable_uncond_text_dropout=True).prepare_clean(cached)[0]
     tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
     assert torch.equal(tokens[:, :2], pooled.bool())
     assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 3 * (0.1 * 0.9 / count) ** 0.5
     assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
-    evaluated = preparer(model, enable_uncond_text_dropout=True)._text(cached, evaluation=True)
+    evaluated = preparer(model, enable_uncond_text_dropout=True).prepare_inputs(cached, 0.5)[0][2:]
     assert all(bool(part[..., 0].all()) for part in evaluated)
 
 
@@ -260,7 +294,7 @@ def test_real_tokens_are_dropped_by_each_samples_draw(
     model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None
 ) -> None:
     ids = list(range(60))
-    drops = [draw_drops(3, 1, 0, sample, 0.464) for sample in ids]
+    drops = draw_drops(3, occurrence_words(1, 0, ids), 0.464)
     assert len(set(drops)) == 8, "all patterns occur"
     cached = real_batch(ids, epoch=1)
     keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}

@@ -73,6 +73,13 @@ def _atomic_max(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     store(pointer, torch.maximum(before, value), mask)
 
 
+def _upper_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the upper 64 bits of unsigned products, by Python's integers."""
+    words = zip(a.tolist(), b.tolist(), strict=True)
+    upper = ((one % 2**64) * (two % 2**64) >> 64 for one, two in words)
+    return torch.tensor([word - 2**64 if word >> 63 else word for word in upper])
+
+
 class Kernel:
     """The result of `triton.jit`: other kernels call it directly, ``kernel[grid]`` launches it."""
 
@@ -107,6 +114,8 @@ def modules() -> dict[str, Any]:
         "load": load,
         "store": store,
         "range": _range,
+        "static_range": range,
+        "umulhi": _upper_product,
         "sum": _total,
         "max": _highest,
         "abs": torch.abs,
