@@ -1,5 +1,6 @@
 """Shared setup and fixtures: no network, one thread per process, a mark per test folder, a small project."""
 
+import gc
 import os
 import shutil
 import sys
@@ -16,11 +17,26 @@ from typing import Any
 
 import pytest
 
+from sd3_light.system import available_memory
 from tests import warm
 from tests.project import DATA_TOML, NUM_IMAGES, TRAIN_TOML, Project
 
 TESTS = Path(__file__).parent
 FOLDERS = ("unit", "distributed", "e2e", "gpu", "docs", "fuzz")
+TEMPORARY_BYTES = 12 * 2**30
+"""More than what all tests write, and what their processes need beside it."""
+
+
+def pytest_configure() -> None:
+    """Keep temporary files in memory where there is plenty: most tests write and sync many small files."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and min(shutil.disk_usage(memory).free, available_memory() or 0) > TEMPORARY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what exists by now out of garbage collections, which the package asks for and which get slow."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
