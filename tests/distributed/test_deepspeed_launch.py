@@ -66,7 +66,8 @@ def same_losses(project: Project, run: str) -> bool:
 def test_the_deepspeed_launcher_trains(reference: Project) -> None:
     """`deepspeed --num_gpus=2 train.py --deepspeed --config TRAIN.toml --trust_cache`, on one node; DeepSpeed's
     own messages are suppressed."""
-    launcher = ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}"]
+    launcher = [sys.executable, str(Path(REAL_PYTHON).parent / "deepspeed"), "--num_gpus=2"]
+    launcher += [f"--master_port={free_port()}"]
     output = finish(start([*launcher, *arguments(reference, "launched", "micro_batch_size_per_gpu=2")]))
     assert same_losses(reference, "launched")
     (event,) = reference.events("start", "launched")

@@ -46,7 +46,7 @@ from tests.distributed.layouts import (
 from tests.project import Project
 
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-STEPS, SAVED = 14, 4
+STEPS, SAVED = 8, 3
 BIAS = "proj_out.bias"
 NOT_COMPARED = {"proof.json", "config.toml"}  # they contain durations, the run's folder and layout
 
@@ -69,7 +69,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
     for old, new in (
         ("max_steps = 4", f'max_steps = {STEPS}\nfreeze = ["pos_embed.*"]\neval_datasets = ["eval.toml"]'),
         ("checkpoint_every_n_steps = 2", f"checkpoint_every_n_steps = {SAVED}\neval_every_n_steps = {STEPS}"),
-        ("seed = 3", "seed = 3\npseudo_huber_c = 0.1\ngradient_clipping = 0.15\neval_micro_batch_size_per_gpu = 4"),
+        ("seed = 3", "seed = 3\npseudo_huber_c = 0.1\ngradient_clipping = 0.1\neval_micro_batch_size_per_gpu = 4"),
         ("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"\ntext_recon_gamma = 0.25'),
         ('save_dtype = "float32"', 'save_dtype = "bfloat16"'),
     ):
@@ -120,7 +120,7 @@ def require_same_curve(
     assert starts[0]["world"] == layout.world
     expected = {event["step"]: event for event in project.events("step", reference)}
     steps = project.events("step", run)
-    assert len(steps) >= 10
+    assert len(steps) >= 5
     assert [event["step"] for event in steps] == list(range(starts[0]["step"] + 1, len(expected) + 1))
     for event in steps:
         other = expected[event["step"]]
@@ -264,7 +264,7 @@ def test_stages_are_partitioned_as_configured(trained: Project, run: str, method
 def test_the_reference_run_uses_every_feature(trained: Project) -> None:
     """Clipping is active, text reconstruction contributes, and the average differs from the weights."""
     steps = trained.events("step", ONE.name)
-    assert all(event["grad_norm"] > 0.15 for event in steps)
+    assert all(event["grad_norm"] > 0.1 for event in steps)
     assert steps[-1]["text_recon"] > 0
     raw, ema = (event["flow"] for event in trained.events("eval", ONE.name))
     assert raw != pytest.approx(ema, rel=1e-4)

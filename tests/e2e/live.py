@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.project import Project
-from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0  # long, because a busy machine is slow
@@ -62,9 +62,11 @@ class TrainProcess:
     def __init__(self, project: Project, *flags: str, launcher: Sequence[str] = (), **overrides: object) -> None:
         self.run = Path(project.folder / str(overrides.get("output_dir", '"run"')).strip('"'))
         self.log, self._output_file = Log(self.run / "log.jsonl"), Path(project.folder / "output.txt")
-        command = [REAL_PYTHON, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]
+        self._pid_file = Path(project.folder / "pid.txt")
+        self._pid_file.unlink(missing_ok=True)
+        command = [sys.executable, *launcher, str(ROOT / "train.py"), *arguments(project, *flags, **overrides)]
         # only the CPU computes the same bits each time
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SD3_LIGHT_TEST_PID_FILE": str(self._pid_file)}
         with self._output_file.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
 
@@ -74,9 +76,15 @@ class TrainProcess:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(ProcessLookupError):  # all processes have ended
-            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, FileNotFoundError):  # all processes have ended
+            os.killpg(int(self._pid_file.read_text(encoding="ascii")), signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+
+    @property
+    def pid(self) -> int:
+        """The process itself; ``process`` may be its stand-in (see tests/warm)."""
+        return int(self.wait_for(lambda: self._pid_file.exists() and self._pid_file.read_text(encoding="ascii")))
 
     @property
     def output(self) -> str:
@@ -110,7 +118,7 @@ class TrainProcess:
 
     def send(self, number: signal.Signals, group: bool = False) -> None:
         """Send a signal to the process, or to its whole group as a terminal does with Ctrl-C."""
-        (os.killpg if group else os.kill)(self.process.pid, number)
+        (os.killpg if group else os.kill)(self.pid, number)
 
     def end(self) -> int:
         """Wait until the process ends; return its exit code."""
@@ -123,8 +131,8 @@ class TrainProcess:
 
     def limit_file_size(self, size: int | None) -> None:
         """Limit the size of files the process can write, to simulate a full disk; None removes the limit."""
-        _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+        _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
 def descendants(process: int) -> list[int]:
@@ -149,7 +157,7 @@ def is_alive(process: int) -> bool:
 def ranks(launched: TrainProcess) -> dict[int, int]:
     """Return rank -> process of the processes that torchrun started; loader workers inherit their parent's rank."""
     processes: dict[int, int] = {}
-    for process in descendants(launched.process.pid):
+    for process in descendants(launched.pid):
         environment = Path(f"/proc/{process}/environ").read_bytes()
         if match := re.search(rb"(?:^|\0)RANK=(\d+)", environment):
             processes.setdefault(int(match[1]), process)

@@ -83,7 +83,7 @@ def workers_then_ctrl_c(project: Project) -> Session:
         (path / "rank-00000.safetensors").write_bytes(b"half of it")
     with TrainProcess(project, RESUME, **ENDLESS, checkpoint_every_n_minutes=0.01, num_dataloader_workers=2) as live:
         live.wait_for_event("checkpoint", number=1)
-        workers = descendants(live.process.pid)
+        workers = descendants(live.pid)
         live.stop(signal.SIGINT, group=True)
         alive = [worker for worker in workers if is_alive(worker)]
         return ended_session(live, workers=workers, alive=alive, broken=broken, unfinished=unfinished)

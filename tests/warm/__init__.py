@@ -5,6 +5,9 @@ what they test. `install` writes a small executable that passes its command line
 process (`server.py`), started on first use, that has imported these libraries and nothing of this package. The server
 forks, and its child runs the command. Signals, the exit code and death are passed on in both directions.
 
+A test that needs the process itself, not its stand-in, names a file in the variable SD3_LIGHT_TEST_PID_FILE: the child
+writes its process id there, and the child's own children do not inherit the variable.
+
 What a fork cannot reproduce runs in a new interpreter as usual: `python -c`, unknown interpreter options, and commands
 whose environment differs in a variable that libraries read at import (see `client.py`).
 """

@@ -83,6 +83,9 @@ def parse(arguments: list) -> "dict | None":
 
 
 def run_cold() -> None:
+    if path := os.environ.pop("SD3_LIGHT_TEST_PID_FILE", None):
+        with open(path, "w") as file:
+            file.write(str(os.getpid()))
     os.execv(SETTINGS["python"], [SETTINGS["python"], *sys.argv[1:]])
 
 

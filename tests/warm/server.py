@@ -137,6 +137,8 @@ def take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process look like the client: session, folder, environment, open files, signal handlers."""
     if request["session"]:
         os.setsid()
+    if "SD3_LIGHT_TEST_PID_FILE" in request["environment"]:
+        write_pid(request["environment"].pop("SD3_LIGHT_TEST_PID_FILE"))
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -159,6 +161,12 @@ def take_over(request: dict[str, Any], descriptors: list[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
     random.seed()
     sys.modules["numpy"].random.seed()
+
+
+def write_pid(path: str) -> None:
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(str(os.getpid()), encoding="ascii")
+    temporary.rename(path)
 
 
 def apply_variables(environment: dict[str, str]) -> None:
