@@ -147,7 +147,7 @@ def test_a_shard_that_does_not_fit_on_the_disk_is_reported(
     def no_room(*_: object) -> None:
         raise module.SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(module, "save_file", no_room)
+    monkeypatch.setattr("safetensors.torch.save_file", no_room)
     with pytest.raises(UserError, match=rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left"):
         written(tmp_path, content)
     assert os.listdir(tmp_path) == []

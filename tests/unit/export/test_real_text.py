@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 
-from sd3_light.config import SIZES
+from sd3_light.config import DEFAULT_GUIDANCE, SIZES
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import real_pipeline
 from sd3_light.export.diffusers_folder import write_folder
@@ -254,5 +254,6 @@ def test_the_code_of_the_card_equals_sd3_light_sample(
     exec(code.replace("this folder", str(folder)), names)
     pipe, policy = open_pipeline(folder, CPU)
     side = CONFIG["sample_size"] * pipe.vae_scale_factor
-    (expected,) = generate(pipe, [ImageRequest("a prompt", 0, side, side)], policy, steps=28, guidance=7.0)
+    request = ImageRequest("a prompt", 0, side, side)
+    (expected,) = generate(pipe, [request], policy, steps=28, guidance=DEFAULT_GUIDANCE)
     assert distance(names["image"], expected) <= 1
