@@ -1,6 +1,7 @@
 """The model sizes, one per line, and their exact parameter counts."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config.faults import UserError
@@ -69,12 +70,7 @@ class ModelSize:
 
     def layer_parameters(self) -> tuple[int, ...]:
         """Return the parameter count of each layer that pipelines split: embed, the joint blocks, output."""
-        patch, norms = self.patch_size**2 * self.latent_channels, 2 * self.head_dim if self.qk_norm else 0
-        streams = [3 if number in self.dual_attention_layers else 2 for number in range(self.num_layers)]
-        counts = [(patch + 1) * self.width, *(norms * count for count in streams), 0]
-        for name, (inputs, outputs) in self.linear_layers().items():
-            counts[layer_index(name)] += (inputs + 1) * outputs
-        return tuple(counts)
+        return _layer_parameters(self)
 
     def linear_layers(self) -> dict[str, Shape]:
         """Return name -> shape of every linear layer."""
@@ -105,6 +101,16 @@ class ModelSize:
         for stream in ("ff",) if last else ("ff", "ff_context"):
             layers |= {f"{stream}.net.0.proj": (width, 4 * width), f"{stream}.net.2": (4 * width, width)}
         return layers
+
+
+@cache  # the memory formulas ask for it thousands of times
+def _layer_parameters(size: ModelSize) -> tuple[int, ...]:
+    patch, norms = size.patch_size**2 * size.latent_channels, 2 * size.head_dim if size.qk_norm else 0
+    streams = [3 if number in size.dual_attention_layers else 2 for number in range(size.num_layers)]
+    counts = [(patch + 1) * size.width, *(norms * count for count in streams), 0]
+    for name, (inputs, outputs) in size.linear_layers().items():
+        counts[layer_index(name)] += (inputs + 1) * outputs
+    return tuple(counts)
 
 
 def layer_index(name: str) -> int:

@@ -135,6 +135,7 @@ def test_a_large_folder_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytes
         assert count(tmp_path, Rejected) == size
         scans.append(peak(lambda: count(tmp_path, Rejected)))
         signatures.append(peak(lambda: signature(directory(tmp_path), 0)))
+    monkeypatch.undo()  # the folder is removed with the real function
     assert_flat(*scans)
     assert_flat(*signatures)
 
@@ -152,6 +153,7 @@ def test_many_masks_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.M
         assert item.mask is not None
         assert item.mask.read() == b"mask"
         peaks.append(peak(lambda: count(root, Record, mask_path=masks)))
+    monkeypatch.undo()  # the folder is removed with the real function
     assert_flat(*peaks)
 
 
