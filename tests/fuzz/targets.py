@@ -255,21 +255,31 @@ def manifest(world: World, folder: Path, rng: random.Random) -> Command:
     return ["inspect", cache, *page]
 
 
+def shuffled(value: Any, rng: random.Random) -> Any:
+    """Return a JSON value with the keys of all its objects in another order."""
+    if isinstance(value, dict):
+        return {key: shuffled(value[key], rng) for key in rng.sample(list(value), len(value))}
+    return value
+
+
 def checkpoint_index(world: World, folder: Path, rng: random.Random) -> Command:
-    """The index of a checkpoint, with the right digest in most cases, or its weights."""
+    """The index of a checkpoint, with the right digest in most cases: changed values, or only another layout."""
     run = Path(shutil.copytree(world.run.run, folder / "run"))
     (folder / "data.toml").write_bytes(world.run.data_toml.read_bytes())
     index = max(run.glob("checkpoints/step-*")) / "index.json"
-    content = mutate_json(json.loads(index.read_text()), rng, rng.choice((1, 1, 2)))
+    content = json.loads(index.read_text())
+    if rng.random() < 0.4:  # the same facts, in another order and with an unknown one
+        content = shuffled({**content, "facts": {**content["facts"], "unknown": [None]}}, rng)
+    else:
+        content = mutate_json(content, rng, rng.choice((1, 1, 2)))
     if isinstance(content, dict) and rng.random() < 0.8:
         content.pop("sha256", None)
         text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         content["sha256"] = hashlib.sha256(text).hexdigest()
-    data = json.dumps(content, separators=(",", ":")).encode()
+    data = json.dumps(content, indent=rng.choice((None, 1))).encode()
     index.write_bytes(mutate_bytes(data, rng) if rng.random() < 0.2 else data)
     (folder / "out").mkdir()
-    # a name that cannot be exported keeps the proof, which takes seconds, out of most cases
-    weights = [] if rng.random() < 0.03 else ["--weights", rng.choice(("raw2", "nothing"))]
+    weights = rng.choice(([], ["--weights", "raw"], ["--weights", "ema"], ["--weights", "nothing"]))
     return ["export", run, folder / "out" / "model", *weights]
 
 
