@@ -1,6 +1,8 @@
 """Speed of the training stage on a synthetic cache with real shapes; encoders and images are not needed.
 
-    python benchmarks/train_run.py [--size sd3_light] [--batch 64] [--steps 60] [--text padded|real]
+    python benchmarks/train_run.py --regime padded|real|fp8|small128|base [any option below]
+    python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--pixels 256] [--captions 1] [--batch 64]
+                                   [--steps 60] [--text padded|real] [--ema-every 100]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
                                    [--workers 8] [--engine torch|deepspeed] [--out FOLDER] [--feed-only]
 
@@ -9,9 +11,13 @@ ones), a model folder with only configs and a train TOML, then runs the training
 checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). The results come from the run's
 log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memory) are excluded.
 
+A regime sets the options of one row of the table in docs/LOG.md; options on the command line override it. `stage of
+step` in the results is the stage's speed relative to that of its step: the GPU's own time per step, divided by the wall
+time. `host_seconds` says what the main process does in a step.
+
 With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
 the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
-does not train: it measures how many samples per second the loader workers prepare.
+does not train: it measures how many samples per second the loader workers prepare for a GPU, which adds the noise.
 """
 
 import argparse
@@ -43,6 +49,21 @@ SAMPLES_PER_SHARD = 128
 IMAGES = "images"
 LABEL = f"{IMAGES}#0"
 
+REGIMES: dict[str, dict[str, Any]] = {
+    "padded": {"size": "sd3_light", "text": "padded", "batch": 128, "samples": 1024},
+    "real": {"size": "sd3_light", "text": "real", "batch": 256, "samples": 2048},
+    "fp8": {"size": "sd3_light", "text": "real", "batch": 256, "samples": 2048, "fp8": True},
+    "small128": {
+        **{"size": "sd3_light_square", "layers": 12, "pixels": 128, "text": "real", "batch": 512, "samples": 7163},
+        **{"captions": 2, "steps": 160, "warm": 60, "logging_steps": 20},
+    },
+    "base": {
+        **{"size": "demo", "text": "padded", "batch": 1024, "samples": 32768, "ema_every": 1},
+        **{"steps": 400, "warm": 100, "logging_steps": 20},
+    },
+}
+"""Options by regime: the five runs in which the stage is compared with its step."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -56,11 +77,11 @@ class Shape:
     t5: int
 
     @staticmethod
-    def of(size: ModelSize) -> "Shape":
+    def of(size: ModelSize, pixels: int | None = None) -> "Shape":
         """Return the shape of SD3's encoders if the model size uses them, otherwise that of the demo."""
         if size.text_width == 4096:
-            return Shape(256, 77, 256, 768, 1280, 4096)
-        return Shape(64, 16, 16, 96, size.pooled_width - 96, size.text_width)
+            return Shape(pixels or 256, 77, 256, 768, 1280, 4096)
+        return Shape(pixels or 64, 16, 16, 96, size.pooled_width - 96, size.text_width)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -79,9 +100,9 @@ def token_counts(shape: Shape, count: int, real: bool, rng: np.random.Generator)
     return {"clip_l": clip, "clip_g": clip, "t5": t5}
 
 
-def content(shape: Shape, first: int, counts: Mapping[str, Tensor]) -> ShardContent:
-    """Return samples with one caption each: latents around 0 with small variance, text of small numbers."""
-    number, side = len(counts["t5"]), shape.pixels // 8
+def content(shape: Shape, first: int, number: int, counts: Mapping[str, Tensor]) -> ShardContent:
+    """Return samples with equally many captions: latents around 0 with small variance, text of small numbers."""
+    side, captions = shape.pixels // 8, len(counts["t5"])
     mean = torch.randn(number, 1, 16, side, side)
     moments = torch.cat([mean, torch.full_like(mean, -6.0)], dim=2).to(torch.float16)
     text = {}
@@ -90,23 +111,24 @@ def content(shape: Shape, first: int, counts: Mapping[str, Tensor]) -> ShardCont
         text[f"{name}.tokens"] = (0.2 * torch.randn(int(start[-1]), width)).to(torch.bfloat16)
         text[f"{name}.start"] = start
         if name != "t5":
-            text[f"{name}.pooled"] = torch.randn(number, width).to(torch.bfloat16)
-    ids, captions = torch.arange(first, first + number), torch.arange(number + 1)
-    return ShardContent(ids, moments, captions, captions[:-1].clone(), text)
+            text[f"{name}.pooled"] = torch.randn(captions, width).to(torch.bfloat16)
+    first_captions = torch.arange(number + 1) * (captions // number)
+    return ShardContent(torch.arange(first, first + number), moments, first_captions, torch.arange(captions), text)
 
 
-def write_cache(folder: Path, shape: Shape, samples: int, real: bool) -> float:
+def write_cache(folder: Path, shape: Shape, samples: int, captions: int, real: bool) -> float:
     """Write a whole cache; returns the mean text tokens per sample, CLIP and T5 together."""
     (folder / SHARDS).mkdir(parents=True)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
-    counts = token_counts(shape, samples, real, rng)
+    counts = token_counts(shape, samples * captions, real, rng)
     entries = []
     for first in range(0, samples, SAMPLES_PER_SHARD):
-        part = {name: values[first : first + SAMPLES_PER_SHARD] for name, values in counts.items()}
-        entries.append(write(folder, shape, f"{first // SAMPLES_PER_SHARD:05d}", content(shape, first, part)))
+        number = min(SAMPLES_PER_SHARD, samples - first)
+        part = {name: values[first * captions :][: number * captions] for name, values in counts.items()}
+        entries.append(write(folder, shape, f"{first // SAMPLES_PER_SHARD:05d}", content(shape, first, number, part)))
     empty_counts = {name: values[:1].clamp(max=2) if real else values[:1] for name, values in counts.items()}
-    empty = write(folder, shape, "empty", content(shape, 0, empty_counts))
+    empty = write(folder, shape, "empty", content(shape, 0, 1, empty_counts))
     Manifest({"text_tokens": "real" if real else "padded"}, tuple(entries), empty, {"pictures": samples}).save(folder)
     return float((counts["clip_l"] + counts["t5"]).double().mean())
 
@@ -153,6 +175,7 @@ def train_toml(args: argparse.Namespace, shape: Shape) -> str:
     """Return the train TOML. It has no exports, since the model folder is incomplete."""
     booleans = {"true": "true", "false": "false"}
     flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in ("checkpointing", "fast")}
+    layers = "" if args.layers is None else f"num_layers = {args.layers}"
     return f"""
 output_dir = "run"
 dataset = "data.toml"
@@ -175,6 +198,7 @@ dataloader_prefetch_per_worker = 2
 train_type = "sd3_light_pretrain"
 diffusers_path = "model"
 size = "{args.size}"
+{layers}
 t5_max_length = {shape.t5_tokens}
 text_tokens = "{args.text}"
 enable_uncond_text_dropout = true
@@ -183,14 +207,15 @@ uncond_text = "empty"
 type = "{args.optimizer}"
 [ema]
 enable = true
-update_every = 100
+update_every = {args.ema_every}
 """
 
 
 def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Write all files of a run and return its description."""
-    shape, size, real = Shape.of(SIZES[args.size]), SIZES[args.size], args.text == "real"
-    tokens = write_cache(folder / "cache", shape, args.samples, real)
+    size, real = SIZES[args.size].with_overrides(args.layers, None), args.text == "real"
+    shape = Shape.of(size, args.pixels)
+    tokens = write_cache(folder / "cache", shape, args.samples, args.captions, real)
     write_model_folder(folder / "model", shape)
     (folder / IMAGES).mkdir()
     (folder / "train.toml").write_text(train_toml(args, shape), encoding="utf-8")
@@ -209,8 +234,10 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     )
     cache = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
     about = {
+        "regime": args.regime,
         "engine": args.engine,
         "size": args.size,
+        "layers": size.num_layers,
         "batch": args.batch,
         "text": args.text,
         "compile": args.compile,
@@ -229,7 +256,7 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 # --- run ---------------------------------------------------------------------------------------
 
-_MEANS = ("samples_per_second", "seconds", "data_wait", "tflops_per_gpu", "mfu", "host_memory_gib")
+_MEANS = ("samples_per_second", "seconds", "gpu_seconds", "data_wait", "tflops_per_gpu", "mfu", "host_memory_gib")
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
 
 
@@ -256,17 +283,20 @@ def train(folder: Path, engine: str, saves: bool) -> None:
 
 def feed(folder: Path, args: argparse.Namespace) -> float:
     """Return the samples per second of the loader without training; the first ``warm`` steps are excluded."""
+    from sd3_light.data.stream import MicroBatches
     from sd3_light.encoders.vae import LatentScale
-    from sd3_light.training.data import make_order, open_cache, training_steps
-    from sd3_light.training.sd3 import InputPreparer
+    from sd3_light.training.data import make_loader, make_order, open_cache
+    from sd3_light.training.sd3 import CleanPreparer, InputPreparer
 
     loaded, launch = load_config(folder / "train.toml"), Launch()
     config = loaded.train
     torch.set_num_threads(1)
     data = open_cache(loaded.dataset, config, launch)
     scale = LatentScale.of_folder(config.model.diffusers_path)
-    preparer = InputPreparer(config.seed, config.model, scale, data.empty_text())
-    steps = training_steps(config, data, make_order(data, loaded, launch), launch, None, preparer)(0)
+    preparer = CleanPreparer(InputPreparer(config.seed, config.model, scale, data.empty_text()))
+    micro = config.gradient_accumulation_steps
+    batches = MicroBatches(data, make_order(data, loaded, launch), 0, 1, micro)
+    steps = make_loader(config, batches, None, micro, preparer, range(2**62)).steps()
     for _ in range(args.warm):
         next(steps)
     started = time.perf_counter()
@@ -289,6 +319,13 @@ def summary(log: Path, warm: int, started: float) -> dict[str, Any]:
     for name in _MEANS:
         values = [event[name] for event in measured if name in event]
         results |= {name: sum(values) / len(values)} if values else {}
+    if "gpu_seconds" in results:
+        results["stage of step"] = results["gpu_seconds"] / results["seconds"]
+        results["step alone, samples_per_second"] = results["samples_per_second"] / results["stage of step"]
+    host = [event["host_seconds"] for event in measured if "host_seconds" in event]
+    results |= (
+        {f"host {name}, seconds": sum(times[name] for times in host) / len(host) for name in host[0]} if host else {}
+    )
     # peak counters reset with each record, and the first record can have the highest peak
     results |= {name: max(event[name] for event in steps) for name in _PEAKS if name in steps[-1]}
     results["loss"] = [steps[0]["loss"], steps[-1]["loss"]]
@@ -315,7 +352,12 @@ def print_summary(results: Mapping[str, Any]) -> None:
 def options() -> argparse.ArgumentParser:
     """Return the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=REGIMES, help="a named set of options")
     parser.add_argument("--size", choices=SIZES, default="sd3_light")
+    parser.add_argument("--layers", type=int, help="number of blocks, if not that of the size")
+    parser.add_argument("--pixels", type=int, help="side of the images; default: 256, or 64 for the small sizes")
+    parser.add_argument("--captions", type=int, default=1, help="captions per sample")
+    parser.add_argument("--ema-every", type=int, default=100, help="steps between updates of the average")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--samples", type=int, default=512)
@@ -344,7 +386,9 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Run the benchmark."""
-    args = options().parse_args()
+    parser = options()
+    parser.set_defaults(**REGIMES.get(parser.parse_args().regime, {}))
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.tmp) as name:
         folder = Path(name)
         about = prepare_folder(folder, args)

@@ -4,10 +4,12 @@ import atexit
 import multiprocessing.util
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -22,6 +24,29 @@ PreparedBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 Ticket = tuple[int, int | None]
 """A request to a worker: an item and its slot, None if no slot is free."""
+
+
+@dataclass
+class LoadTimes:
+    """Seconds that batches took: how long the trainer waited, and the wall and CPU time of reading and preparing."""
+
+    waited: float = 0.0
+    read: float = 0.0
+    read_cpu: float = 0.0
+    prepare: float = 0.0
+    prepare_cpu: float = 0.0
+
+    def add(self, other: "LoadTimes") -> None:
+        """Add the times of another batch."""
+        for name, seconds in vars(other).items():
+            setattr(self, name, getattr(self, name) + seconds)
+
+    @contextmanager
+    def measuring(self, part: Literal["read", "prepare"]) -> Iterator[None]:
+        """Measure the block."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        yield
+        self.add(LoadTimes(**{part: time.perf_counter() - wall, f"{part}_cpu": time.thread_time() - cpu}))
 
 
 class PreparesInputs(Protocol):
@@ -50,14 +75,17 @@ class _PreparedItems(Dataset[Any]):
         into: Callable[[CachedBatch, AllocateTensor], PreparedBatch] | None,
     ) -> None:
         self.dataset, self.prepare, self._into = dataset, prepare, into
-        self.pool = SlotPool(0)
+        self.pool, self.times = SlotPool(0), LoadTimes()
         self._scratch = new_buffer(0)
         self._reads_to_slot = False  # whether prepared batches contain tensors that were read
 
     def __getitem__(self, ticket: Ticket) -> Any:
         item, slot = ticket
         if get_worker_info() is None:
-            return self.prepare(self._read_in_trainer(item, slot))
+            with self.times.measuring("read"):
+                batch = self._read_in_trainer(item, slot)
+            with self.times.measuring("prepare"):
+                return self.prepare(batch)
         try:
             return self._prepare_in_worker(item, slot)
         except UserError as error:
@@ -73,13 +101,15 @@ class _PreparedItems(Dataset[Any]):
     def _prepare_in_worker(self, item: int, slot: int | None) -> Any:
         if slot is None:  # batches are sent in the background, so each needs its own memory
             return self.prepare(self._read(item, new_buffer))
-        packer = Packer(self.pool, slot)
+        packer, times = Packer(self.pool, slot), LoadTimes()
         # data that ends up in the prepared batch is read into the slot, other data into memory that is reused
-        batch = self._read(item, packer.allocate if self._reads_to_slot else self._scratch_memory)
-        prepared = self.prepare(batch) if self._into is None else self._into(batch, packer.empty)
-        packed = packer.pack(prepared)
+        with times.measuring("read"):
+            batch = self._read(item, packer.allocate if self._reads_to_slot else self._scratch_memory)
+        with times.measuring("prepare"):
+            prepared = self.prepare(batch) if self._into is None else self._into(batch, packer.empty)
+            packed = packer.pack(prepared)
         self._reads_to_slot = self._reads_to_slot or _shares_memory(prepared, self._scratch)
-        return packed
+        return replace(packed, times=times)
 
     def _read(self, item: int, allocate: Callable[[int], Tensor]) -> Any:
         if isinstance(self.dataset, InPlaceDataset):
@@ -111,7 +141,7 @@ class PipelineDataLoader:
     With ``pin`` a device can copy directly from the workers' memory; the copy must end before the tensors are freed.
     Workers that have a slot call ``prepare_into``, if given, instead of the model's `prepare_inputs`: see
     `PreparesInPlace`. Workers run as long as the iteration: if you leave it early, close it, or they run until the
-    program exits.
+    program exits. ``times`` sums up where the time goes.
     """
 
     def __init__(
@@ -125,10 +155,12 @@ class PipelineDataLoader:
         items: range | None = None,
         pin: Pin | None = None,
         prepare_into: Callable[[Any, AllocateTensor], PreparedBatch] | None = None,
+        times: LoadTimes | None = None,
     ) -> None:
         self.engine, self._pin = engine, pin
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._items = _PreparedItems(dataset, model.prepare_inputs, prepare_into)
+        self.times = self._items.times = LoadTimes() if times is None else times
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
         if items is None:
             items = range(len(dataset))  # type: ignore[arg-type]
@@ -148,6 +180,7 @@ class PipelineDataLoader:
         batches = iter(self.dataloader)  # workers start here, with this pool
         _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
         while True:
+            started = time.perf_counter()
             try:
                 prepared = next(batches)
             except StopIteration:
@@ -156,9 +189,11 @@ class PipelineDataLoader:
                 if user_error := worker_exit_error(error):
                     raise user_error from error
                 raise
+            self.times.waited += time.perf_counter() - started
             if isinstance(prepared, UserError):
                 raise prepared
             if isinstance(prepared, Packed):
+                self.times.add(prepared.times)
                 prepared = pool.unpack(prepared)
             yield prepared
             del prepared  # free it before waiting for the next one

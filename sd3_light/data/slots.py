@@ -55,11 +55,12 @@ class _TensorRef:
 
 @dataclass(frozen=True)
 class Packed:
-    """A value whose tensors are in a slot."""
+    """A value whose tensors are in a slot; ``times`` are those that its worker measured."""
 
     slot: int
     nbytes: int
     value: Any
+    times: Any = None
 
 
 class SlotPool:

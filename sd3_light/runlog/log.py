@@ -200,13 +200,22 @@ def _is_text(value: Any) -> bool:
 _ANY = (lambda value: True, "")
 _MEASUREMENTS = (
     *("loss", "flow", "text_recon", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait", "mfu"),
-    *("tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds", "stall_seconds", "epoch"),
+    *(
+        "tflops_per_gpu",
+        "gpu_memory_gib",
+        "gpu_reserved_gib",
+        "host_memory_gib",
+        "seconds",
+        "gpu_seconds",
+        "stall_seconds",
+        "epoch",
+    ),
     *(f"flow@0.{tenth}" for tenth in range(1, 10)),
 )
 _FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("time", "step", "samples", "total", "skipped", "world", "bytes"), (_is_finite_number, "a number")),
     **dict.fromkeys(_MEASUREMENTS, (_is_logged_float, "a number")),
-    **dict.fromkeys(("band", "ema_decay"), (_are_logged_floats, "a table of numbers")),
+    **dict.fromkeys(("band", "ema_decay", "host_seconds"), (_are_logged_floats, "a table of numbers")),
     **dict.fromkeys(("weights", "set", "file", "reason", "engine", "device"), (_is_text, "a text")),
 }
 

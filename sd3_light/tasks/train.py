@@ -45,8 +45,10 @@ from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
+from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
+from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
@@ -161,7 +163,7 @@ def _make_driver(
         steps_per_epoch=steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
         logging_steps=settings.logging_steps,
-        faster_data=f"raise num_workers (now {settings.num_workers})" if device.type == "cuda" else "",
+        idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
     hooks = _TaskHooks(accelerator, model, logger, settings, launch, run, steps_per_epoch, read)
     driver = Driver(
@@ -176,7 +178,8 @@ def _make_driver(
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
     )
-    run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None)
+    timer = StepTimer(CudaQueue()) if device.type == "cuda" else None
+    run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, timer=timer)
     return driver
 
 

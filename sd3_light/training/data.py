@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, batch_size_for
 from sd3_light.data.building.catalogue import make_sources
-from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
+from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
@@ -66,6 +66,7 @@ def make_loader(
     preparer: PreparesInPlace,
     items: range | None = None,
     pin: Pin | None = None,
+    times: LoadTimes | None = None,
 ) -> PipelineDataLoader:
     """Return a loader with the config's workers."""
     return PipelineDataLoader(
@@ -78,6 +79,7 @@ def make_loader(
         items=items,
         pin=pin,
         prepare_into=preparer.prepare_into,
+        times=times,
     )
 
 
@@ -90,11 +92,12 @@ def training_steps(
     preparer: InputPreparer,
     prefetch_to: torch.device | None = None,
     reads_data: bool = True,
+    times: LoadTimes | None = None,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
-    ``reads_data`` the batches are placeholders: see `placeholder_batch`.
+    ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times.
     """
     micro = config.gradient_accumulation_steps
     if not reads_data:
@@ -104,12 +107,12 @@ def training_steps(
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         if prefetch_to is None:
-            return make_loader(config, dataset, engine, micro, preparer, items).steps()
+            return make_loader(config, dataset, engine, micro, preparer, items, times=times).steps()
         # "ziggurat" is a method of the host
         finish = preparer.noise_adder(prefetch_to) if preparer.noise == "table" else None
         in_workers = preparer if finish is None else CleanPreparer(preparer)
         pin = pin_host_memory if prefetch_to.type == "cuda" else None
-        loader = make_loader(config, dataset, engine, micro, in_workers, items, pin)
+        loader = make_loader(config, dataset, engine, micro, in_workers, items, pin, times)
         return prefetch_steps(iter(loader), micro, prefetch_to, finish)
 
     return steps

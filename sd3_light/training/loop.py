@@ -1,6 +1,5 @@
 """The one loop: take a batch, step, average, log, and run the hooks that are due."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,9 @@ from sd3_light.engines.protocol import Engine, MicroBatch, StepResult, StepStrea
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
+from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
-
-STARVATION_WINDOW = 50
-"""The number of latest steps that decide whether the GPU is starved of data."""
 
 Due = Callable[[Progress, Progress], bool]
 """(progress before a step, progress after it) -> whether something is due."""
@@ -38,8 +35,7 @@ class Run:
 
     ``steps(first)`` yields the micro-batches of one step after another, from position ``first`` of the data on.
     ``samples_in(position)`` is their number over all processes, ``flops_in`` the FLOPs of a step. ``begin_step`` gets
-    the number of steps done before each step. ``faster_data`` is the advice to print when the GPU often waits for data;
-    nothing is measured where it is empty.
+    the number of steps done before each step. ``idle_advice`` names the cause if the GPU is often idle.
     """
 
     engine: Engine
@@ -59,11 +55,10 @@ class Run:
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
     steps_per_print: int = 1
-    faster_data: str = ""
+    idle_advice: IdleAdvice | None = None
     last_result: StepResult | None = None
     _updates_before: int | None = None  # the engine's count before the step in progress
     _skipped_in_a_row: int = 0
-    _starved: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVATION_WINDOW))
 
     @property
     def is_updating(self) -> bool:
@@ -90,8 +85,9 @@ def train(run: Run) -> Progress:
 
             run.begin_step(before.step)
             run._updates_before = run.engine.updates_started
-            result = run.last_result = run.engine.train_step(micro_batches, lr)
-            run.averages.update(run.engine.weights, before.step + 1)
+            with run.meter.launching():
+                result = run.last_result = run.engine.train_step(micro_batches, lr)
+                run.averages.update(run.engine.weights, before.step + 1)
             run._updates_before = None
 
             samples = run.samples_in(before.position)
@@ -117,19 +113,7 @@ def train(run: Run) -> Progress:
 def _next_step(run: Run, batches: StepStream) -> Sequence[MicroBatch]:
     """Return the micro-batches of the next step."""
     with run.meter.waiting():
-        micro_batches = next(batches)
-    _warn_if_data_starved(run)
-    return micro_batches
-
-
-def _warn_if_data_starved(run: Run) -> None:
-    """Warn once if the GPU waited for data in most of the latest steps; waits while workers start are normal."""
-    if run.faster_data:
-        run._starved.append(run.meter.is_idle)
-        count = sum(run._starved)
-        if len(run._starved) == STARVATION_WINDOW and count > STARVATION_WINDOW / 2:
-            info(f"the GPU waited for data in {count} of the last {STARVATION_WINDOW} steps: {run.faster_data}")
-            run.faster_data = ""
+        return next(batches)
 
 
 def _count_skipped(run: Run, wait: bool) -> None:
@@ -155,6 +139,8 @@ def _log_step(run: Run, lr: float, bar: Bar) -> None:
     fields["ema_decay"] = run.averages.decays(progress.step)
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
+    if run.idle_advice is not None and (advice := run.idle_advice.of(run.meter.times)) is not None:
+        info(advice)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)

@@ -69,7 +69,12 @@ def speed_charts(report: RunReport) -> list[Chart]:
     """Return throughput, data wait and utilization."""
     charts = (
         ("samples_per_second", "Samples per second", "All GPUs together.", False),
-        ("data_wait", "Data wait", "Share of the time spent waiting for data.", True),
+        (
+            "data_wait",
+            "Data wait",
+            "Share of the time in which the GPU waited for the host.",
+            True,
+        ),
         ("mfu", "Model FLOPs utilization", "Share of the device's peak.", True),
         ("tflops_per_gpu", "TFLOP/s per GPU", "", False),
     )

@@ -11,6 +11,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
+from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.model.start import where_weights_start
@@ -20,9 +21,11 @@ from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
 from sd3_light.stages.train.train_state import TrainState, choose_blocks, describe_start, make_train_state
 from sd3_light.training.data import flops_counter, order_facts, training_steps
+from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
+from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import SAVE_QUIT, RunRequests
@@ -99,26 +102,23 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
     engine, share = state.engine, context.share
     total = total_steps(config, order, progress)
     folder = context.folder.path if launch.is_main else None
-    prefetch_to, peak, faster_data = None, None, ""
+    prefetch_to, peak, timer, advice, times = None, None, None, None, LoadTimes()
     if device.type == "cuda":
         prefetch_to = device if engine.sequential_micro_batches else None
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
-        faster_data = (
-            f"raise num_dataloader_workers (now {config.num_dataloader_workers} per process) if there are idle cores, "
-            "or put the cache on a faster disk"
-        )
+        timer, advice = StepTimer(CudaQueue()), IdleAdvice(config.num_dataloader_workers, times)
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     return Run(
         engine=engine,
-        steps=training_steps(config, context.data, order, share, engine, preparer, prefetch_to, reads_data),
+        steps=training_steps(config, context.data, order, share, engine, preparer, prefetch_to, reads_data, times),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
         progress=progress,
         averages=state.averages,
         log=context.folder.log,
-        meter=Meter(launch.world, peak, window),
+        meter=Meter(launch.world, peak, window, timer, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
         flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
@@ -126,7 +126,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
         begin_step=dropout.begin if dropout is not None else lambda step: None,
-        faster_data=faster_data,
+        idle_advice=advice,
     )
 
 

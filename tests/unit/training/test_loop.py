@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.training.loop import STARVATION_WINDOW, Hook, Run, every, train
+from sd3_light.training.loop import Hook, Run, every, train
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
 
@@ -381,67 +381,3 @@ def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
     hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
-
-
-# --- starvation--------------------------------------------------------------------------------
-
-
-class Device(CountingEngine):
-    """Takes ``pace`` times as long for a step as the data take to load; data and steps share its clock."""
-
-    def __init__(self, pace: float) -> None:
-        super().__init__()
-        self.pace, self.now, self.free_at = pace, 0.0, 0.0
-
-    def data(self, first: int) -> StepStream:
-        for batch in numbered(first):
-            self.now += 1.0
-            yield batch
-
-    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
-        result, done_at = super().train_step(batches, lr), max(self.now, self.free_at) + self.pace
-        self.free_at = done_at
-        return LateResult(result, lambda: self.now >= done_at)
-
-
-@dataclass
-class LateResult:
-    """A step's numbers, ready when the device is done."""
-
-    result: Any
-    is_done: Callable[[], bool]
-
-    @property
-    def ready(self) -> bool:
-        return self.is_done()
-
-    def read(self) -> StepNumbers:
-        return self.result.read()
-
-
-def warnings_of(device: Device, steps: int, capsys: pytest.CaptureFixture[str], **keys: Any) -> list[str]:
-    training = run(steps, device, faster_data="raise WORKERS", **keys)
-    training.steps = device.data
-    train(training)
-    return [line for line in capsys.readouterr().err.splitlines() if "WORKERS" in line]
-
-
-@pytest.mark.parametrize("logging_steps", [7, 1000])
-@pytest.mark.parametrize(("pace", "warned"), [(0.5, True), (0.9, True), (1.4, False), (5.0, False)])
-def test_data_starvation_is_reported_once(
-    pace: float, warned: bool, logging_steps: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Data that load while the device computes are no problem, however long they take."""
-    lines = warnings_of(Device(pace), 200, capsys, logging_steps=logging_steps)
-    assert len(lines) == int(warned)
-    assert all("of the last 50 steps: raise WORKERS" in line for line in lines)
-
-
-def test_the_first_steps_do_not_count_as_starvation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not warnings_of(Device(0.5), STARVATION_WINDOW - 1, capsys)
-    assert warnings_of(Device(0.5), STARVATION_WINDOW, capsys)
-
-
-def test_without_advice_starvation_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    train(run(3 * STARVATION_WINDOW, faster_data=""))
-    assert "waited for data" not in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""A device's idle time on a simulated clock: how it is measured, and which cause is named."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sd3_light.data.loader import LoadTimes
+from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
+from sd3_light.training import device_time, meter
+from sd3_light.training.device_time import StepTimer
+from sd3_light.training.idle import WARN_WINDOW, HostTimes, IdleAdvice
+from sd3_light.training.loop import Run, train
+from sd3_light.training.meter import Meter
+
+
+@dataclass
+class Event:
+    """When the device reaches it; the host reads its clock."""
+
+    at: float
+    clock: "Device"
+
+    def query(self) -> bool:
+        return self.at <= self.clock.now
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 1000 * (later.at - self.at)
+
+
+class Device:
+    """Runs a step of ten kernels that the host queues one after another; host and device share a simulated clock.
+
+    ``data``, ``launch`` and ``other`` are the host's milliseconds per step, ``work`` the device's.
+    """
+
+    rank, world, writers, updates_started = 0, 1, 1, 0
+
+    def __init__(self, data: float, launch: float, work: float, other: float = 0.0) -> None:
+        self.weights: dict[str, Any] = {}
+        self.milliseconds = {"data": data, "launch": launch, "work": work, "other": other}
+        self.now = self.free_at = 0.0
+        self.slept: list[float] = []
+
+    def spend(self, name: str, share: float = 1.0) -> None:
+        self.now += self.milliseconds[name] / 1000 * share
+
+    def mark(self) -> Event:
+        return Event(max(self.now, self.free_at), self)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.free_at = max(self.now, self.free_at) + seconds
+
+    def steps(self, first: int) -> StepStream:
+        while True:
+            self.spend("data")
+            yield [((0,), (None,))]
+
+    def weight_norm(self) -> float:
+        return 1.0
+
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
+        for _ in range(10):
+            self.spend("launch", 0.1)
+            self.free_at = max(self.now, self.free_at) + self.milliseconds["work"] / 10_000
+        return LateResult(self.free_at, self)
+
+
+@dataclass
+class LateResult:
+    """A step's numbers, ready when the device is done."""
+
+    at: float
+    device: Device
+
+    @property
+    def ready(self) -> bool:
+        return self.at <= self.device.now
+
+    def read(self) -> StepNumbers:
+        self.device.now = max(self.device.now, self.at)
+        return StepNumbers({"loss": 1.0}, 1.0, True)
+
+
+def train_on(
+    device: Device, steps: int, monkeypatch: pytest.MonkeyPatch, logging_steps: int = 10, **advice: Any
+) -> list[dict[str, Any]]:
+    """Train on a simulated device; return the step records."""
+    for module in (meter, device_time):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(meter.time, "thread_time", lambda: device.now)
+    records: list[dict[str, Any]] = []
+
+    def log(event: str, **fields: Any) -> None:
+        records.append(fields)
+
+    train(
+        Run(
+            engine=device,  # type: ignore[arg-type]
+            steps=device.steps,
+            samples_in=lambda position: 4,
+            learning_rate=lambda step: 0.1,
+            total_steps=steps,
+            log=log,
+            meter=Meter(timer=StepTimer(device)),
+            flops_in=lambda batches: 7,
+            begin_step=lambda step: device.spend("other"),
+            logging_steps=logging_steps,
+            idle_advice=IdleAdvice(**{"workers": 8, **advice}),
+        )
+    )
+    return records
+
+
+@pytest.mark.parametrize(
+    ("device", "idle"),
+    [
+        (Device(data=1, launch=3, work=20), 0.0),  # the host is ahead
+        (Device(data=15, launch=3, work=20), 0.0),  # data load while the device computes
+        (Device(data=1, launch=29, work=18), 0.4),  # every kernel waits for the host
+        (Device(data=27, launch=3, work=18), 0.4),  # the device waits for data
+        (Device(data=1, launch=3, work=18, other=26), 0.4),
+    ],
+    ids=["computing", "loading", "launching", "waiting", "other"],
+)
+def test_data_wait_is_the_idle_share_of_the_device(device: Device, idle: float, monkeypatch: Any) -> None:
+    """Also where it is idle inside a step; records wait for the device, which costs a little."""
+    *_, record, _ = train_on(device, 600, monkeypatch, logging_steps=50)
+    assert record["data_wait"] == pytest.approx(idle, abs=0.03)
+    assert record["gpu_seconds"] == pytest.approx(device.milliseconds["work"] / 1000, rel=1e-6)
+    assert 1 - record["gpu_seconds"] / record["seconds"] == pytest.approx(record["data_wait"])
+    for name, seconds in record["host_seconds"].items():
+        if idle:
+            assert seconds == pytest.approx(device.milliseconds[name] / 1000, abs=1e-5)
+
+
+def test_a_device_sleeps_rarely_and_only_if_the_host_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind, ahead = Device(data=1, launch=29, work=18), Device(data=1, launch=3, work=20)
+    train_on(behind, 600, monkeypatch)
+    assert 5 <= len(behind.slept) <= 7
+    assert all(seconds == pytest.approx(1.25 * 0.029, rel=0.01) for seconds in behind.slept)
+    train_on(ahead, 600, monkeypatch, logging_steps=50)
+    assert len(ahead.slept) <= 1
+
+
+def test_steps_of_different_sizes_are_weighted_by_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps are launch-bound and never measured; their own time follows from that of large ones."""
+    queue = Device(data=0, launch=10, work=0)
+    monkeypatch.setattr(device_time.time, "perf_counter", lambda: queue.now)
+    timer = StepTimer(queue)
+    for number in range(20):
+        queue.milliseconds["work"] = 400.0 if number % 2 else 4.0
+        with timer.step():
+            queue.train_step([], 0.1)
+        timer.add(100.0 if number % 2 else 1.0)
+        queue.now = max(queue.now, queue.free_at - 0.2 * (number % 2 == 0))
+    queue.now += 10
+    assert timer.own_seconds(101.0) == pytest.approx(0.404, rel=1e-6)
+    assert timer.own_seconds(1.0) == pytest.approx(0.004, rel=1e-6), "without a new measurement the last one counts"
+
+
+CAUSES = [
+    (Device(data=27, launch=3, work=18), {}, "the workers are too slow; raise num_dataloader_workers (now 8"),
+    (Device(data=27, launch=3, work=18), {"workers": 0}, "the main process prepares the data; raise num_data"),
+    (
+        Device(data=27, launch=3, work=18),
+        {"load": LoadTimes(read=9.0, read_cpu=1.0, prepare=2.0, prepare_cpu=2.0)},
+        "the workers wait for the disk 73% of the time; put the cache on a faster disk",
+    ),
+    (
+        Device(data=27, launch=3, work=18),
+        {"load": LoadTimes(read=9.0, read_cpu=3.0, prepare=6.0, prepare_cpu=2.0)},
+        "the 8 workers got only 33% of a core each",
+    ),
+    (
+        Device(data=1, launch=29, work=18),
+        {"batch_key": "batch_size"},
+        "the batch is too small: the main process needs 29.0 ms to queue the kernels of a step, the GPU 18.0 ms to "
+        "run them; raise batch_size",
+    ),
+    (Device(data=1, launch=3, work=18, other=26), {}, "the main process spends 26.0 ms per step between steps"),
+]
+
+
+@pytest.mark.parametrize(("device", "keys", "cause"), CAUSES, ids=[cause[:30] for _, _, cause in CAUSES])
+def test_the_cause_is_named_once(
+    device: Device, keys: Any, cause: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_on(device, 400, monkeypatch, **keys)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "idle" in line]
+    assert re.search(r"the GPU was idle for (39|4\d)% of the last 50 steps: ", line)
+    assert cause in line
+
+
+def test_a_main_process_without_a_core_is_named() -> None:
+    times = HostTimes(steps=50, seconds=1.5, gpu=0.9, data=0.1, launch=1.4, launch_cpu=0.7)
+    advice = IdleAdvice(12)
+    assert advice.of(times) is None
+    assert "got only 50% of a core while it queued kernels; lower num_dataloader_workers (now 12" in str(
+        advice.of(times)
+    )
+
+
+def test_the_first_steps_do_not_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes start and kernels are compiled in them."""
+    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW - 10, monkeypatch)
+    assert "idle" not in capsys.readouterr().err
+    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW + 10, monkeypatch)
+    assert "idle" in capsys.readouterr().err
+
+
+def test_a_busy_device_needs_no_advice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    train_on(Device(data=15, launch=3, work=20), 400, monkeypatch, logging_steps=50)
+    assert "idle" not in capsys.readouterr().err
