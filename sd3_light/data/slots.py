@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,11 @@ class InPlaceDataset(Dataset[Any]):
     def fetch(self, item: int, allocate: AllocateBytes) -> Any:
         """Return an item whose tensors are in the memory of a single call to ``allocate``."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """Base of dataclasses whose fields are packed like the items of a dict."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class SlotPool:
     def unpack(self, packed: Packed) -> Any:
         """Return the packed value without a copy; the slot is released when all its tensors are freed."""
         memory = self.lease(packed.slot, packed.nbytes)
-        return _replace(packed.value, _TensorRef, lambda ref: carve(memory, ref.offset, ref.dtype, ref.shape))
+        return replace_items(packed.value, _TensorRef, lambda ref: carve(memory, ref.offset, ref.dtype, ref.shape))
 
     def _mapped(self, slot: int, nbytes: int) -> NDArray[np.uint8]:
         view = self._maps.get(slot)
@@ -149,7 +154,7 @@ class Packer:
         memory = self._pool.memory(self._slot, end)
         for ref, tensor in copies:
             carve(memory, ref.offset, ref.dtype, ref.shape).copy_(tensor)
-        return Packed(self._slot, end, _replace(value, Tensor, lambda tensor: refs.get(id(tensor), tensor)))
+        return Packed(self._slot, end, replace_items(value, Tensor, lambda tensor: refs.get(id(tensor), tensor)))
 
     def _offset(self, tensor: Tensor) -> int | None:
         """Return the offset of a tensor in the slot; None if it is not in the slot, or not contiguous."""
@@ -176,16 +181,18 @@ def carve(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the plain CPU tensors of a value, each once. Other tensors are left to pickle."""
     tensors: dict[int, Tensor] = {}
-    _replace(value, Tensor, lambda tensor: tensors.setdefault(id(tensor), tensor))
+    replace_items(value, Tensor, lambda tensor: tensors.setdefault(id(tensor), tensor))
     return [t for t in tensors.values() if t.device.type == "cpu" and t.layout == torch.strided and not t.requires_grad]
 
 
-def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return the value with every item of one type in its dicts, lists and tuples replaced."""
+def replace_items(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+    """Return the value with every item of one type in its dicts, lists, tuples and records replaced."""
     if isinstance(value, kind):
         return replacement(value)
     if type(value) is dict:
-        return {key: _replace(item, kind, replacement) for key, item in value.items()}
+        return {key: replace_items(item, kind, replacement) for key, item in value.items()}
+    if isinstance(value, BatchRecord):
+        return replace(value, **replace_items(dict(vars(value)), kind, replacement))
     if type(value) in (list, tuple):
-        return type(value)(_replace(item, kind, replacement) for item in value)
+        return type(value)(replace_items(item, kind, replacement) for item in value)
     return value

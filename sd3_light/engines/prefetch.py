@@ -39,7 +39,9 @@ class _DeviceBuffer:
 
 
 class DeviceSender:
-    """Sends micro-batches to a CUDA device, one ahead of the computation. Counts (int64) stay on the host.
+    """Sends micro-batches to a CUDA device, one ahead of the computation.
+
+    Of a pair of features and label, counts (int64) stay on the host.
 
     Work on the current stream may use a sent micro-batch until `send` is called for the micro-batch after the next.
     ``finish`` turns a micro-batch that arrived into what `send` returns, on the current stream.
@@ -54,7 +56,8 @@ class DeviceSender:
     def send(self, batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device; later work of the current stream waits for the copy."""
         buffer = self._next_buffer()
-        tensors = [tensor for part in batch for tensor in part if _goes_to_device(tensor)]
+        tensors: list[Tensor] = []
+        map_tensors(batch, lambda tensor: tensors.append(tensor) if tensor.device.type == "cpu" else None)
         starts, end = [], 0
         for tensor in tensors:
             starts.append(aligned(end))
@@ -66,8 +69,8 @@ class DeviceSender:
         }
         self._copy([(copies[id(tensor)], tensor) for tensor in tensors], buffer)
         buffer.source = batch
-        features, label = (tuple(copies.get(id(tensor), tensor) for tensor in part) for part in batch)
-        return (features, label) if self._finish is None else self._finish((features, label))
+        sent: MicroBatch = map_tensors(batch, lambda tensor: copies.get(id(tensor), tensor))
+        return sent if self._finish is None else self._finish(sent)
 
     def release(self) -> None:
         """Drop the host memory of sent micro-batches, after waiting for copies in progress."""
@@ -106,11 +109,18 @@ class DeviceSender:
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Return the micro-batch on the device, copied on the current stream; tensors already there are not copied."""
-    features, label = (
-        tuple(value.to(device, non_blocking=True) if _goes_to_device(value) else value for value in part)
-        for part in batch
-    )
-    return features, label
+    moved: MicroBatch = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return moved
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return the micro-batch with ``function`` applied to the tensors that belong on the device.
+
+    A batch that is not a pair of features and label has a method ``map_tensors`` that does it.
+    """
+    if not isinstance(batch, tuple | list):
+        return batch.map_tensors(function)
+    return tuple(tuple(function(value) if _goes_to_device(value) else value for value in part) for part in batch)
 
 
 def _goes_to_device(value: Any) -> bool:

@@ -79,7 +79,7 @@ class FlowMatchSFTLoss:
         """Return the loss per sample."""
         each = self.error(denoise, inputs, inputs[self.latents])
         weight = inputs.get("loss_weight")
-        return each if weight is None else each * weight.to(each)
+        return each if weight is None else each * to_device(weight, each.device).to(each.dtype)
 
     def error(self, denoise: Denoise, inputs: Inputs, clean: Tensor) -> Tensor:
         """Return the velocity error per sample between ``clean`` and the batch's noise."""

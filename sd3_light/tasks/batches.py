@@ -3,13 +3,16 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
+from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
 from sd3_light.metrics.validation import QUANTILES
+from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.errors import as_user_error
 
 TaskBatch = list[dict[str, Any]]
@@ -91,21 +94,33 @@ class TaskBatches(Dataset[Any]):
         ]
 
 
-class _Unprepared:
-    """Passes batches through the loader unchanged: units run in the trainer, where the encoders are."""
+class Unprepared:
+    """Passes batches through the loader unchanged, for modules with a custom forward."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
         """Return the batch."""
         return batch
 
 
-def task_steps(batches: TaskBatches, num_workers: int, prefetch: int) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps, starting at a position, read by workers."""
+def task_steps(
+    batches: TaskBatches,
+    preparer: SampleStacker | Unprepared,
+    num_workers: int,
+    prefetch: int,
+    device: torch.device,
+) -> Callable[[int], StepStream]:
+    """Return a function that yields the micro-batches of endless steps, starting at a position.
+
+    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones.
+    """
+    micro, into = batches.micro_batches, getattr(preparer, "prepare_into", None)
+    to_gpu = device.type == "cuda" and into is not None
 
     def steps(first: int) -> StepStream:
-        micro = batches.micro_batches
         items = range(first * micro, 2**62)
-        return PipelineDataLoader(batches, None, micro, _Unprepared(), num_workers, prefetch, items).steps()
+        pin = pin_host_memory if to_gpu else None
+        loader = PipelineDataLoader(batches, None, micro, preparer, num_workers, prefetch, items, pin, into)
+        return prefetch_steps(iter(loader), micro, device) if to_gpu else loader.steps()
 
     return steps
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
+from sd3_light.model.device_copy import to_device
 from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 
@@ -95,7 +96,8 @@ def normalise_latent(raw: Tensor, config: Any) -> Tensor:
     """
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is not None and std is not None:
-        mean_C, std_C = (torch.as_tensor(values).to(raw).view(-1, *[1] * (raw.dim() - 1)) for values in (mean, std))
+        columns = (torch.as_tensor(values).to(raw.dtype).view(-1, *[1] * (raw.dim() - 1)) for values in (mean, std))
+        mean_C, std_C = (to_device(column, raw.device) for column in columns)
         return (raw - mean_C) / std_C * (getattr(config, "scaling_factor", None) or 1.0)
     shift = getattr(config, "shift_factor", None) or 0.0
     return LatentScale(getattr(config, "scaling_factor", None) or 1.0, shift).normalise(raw)

@@ -1,6 +1,6 @@
 """`DiffusionTrainingModule`: any denoiser with the units before it and the loss after it, for custom scripts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,13 +22,18 @@ from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
 from sd3_light.tasks.helpers import ModuleHelpers, seeded
 from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
-from sd3_light.tasks.texts import pad_to_longest
+from sd3_light.tasks.stacking import (
+    Batch,
+    Sample,
+    SampleStacker,
+    StackedSamples,
+    draw_quantile,
+    join_samples,
+    samples_of,
+)
 from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
 from sd3_light.training.errors import as_user_error
 from sd3_light.training.trainable import put_adapter
-
-Sample = Mapping[str, Any]
-"""An item of the dataset with its identity: ``{"data": item, "data_id": int, "epoch": int, "repeat": int}``."""
 
 
 class DiffusionTrainingModule(ModuleHelpers):
@@ -47,6 +52,7 @@ class DiffusionTrainingModule(ModuleHelpers):
     reads: tuple[str, ...] = ()
     pads: tuple[str, ...] = ()
     """Values [L, ...] of unequal length: a batch has them padded with zeros, and a mask [B, L] under ``NAME_mask``."""
+    _split: UnitSplit | None = None
 
     def __init__(
         self,
@@ -117,6 +123,23 @@ class DiffusionTrainingModule(ModuleHelpers):
             )
         return split_units(self, adapt_units(self.units), (*self.loss.reads, *self.reads))
 
+    @contextmanager
+    def fixed_units(self) -> Iterator[None]:
+        """Split the units once for all batches inside the block; otherwise each call does it."""
+        self._split = self.split()
+        try:
+            yield
+        finally:
+            self._split = None
+
+    def stacker(self, pin: bool = False) -> SampleStacker:
+        """Return what workers need to prepare batches for `forward`; ``pin`` as there."""
+        split = self._split or self.split()
+        units = (*split.cached, *split.drawn, *split.gradient)
+        names = [*(name for unit in units for name in (*unit.reads, *unit.writes)), *self._reads(split)]
+        kept = frozenset(name.rstrip("?") for name in (*names, self.loss.latents))
+        return SampleStacker(self.seed, kept, self.loss.latents, tuple(self.pads), pin)
+
     # --- a batch ---------------------------------------------------------------------------------
 
     @property
@@ -124,7 +147,7 @@ class DiffusionTrainingModule(ModuleHelpers):
         """The denoiser's device."""
         return next(self.transformer.parameters()).device
 
-    def forward(self, batch: Sample | Sequence[Sample]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss of the batch, with its gradient."""
         if self.dropout is not None:
             self.dropout.forward(self.device)
@@ -154,11 +177,17 @@ class DiffusionTrainingModule(ModuleHelpers):
         with as_user_error(f"denoise of {type(self).__name__}"):
             return self.denoise(noisy, t, inputs)
 
-    def _values(self, batch: Sample | Sequence[Sample], quantile: float | None) -> dict[str, Any]:
+    def _values(self, batch: Batch, quantile: float | None) -> dict[str, Any]:
         """Return the loss's inputs: all that the units write for the batch, and each sample's noise and quantile."""
-        samples = [_with_identity(sample) for sample in ([batch] if isinstance(batch, Mapping) else batch)]
-        split = self.split()
-        values = stack_samples([self._sample_values(sample, split, quantile) for sample in samples], self.pads)
+        split = self._split or self.split()
+        reads = self._reads(split)
+        values = self._stacked_values(batch, split, reads) if isinstance(batch, StackedSamples) else None
+        if values is None:
+            sources, evaluation = samples_of(batch), quantile is not None
+            samples = [self._sample_values(source, split, reads, evaluation) for source in sources]
+            values = join_samples(batch, sources, samples, self.pads)
+            quantiles = [self._quantile(source) if quantile is None else open_interval(quantile) for source in sources]
+            values["quantile"] = torch.tensor(quantiles, dtype=torch.float64)
         for unit in split.gradient:
             values = run_unit(unit, self, values)
         return values
@@ -166,7 +195,7 @@ class DiffusionTrainingModule(ModuleHelpers):
     @torch.no_grad()
     def process(self, data: Values, data_id: int = 0) -> dict[str, Any]:
         """Return what the cached units write for one item, as far as the rest of the training reads it."""
-        split = self.split()
+        split = self._split or self.split()
         values = self._cached(data, split, data_id)
         if missing := [name for name in split.required if name not in values]:
             raise UserError(
@@ -176,18 +205,41 @@ class DiffusionTrainingModule(ModuleHelpers):
         return {name: values[name] for name in split.stored if name in values}
 
     def _cached(self, data: Values, split: UnitSplit, data_id: int) -> dict[str, Any]:
-        values = {name: self._to_device(value) for name, value in data.items()}
+        values = self._to_device(data)
         for unit in units_to_run(split.cached, values, split.stored):  # processed data already has their results
             seed = int(stream(self.seed, f"unit-{unit.label}", 0, 0, data_id).integers(2**63))
             with seeded(seed, self.device) if isinstance(unit, ProcessUnit) else nullcontext():
                 values = run_unit(unit, self, values)
         return values
 
+    def _reads(self, split: UnitSplit) -> dict[str, bool]:
+        """Return the values that gradient units, the loss and `denoise` read, and whether samples must have them."""
+        written = {"noise", "quantile", *(name.rstrip("?") for unit in split.gradient for name in unit.writes)}
+        names = [name for unit in split.gradient for name in unit.reads]
+        reads: dict[str, bool] = {}
+        for name in (*names, *self.loss.reads, *self.reads):
+            plain = name.rstrip("?")
+            reads[plain] = reads.get(plain, False) or (plain == name and plain not in written)
+        return reads
+
+    def _stacked_values(self, batch: StackedSamples, split: UnitSplit, reads: dict[str, bool]) -> dict[str, Any] | None:
+        """Return the loss's inputs as a worker stacked them; None if units must run first."""
+        names = batch.common_names()
+        missing = any(is_required and name not in names for name, is_required in reads.items())
+        if not names or missing or split.drawn or "is_evaluation" in reads:
+            return None
+        if units_to_run(split.cached, names, split.stored):
+            return None
+        device = self.device
+        return batch.map_tensors(lambda tensor: to_device(tensor, device)).inputs(reads, self.pads)
+
     @torch.no_grad()
-    def _sample_values(self, sample: Sample, split: UnitSplit, quantile: float | None) -> dict[str, Any]:
-        """Return the values of one sample before it is stacked with the others."""
-        values, draw = self._cached(sample["data"], split, sample["data_id"]), self._draw(sample, quantile is not None)
-        values["is_evaluation"] = quantile is not None
+    def _sample_values(
+        self, sample: Sample, split: UnitSplit, reads: dict[str, bool], evaluation: bool
+    ) -> dict[str, Any]:
+        """Return the values of one sample, with its noise, before it is stacked with the others."""
+        values, draw = self._cached(sample["data"], split, sample["data_id"]), self._draw(sample, evaluation)
+        values["is_evaluation"] = evaluation
         for unit in split.drawn:
             values = run_unit(unit, self, values, draw)
         clean = values.get(self.loss.latents)
@@ -197,32 +249,34 @@ class DiffusionTrainingModule(ModuleHelpers):
                 f"sample {sample['data_id']}: {self.loss.latents!r}, which the loss compares with, is {kind}; provide "
                 "a floating-point tensor in the data or from a unit"
             )
-        values["noise"] = draw("noise", tuple(clean.shape))
-        u = self._stream(sample, "timestep", False).random() if quantile is None else quantile
-        values["quantile"] = torch.tensor(open_interval(u), dtype=torch.float64)
-        read = dict.fromkeys((*(name for unit in split.gradient for name in unit.reads), *self.loss.reads))
-        read |= dict.fromkeys((*self.reads, "noise", "quantile"))
-        written_later = {name.rstrip("?") for unit in split.gradient for name in unit.writes}
-        for name in read:
-            if not name.endswith("?") and name not in values and name not in written_later:
+        noise = sample.get("noise")  # from a worker; a unit may have changed the shape of the latents since
+        is_drawn = noise is not None and noise.shape == clean.shape
+        values["noise"] = noise if is_drawn else draw("noise", tuple(clean.shape))
+        for name, is_required in reads.items():
+            if is_required and name not in values:
                 raise UserError(
                     f"sample {sample['data_id']}: {name!r} is read, but it is neither in the data nor written by a unit"
                 )
-        return {name.rstrip("?"): values[name.rstrip("?")] for name in read if name.rstrip("?") in values}
+        return {name: values[name] for name in (*reads, "noise") if name in values}
+
+    def _quantile(self, sample: Sample) -> float:
+        return sample.get("quantile") or draw_quantile(self.seed, sample)
 
     def _draw(self, sample: Sample, evaluation: bool) -> Draw:
-        def draw(purpose: str, shape: tuple[int, ...]) -> Tensor:
-            generator = self._stream(sample, f"eval-{purpose}" if evaluation else purpose, evaluation)
-            return to_device(torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)), self.device)
+        def draw(purpose: str, shape: tuple[int, ...], on_host: bool = False) -> Tensor:
+            epoch, repeat = (0, 0) if evaluation else (sample["epoch"], sample["repeat"])
+            purpose = f"eval-{purpose}" if evaluation else purpose
+            generator = stream(self.seed, purpose, epoch, repeat, sample["data_id"])
+            numbers = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+            return numbers if on_host else to_device(numbers, self.device)
 
         return draw
 
-    def _stream(self, sample: Sample, purpose: str, evaluation: bool) -> np.random.Generator:
-        epoch, repeat = (0, 0) if evaluation else (sample["epoch"], sample["repeat"])
-        return stream(self.seed, purpose, epoch, repeat, sample["data_id"])
-
-    def _to_device(self, value: Any) -> Any:
-        return to_device(value, self.device) if isinstance(value, Tensor) else value
+    def _to_device(self, values: Values) -> dict[str, Any]:
+        device = self.device
+        return {
+            name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in values.items()
+        }
 
     # --- before training -------------------------------------------------------------------------
 
@@ -246,38 +300,3 @@ def without_adapter(transformer: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def stack_samples(samples: Sequence[Values], pads: Sequence[str] = ()) -> dict[str, Any]:
-    """Return one batch: tensors are stacked, other values become lists.
-
-    Unequal shapes are an error, except for the length of values in ``pads``, which get a mask ``NAME_mask``.
-    """
-    names = list(samples[0])
-    batch: dict[str, Any] = {}
-    for name in names:
-        column: list[Any] = [sample.get(name) for sample in samples]
-        if any(name not in sample for sample in samples):
-            raise UserError(f"some samples of a batch have {name!r} and others do not; give it to all or to none")
-        if not isinstance(column[0], Tensor):
-            batch[name] = torch.tensor(column) if isinstance(column[0], int | float) else column
-            continue
-        start = 1 if name in pads else 0
-        shapes = sorted({tuple(tensor.shape)[start:] for tensor in column if isinstance(tensor, Tensor)})
-        if len(shapes) > 1:
-            raise UserError(
-                f"samples of one batch have {name!r} of shapes {shapes[0]} and {shapes[1]}; name the samples of "
-                "one shape with bucket_of, use batch_size=1, or name texts of unequal length in pads"
-            )
-        if name in pads:
-            batch[name], batch[f"{name}_mask"] = pad_to_longest(column)
-        else:
-            batch[name] = torch.stack(column)
-    return batch
-
-
-def _with_identity(sample: Sample) -> Sample:
-    """Return the sample; a bare item, from a manual call, becomes sample 0."""
-    if "data_id" in sample and "data" in sample:
-        return sample
-    return {"data": sample, "data_id": 0, "epoch": 0, "repeat": 0}

@@ -74,7 +74,8 @@ def launch_data_process_task(
     items = _items(dataset, indices, num_workers, any_item_of if is_custom else item_of)
     autocast = nullcontext if accelerator is None else accelerator.autocast  # as in a training step
     reused = 0
-    with progress("process", len(indices), "samples") as bar:
+    fixed = nullcontext() if isinstance(module, CustomForward) else module.fixed_units()
+    with fixed, progress("process", len(indices), "samples") as bar:
         for done, (index, item) in enumerate(zip(indices, items, strict=True), start=1):
             made_from = fingerprint({"recipe": recipe["digest"], "data": item})
             if writer.known.get(index) == made_from:

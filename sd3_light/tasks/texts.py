@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.slots import replace_items
+from sd3_light.model.device_copy import to_device
 from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 FULL, EMPTY = "full_", "empty_"
@@ -52,7 +54,9 @@ class _EncodeBoth(PipelineUnit):
     def run(self, module: Any, **values: Any) -> Values:
         """Return both results."""
         if self._memo is None or self._memo[0] is not module:
-            self._memo = (module, self.encode.run(module, **{**values, **self.empty}))
+            # copied: it may hold values of this sample, whose memory later batches use
+            written = self.encode.run(module, **{**values, **self.empty})
+            self._memo = (module, replace_items(written, Tensor, Tensor.clone))
         results = {FULL: self.encode.run(module, **values), EMPTY: self._memo[1]}
         return {prefix + name: value for prefix, written in results.items() for name, value in written.items()}
 
@@ -74,13 +78,13 @@ class _DropText(PipelineUnit):
 
     def run(self, module: Any, draw: Draw, is_evaluation: bool = False, **values: Any) -> Values:  # type: ignore[override]
         """Return the values under the encoder's names."""
-        dropped = not is_evaluation and float(draw("text-dropout", (1,))) < self._threshold
+        dropped = not is_evaluation and float(draw("text-dropout", (1,), on_host=True)) < self._threshold
         chosen = EMPTY if dropped else FULL
         return {name: values[chosen + name] for name in (written.rstrip("?") for written in self.writes)}
 
 
 def pad_to_longest(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return values [L_i, ...] padded with zeros to [B, L, ...], and the mask [B, L] of the real positions."""
-    lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
+    lengths = to_device(torch.tensor([len(text) for text in texts]), texts[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]

@@ -32,6 +32,7 @@ from sd3_light.tasks.batches import (
     ReadItem,
     SampleOrder,
     TaskBatches,
+    Unprepared,
     any_item_of,
     evaluation_batches,
     item_of,
@@ -43,6 +44,7 @@ from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
 from sd3_light.training.device_time import CudaQueue, StepTimer
@@ -144,16 +146,17 @@ def _make_driver(
     samples = SampleOrder(
         dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
     )
-    _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16")
+    _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16", stack)
     engine = _engine_from_settings(module, settings, micro_batches, launch, device, running, groups)
     read = any_item_of if isinstance(module, CustomForward) else item_of
     batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches, read)
+    preparer = _make_preparer(module, device.type == "cuda" and not settings.num_workers)
     steps_per_epoch = samples.order.steps_per_epoch
     total = settings.num_epochs * steps_per_epoch
     total = total if settings.max_steps is None else min(total, settings.max_steps)
     run = Run(
         engine=engine,
-        steps=task_steps(batches, settings.num_workers, settings.prefetch_batches_per_worker),
+        steps=task_steps(batches, preparer, settings.num_workers, settings.prefetch_batches_per_worker, device),
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
@@ -233,15 +236,23 @@ def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskS
         require_same_recipe(dataset, module)
 
 
-def _prepare_module(model: TaskModule, settings: TaskSettings, launch: Launch, bf16: bool) -> None:
+def _prepare_module(model: TaskModule, settings: TaskSettings, launch: Launch, bf16: bool, stack: ExitStack) -> None:
     model.seed = settings.seed
-    model.freeze_the_rest()
     if isinstance(model, CustomForward):
+        model.freeze_the_rest()
         return
+    stack.enter_context(model.fixed_units())
     if model.adapter is not None and model.adapter.dropout > 0:
         model.dropout = AdapterDropout(model.transformer, settings.seed, launch.rank)
     if model.adapter is not None and bf16:
         cast_frozen_linears(model.transformer, torch.bfloat16)
+
+
+def _make_preparer(module: TaskModule, pin: bool) -> SampleStacker | Unprepared:
+    """Return what prepares batches in the workers; a module that overrides ``forward`` gets the samples."""
+    if isinstance(module, CustomForward) or type(module).forward is not DiffusionTrainingModule.forward:
+        return Unprepared()
+    return module.stacker(pin)
 
 
 def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> HookSchedule:

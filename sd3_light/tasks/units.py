@@ -7,9 +7,9 @@ sample's values do not depend on its batch; gradient units get the whole batch.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -17,10 +17,15 @@ from sd3_light.config.faults import UserError
 from sd3_light.training.errors import as_user_error
 
 Values = Mapping[str, Any]
-Draw = Callable[[str, tuple[int, ...]], Tensor]
-"""(purpose, shape) -> standard normal numbers that belong to the sample, its epoch and the purpose."""
 Function = Callable[..., Any]
 UnitKind = Literal["cached", "drawn", "gradient"]
+
+
+class Draw(Protocol):
+    """Draws standard normal numbers that belong to the sample, its epoch and the purpose."""
+
+    def __call__(self, purpose: str, shape: tuple[int, ...], on_host: bool = False) -> Tensor:
+        """Return the numbers on the module's device; on the host they can be read without waiting for the device."""
 
 
 class PipelineUnit:
@@ -105,7 +110,7 @@ def split_units(module: nn.Module, units: Sequence[PipelineUnit], loss_reads: It
     return UnitSplit(tuple(by_kind["cached"]), tuple(by_kind["drawn"]), tuple(by_kind["gradient"]), stored, required)
 
 
-def units_to_run(units: Sequence[PipelineUnit], values: Values, wanted: Iterable[str]) -> list[PipelineUnit]:
+def units_to_run(units: Sequence[PipelineUnit], values: Container[str], wanted: Iterable[str]) -> list[PipelineUnit]:
     """Return the units, in order, whose results are wanted, directly or by such units, and not among the values."""
     wanted = set(wanted)
     to_run: list[PipelineUnit] = []

@@ -21,6 +21,7 @@ from tests.unit.tasks.tutorial_script import Videos, VideoTrainingModule
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "tests" / "unit" / "tasks" / "tutorial_script.py"
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
@@ -103,7 +104,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
 def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: tuple[Path, str]) -> None:
-    """Only the import of the launcher differs: python, torchrun and accelerate launch, in one stage and two."""
+    """Only the import of the launcher differs: python, and two processes of torchrun and accelerate launch."""
     file, stubs = script
     data = file.parent / "data"
     raw = ("--dataset_base_path", data, "--dataset_metadata_path", data / "metadata.json")
@@ -136,8 +137,12 @@ def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: 
     caches = [ProcessedDataset(tmp_path / name / "cache") for name in ("python", "torchrun")]
     stored = [cache[4][0]["input_latents"] for cache in caches]
     assert torch.equal(*stored)
-    run("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", name="accelerate", stages=False)
+    run(*ACCELERATE, "--cpu", "--num_processes", "1", name="accelerate", stages=False)
     assert losses(tmp_path / "accelerate" / "one") == one
+    # with --cpu accelerate starts one process; ACCELERATE_USE_CPU makes the two of --multi_gpu use CPUs
+    run(*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", name="accelerate-2")
+    for stage in ("one", "second"):
+        assert losses(tmp_path / "accelerate-2" / stage) == losses(tmp_path / "torchrun" / stage)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks.module import DiffusionTrainingModule, stack_samples
+from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.stacking import stack_samples
 from sd3_light.tasks.units import PipelineUnit, split_units
 
 

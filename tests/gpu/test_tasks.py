@@ -1,0 +1,38 @@
+"""Batches of a task on a GPU: the losses of single samples, and no wait for the device before the backward pass."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
+from tests.unit.tasks.test_stacking import CASES, losses, micro_batches, samples
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefetched_batches_have_the_losses_of_their_samples(case: str) -> None:
+    make, new_model = CASES[case]
+    model = new_model().to(CUDA)
+    expected = losses(model, (batch.unstacked() for batch in micro_batches(model, make)))
+    steps: Iterator[Any] = prefetch_steps(micro_batches(model, make, 2, pin_host_memory), 2, CUDA)
+    actual = losses(model, (batch for step in steps for batch in step))
+    assert len(actual) == 8
+    for pair, other in zip(actual, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_forward_pass_does_not_wait_for_the_device(case: str) -> None:
+    make, new_model = CASES[case]
+    model = new_model().to(CUDA)
+    with model.fixed_units():
+        batch = model.stacker(pin=True).prepare_inputs(samples(make))
+        model(batch)  # the first pass may set up libraries
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
