@@ -1,8 +1,11 @@
-"""Facts about this machine and its processes, read from /proc."""
+"""Facts about this machine and its processes, read from /proc, and about its GPUs, from their driver."""
 
 import os
+import shutil
 import socket
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 
 def machine() -> str:
@@ -35,6 +38,27 @@ def available_memory() -> int | None:
     path = Path("/proc/meminfo")
     lines = path.read_text(encoding="ascii").splitlines() if path.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+class Gpu(NamedTuple):
+    """A GPU's name, as torch reports it, and its memory if known."""
+
+    name: str
+    total_bytes: int | None = None
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that a training process would see, without importing torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        rows = [line.rpartition(",") for line in lines]
+        return [Gpu(name.strip(), int(mebibytes) << 20) for name, _, mebibytes in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a device, or that does not answer
+        return []
 
 
 def umask() -> int:

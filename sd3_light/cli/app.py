@@ -43,7 +43,9 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The train TOML; it names the dataset TOML.")]
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A diffusers folder, such as RUN/exports/step-N.")]
+ModelFolder = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A diffusers folder, or a run folder: its newest export.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the train TOML, such as model.size=tiny2."),

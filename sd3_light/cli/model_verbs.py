@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, init_process, load_checked
+from sd3_light.cli.process import echo, init_process, load_checked, suggest
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 
@@ -38,6 +38,8 @@ def export(
 
     contents = Contents(vae, text_encoders, pad_blocks)
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
+    if out.is_dir():
+        suggest(("sample", out, "a prompt"), ("convert", out, out.with_suffix(".safetensors")))
 
 
 @app.command(cls=Command)
@@ -54,9 +56,9 @@ def sample(
     seed: Annotated[
         list[int] | None, typer.Option(min=0, max=2**63 - 1, help="Seeds; every prompt is drawn with every seed.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for 00000.png, ... and grid.png, which must not exist yet.")] = Path(
-        "samples"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for 00000.png, ... and grid.png; in a folder with images the numbers continue.")
+    ] = Path("samples"),
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
     guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = DEFAULT_GUIDANCE,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
@@ -69,12 +71,16 @@ def sample(
         typer.Option(help="`float32`, or `bfloat16` for the denoiser and text encoders on GPUs; the VAE uses float32."),
     ] = "float32",
     lora: Annotated[
-        list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to apply; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to apply, or the folder of its export; may be repeated."),
     ] = None,
     grid: Annotated[bool, typer.Option("--grid/--no-grid", help="Also write all images as one grid.")] = True,
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads per image. Values other than 1 change the last bits of an image.")
     ] = 1,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: the export with the lowest validation loss, not the newest.")
+    ] = False,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
     the work."""
@@ -86,11 +92,12 @@ def sample(
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
     options = stage.SampleOptions(
-        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads
+        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads, best
     )
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:
         echo(f"wrote {path}")
+        suggest(("sample", model, *(row.prompt for row in rows[:2]), "--seed", str(max(seed or [0]) + 1), "--out", out))
 
 
 @app.command(cls=Command)
@@ -112,6 +119,9 @@ def evaluate(
     lora: Annotated[
         list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to score with; may be repeated.")
     ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Score the demo's prompts even if the model was not trained on its images.")
+    ] = False,
     set_: Overrides = None,
 ) -> None:
     """Compute the validation loss of a config's evaluation sets (--config), or score a model of the demo world: do its
@@ -132,6 +142,8 @@ def evaluate(
     from sd3_light.sampling.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
+    if not demo:
+        stage.require_demo_world(model)
     result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out, loras=loras)
     of = "of combinations seen in training" if seen else "of held-out combinations"
     Console().print(score_table({str(model): result}, of))

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +63,7 @@ def run_guarded(work: Callable[[], object]) -> int:
     except Stopped as stop:
         for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter would restore the defaults while it exits
             signal.signal(number, signal.SIG_IGN)
-        info(f"stopped: {stop}")
+        info("\n".join([f"stopped: {stop}", *getattr(stop, "__notes__", ())]))
         return RESUMABLE
     except KeyboardInterrupt:
         return _fail("stopped", 130)
@@ -70,6 +72,37 @@ def run_guarded(work: Callable[[], object]) -> int:
     except Exception as error:  # the top level: every other exception is a bug
         return _fail_by_bug(error)
     return 0
+
+
+@contextmanager
+def continued_by(command: str) -> Iterator[None]:
+    """After a request to stop, such as Ctrl-C, print the command that continues."""
+    note = f"continue with: {command}"
+    try:
+        yield
+    except Stopped as stop:
+        stop.add_note(note)  # printed after the reason
+        raise
+    except KeyboardInterrupt:
+        info(note)
+        raise
+
+
+def command_line(*parts: str | Path) -> str:
+    """Return a command of sd3-light to copy into a shell; paths are relative to the working directory if below it."""
+    return shlex.join(["sd3-light", *(_short(part) if isinstance(part, Path) else part for part in parts)])
+
+
+def _short(path: Path) -> str:
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def suggest(*commands: Sequence[str | Path]) -> None:
+    """Print the commands that usually follow."""
+    info("next:")
+    for command in commands:
+        info(f"  {command_line(*command)}")
 
 
 def _path_error(error: OSError) -> str | None:

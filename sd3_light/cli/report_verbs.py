@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import Command, app
-from sd3_light.cli.process import echo, init_process
+from sd3_light.cli.process import echo, init_process, suggest
 from sd3_light.config.faults import UserError
 
 
@@ -27,6 +27,7 @@ def inspect(
         raise UserError(f"{cache}: inspect reads local folders only; copy the cache to one")
     if out is None:
         Console().print(stage.render(stage.run(Path(cache), seed)))
+        suggest(("inspect", Path(cache), "--out", "cache.html"))
         return
     init_process()
     from sd3_light.stages.inspect.cache_page import write_cache_page
@@ -46,6 +47,7 @@ def report(
 
     if out is None:
         Console().print(stage.render(stage.run(run)))
+        suggest(("report", run, "--out", "report.html"))
         return
     for note in stage.write_run_page(run, out):
         echo(f"note: {note}")

@@ -1,5 +1,6 @@
 """Verbs of a run: demo, init, check, cache, train."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +8,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
-from sd3_light.cli.process import echo, init_process, load_checked
+from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest
 from sd3_light.config.faults import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def demo(
     from sd3_light.journeys import run_demo
 
     run_demo(out, steps, more_steps, images, prompts)
+    suggest(
+        ("sample", out / "continue", "two red stars", "一个蓝色的圆"),
+        ("report", out / "pretrain", "--out", out / "report.html"),
+        ("inspect", out / "cache", "--out", out / "cache.html"),
+    )
 
 
 @app.command(cls=Command)
@@ -42,6 +48,7 @@ def init(config: ConfigFile, out: Annotated[Path, typer.Argument(help="New folde
     from sd3_light.journeys import checked_init
 
     echo(f"wrote {checked_init(load_checked(config, set_), out)}")
+    suggest(("train", config, *_set_options(set_), "--set", f"model.diffusers_path={out.absolute()}"))
 
 
 @app.command(cls=Command)
@@ -56,12 +63,22 @@ def check(
     deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="Check for the DeepSpeed engine; implied by pipeline stages.")
     ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Kind of GPU, such as H200 (default: that of this machine).")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show all numbers with their formulas.")] = False,
     set_: Overrides = None,
 ) -> None:
-    """Report all problems of a config, or what it will do: parameters, tokens, FLOPs, cache, memory, steps."""
+    """Report all problems of a config, or whether its run fits, how long it takes and how much disk it needs."""
     from sd3_light.stages import check as stage
+    from sd3_light.system import Gpu, visible_gpus
 
-    Console().print(stage.render(stage.run(load_checked(config, set_), processes, deepspeed)))
+    loaded = load_checked(config, set_)
+    estimate = stage.run(loaded, processes, deepspeed)
+    here = [Gpu(gpu)] if gpu else visible_gpus()
+    target = stage.Target(here[0] if here else None, on_cpu=not (here or processes or estimate.setup.deepspeed))
+    Console().print(stage.render(estimate, stage.conclude(loaded.train, estimate, target), explain, target.on_cpu))
+    suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
 
 
 @app.command(cls=Command)
@@ -82,9 +99,13 @@ def cache(
     from sd3_light.stages import inspect as stage
     from sd3_light.stages.cache import CacheOptions
 
-    folders = build_caches(loaded, launch, CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run))
+    options = CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run)
+    with continued_by(command_line("cache", config, *_set_options(set_))):
+        folders = build_caches(loaded, launch, options)
     for folder in () if dry_run else folders:
         Console().print(stage.render(stage.run(folder)))
+    pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1] if not dry_run)
+    suggest(*pages, ("cache" if dry_run else "train", config, *_set_options(set_)))
 
 
 @app.command(cls=Command)
@@ -113,7 +134,19 @@ def train(
 
     resets = (reset_dataloader, reset_optimizer, reset_optimizer_params)
     request = parse_resume(resume or resume_from is not None, resume_from, resets, restart)
-    cache_then_train(loaded, launch, CacheOptions(trust_cache, regenerate_cache), request)
+    again = command_line("train", config, *_set_options(set_), *(["--trust-cache"] if trust_cache else []), "--resume")
+    with continued_by(again):
+        cache_then_train(loaded, launch, CacheOptions(trust_cache, regenerate_cache), request)
+    suggest_after_training(loaded.train.output_dir)
+
+
+def _set_options(overrides: Sequence[str] | None) -> list[str]:
+    return [part for override in overrides or () for part in ("--set", override)]
+
+
+def suggest_after_training(run: Path) -> None:
+    """Print the commands that follow a run that has ended."""
+    suggest(("sample", run, "a prompt"), ("report", run, "--out", run / "report.html"))
 
 
 def parse_resume(

@@ -4,8 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sd3_light.cli.process import enable_tracebacks, init_process, load_checked, quiet_imports, run_guarded
-from sd3_light.cli.run_verbs import parse_resume
+from sd3_light.cli.process import (
+    continued_by,
+    enable_tracebacks,
+    init_process,
+    load_checked,
+    quiet_imports,
+    run_guarded,
+)
+from sd3_light.cli.run_verbs import parse_resume, suggest_after_training
 
 _SWITCHES = {
     "cache-only": "build the cache and exit",
@@ -57,4 +64,6 @@ def _launch(flags: argparse.Namespace) -> None:
     requested = flags.resume or named is not None or checkpoint is not None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     resume = parse_resume(requested, checkpoint, resets, flags.restart)
-    cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)
+    with continued_by("the same command with --resume"):
+        cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)
+    suggest_after_training(loaded.train.output_dir)

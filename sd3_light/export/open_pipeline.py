@@ -18,15 +18,18 @@ from sd3_light.sampling.texts import TextPolicy
 _CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 
 
-def open_pipeline(folder: Path, device: torch.device) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+def open_pipeline(
+    folder: Path, device: torch.device, text_facts: Path | None = None
+) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
     """Load the folder's pipeline in float32 and its text policy (stock SD3's by default).
 
+    ``text_facts`` is the folder that states the policy, if it is not the same: that of an adapter.
     A model of real text tokens opens with this package's own class: a folder's `pipeline.py` is not run. An incomplete
     or non-finite denoiser is a UserError: diffusers would fill gaps with random weights.
     """
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
-    policy = read_text_policy(folder)
+    policy = read_text_policy(text_facts or folder)
     check_configs(folder)
     folder_size(folder / "transformer")  # reports an invalid config
     read_part(folder / "transformer", "transformer")  # reports missing or wrong weights

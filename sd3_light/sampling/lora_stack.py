@@ -32,12 +32,18 @@ class Lora:
 
     @staticmethod
     def parse(text: str) -> "Lora":
-        """Parse `FILE` or `FILE:STRENGTH`; the file must exist."""
+        """Parse `FILE`, `FOLDER`, or either with `:STRENGTH`. A folder is an adapter's export, or a run with some."""
         file, strength = Path(text), 1.0
         name, colon, number = text.rpartition(":")
-        if colon and not file.is_file():
+        if colon and not file.exists():
             with suppress(ValueError):  # a file name with a colon
                 file, strength = Path(name), float(number)
+        if file.is_dir():
+            folder = max((file / "exports").glob("step-*"), default=file)
+            found = adapter_file(folder)
+            if found is None:
+                raise UserError(f"LoRA {text}: {folder} has no adapter file; pass the .safetensors file itself")
+            file = found
         if not file.is_file():
             raise UserError(f"LoRA {text}: {file} does not exist")
         if file.suffix != ".safetensors":
@@ -45,6 +51,12 @@ class Lora:
         if not abs(strength) < float("inf"):
             raise UserError(f"LoRA {text}: the strength must be a finite number")
         return Lora(file, strength)
+
+
+def adapter_file(folder: Path) -> Path | None:
+    """Return the only safetensors file directly in a folder, as in an adapter's export; None if there is not one."""
+    files = sorted(folder.glob("*.safetensors"))
+    return files[0] if len(files) == 1 else None
 
 
 def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Reader) -> None:

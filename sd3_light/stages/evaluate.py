@@ -1,13 +1,19 @@
 """The evaluate stage: a model's validation loss on a config's evaluation sets, and its score on the demo's prompts."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import DEFAULT_GUIDANCE, LoadedConfig
+from sd3_light.assets import DEMO
+from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
+from sd3_light.config.load_dataset import load_directories
+from sd3_light.config.toml_file import read_toml
+from sd3_light.data.sources.records import Record
+from sd3_light.data.sources.scan import scan
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
@@ -23,8 +29,13 @@ from sd3_light.sampling.lora_stack import Lora
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
+from sd3_light.training.run_exports import choose_model
 from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import draw_prompts
+from sd3_light.world.captions import parse_caption
+
+_HASHES = "hashes.json"
+_CAPTIONS_TRIED = 8
 
 
 def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
@@ -33,6 +44,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU supports it
     if not loaded.eval_datasets:
         raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
+    model = choose_model(model).folder
     if not (model / "transformer" / "config.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
     denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
@@ -43,6 +55,38 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
+
+
+def require_demo_world(model: Path) -> None:
+    """Raise unless the model is the shipped one, or the captions that it was trained on are of the demo world."""
+    chosen = choose_model(model)
+    if not (chosen.folder / "model_index.json").is_file():
+        return  # reported when it is opened
+    folder = chosen.text_facts
+    raw, _ = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else (None, [])
+    dataset = (raw or {}).get("dataset")
+    if (folder / _HASHES).is_file() and (folder / _HASHES).read_bytes() == (DEMO / _HASHES).read_bytes():
+        return
+    if isinstance(dataset, str) and Path(dataset).is_file():
+        directories, faults = load_directories(Path(dataset))
+        if directories and not faults and all(map(_shows_demo_world, directories)):
+            return
+    raise UserError(
+        f"{model} is not known to be trained on the demo's images, whose shapes and colours this score judges; pass "
+        "--config TRAIN.toml for the validation loss of its evaluation sets, or --demo to score these prompts anyway"
+    )
+
+
+def _shows_demo_world(directory: DirectoryConfig) -> bool:
+    """Return whether the first captions of a directory are of the demo world; a missing directory shows nothing."""
+    if not directory.path.exists():
+        return False
+    records = (entry for entry in scan(directory, 0) if isinstance(entry, Record))
+    captions = [caption for record in islice(records, _CAPTIONS_TRIED) for caption in record.captions]
+    try:
+        return bool([parse_caption(caption.removeprefix(directory.caption_prefix)) for caption in captions])
+    except UserError:
+        return False
 
 
 def run(
@@ -58,8 +102,9 @@ def run(
     loras: Sequence[Lora] = (),
 ) -> CompositionScore:
     """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
-    pipe, policy = open_pipeline(model, Launch().device())
-    add_adapters(pipe, loras)
+    chosen = choose_model(model)
+    pipe, policy = open_pipeline(chosen.folder, Launch().device(), chosen.text_facts)
+    add_adapters(pipe, (*chosen.loras, *loras))
     prompts = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
         result = score(pipe, prompts, policy, steps, guidance, seed, batch, on_progress=bar.set_done)

@@ -6,6 +6,7 @@ image is named by the number of its request, so processes need not communicate.
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -34,6 +35,7 @@ from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_p
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
 from sd3_light.sampling.texts import TextPolicy
+from sd3_light.training.run_exports import ChosenModel, choose_model
 
 GRID = "grid.png"
 
@@ -59,6 +61,7 @@ class SampleOptions:
     loras: tuple[Lora, ...] = ()
     grid: bool = True
     threads: int = 1
+    best: bool = False
 
 
 def run(
@@ -71,8 +74,9 @@ def run(
 ) -> Path:
     """Write OUT/00000.png, ... and the grid: each row with each seed, or once with its own seed.
 
-    Returns the path to show to the user: the grid or the folder. Existing images or grids are an error before the model
-    is loaded; nothing is overwritten.
+    ``model`` may be a run folder (see `choose_model`). Returns the path to show to the user: the grid or the folder.
+    Nothing is overwritten: numbers continue after those in the folder. Several processes, which do not communicate,
+    need a folder without such images.
     """
     launch = launch or Launch()
     if not rows:
@@ -80,18 +84,23 @@ def run(
     check_sampler(options.sampler)
     _check_options(rows, out, options)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
-    share = assign_rows([row for row, _ in jobs], launch.rank, launch.world)
-    shown = list(range(len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
-    _refuse_to_overwrite([*(_name(out, number) for number in share), *([out / GRID] if shown else [])])
+    first = _first_free_number(out) if launch.world == 1 else 0
+    share = [first + number for number in assign_rows([row for row, _ in jobs], launch.rank, launch.world)]
+    shown = list(range(first, first + len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
+    grid = out / (f"grid-{first:05d}.png" if first else GRID)
+    _refuse_to_overwrite([*(_name(out, number) for number in share), *([grid] if shown else [])])
     if share or shown:
-        pipe, policy = _open(model, options, launch)
-        requests = [_request(pipe, policy, row, seed, options) for row, seed in jobs]
-        common = _common_facts(pipe, policy, model, options)
+        chosen = choose_model(model, options.best)
+        if chosen.text_facts != model:
+            info(f"using {chosen.text_facts}")
+        pipe, policy = _open(chosen, options, launch)
+        requests = {first + at: _request(pipe, policy, row, seed, options) for at, (row, seed) in enumerate(jobs)}
+        common = _common_facts(pipe, policy, chosen, options)
         slowest = _generate(pipe, policy, {number: requests[number] for number in share}, out, options, common)
         if shown:
             _wait_for([_name(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
-            _make_grid({number: requests[number] for number in shown}, len(jobs), out)
-    return out / GRID if options.grid else out
+            _make_grid({number: requests[number] for number in shown}, len(jobs), out, grid)
+    return grid if options.grid else out
 
 
 def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
@@ -122,17 +131,23 @@ def _name(out: Path, number: int) -> Path:
     return out / f"{number:05d}.png"
 
 
+def _first_free_number(out: Path) -> int:
+    """Return the number after the highest of the images in the folder."""
+    numbers = [int(path.stem) for path in out.glob("*.png") if re.fullmatch(r"\d{5,}", path.stem)]
+    return max(numbers, default=-1) + 1
+
+
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists():
             raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
-def _open(model: Path, options: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+def _open(chosen: ChosenModel, options: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
     dtype = check_dtype(options.dtype)
-    pipe, policy = open_pipeline(model, torch.device("cpu"))
+    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts)
     use_sampler(pipe, options.sampler)
-    add_adapters(pipe, options.loras)
+    add_adapters(pipe, (*chosen.loras, *options.loras))
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
     return pipe.to(launch.device()), policy
@@ -156,7 +171,7 @@ def _request(
 
 
 def _common_facts(
-    pipe: StableDiffusion3Pipeline, policy: TextPolicy, model: Path, options: SampleOptions
+    pipe: StableDiffusion3Pipeline, policy: TextPolicy, chosen: ChosenModel, options: SampleOptions
 ) -> dict[str, Any]:
     """Return the metadata that all images share."""
     scheduler = pipe.scheduler.config
@@ -166,8 +181,8 @@ def _common_facts(
         "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
         "dtype": options.dtype,
         "device": pipe.device.type,
-        "model": model.resolve().name,
-        "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in options.loras],
+        "model": chosen.folder.resolve().name,
+        "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in (*chosen.loras, *options.loras)],
         "t5_max_length": policy.t5_max_length,
         "uncond_text": policy.uncond_text,
         "text_tokens": policy.text_tokens,
@@ -217,14 +232,14 @@ def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None
             missing, last_change = still_missing, time.monotonic()
 
 
-def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path) -> None:
+def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path, path: Path) -> None:
     several_seeds = len({request.seed for request in requests.values()}) > 1
     captions = [f"{r.prompt} (seed {r.seed})" if several_seeds else r.prompt for r in requests.values()]
     images = list(_thumbnails(requests, out))
     largest = max(max(image.size) for image in images)
     sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _MIN_THUMBNAIL_SIDE // largest))
-    with write_errors(out / GRID):
-        save_png(sheet, out / GRID, {})
+    with write_errors(path):
+        save_png(sheet, path, {})
     if total > len(images):
         info(f"the grid shows the first {len(images)} of {total} images")
 

@@ -53,6 +53,10 @@ class BackgroundSaves:
         """Whether nothing is being written, now or within some seconds."""
         return all(writer.is_idle(seconds) for writer in self._writers.values())
 
+    def pending(self) -> list[str]:
+        """Return the kinds of saves that are being written."""
+        return [kind for kind, writer in self._writers.items() if not writer.is_idle(0.0)]
+
     def has_reports(self) -> bool:
         """Whether saves have ended since the last report."""
         for kind, writer in self._writers.items():

@@ -143,6 +143,9 @@ class Driver:
 
     def finish(self, start: Progress) -> None:
         """Wait for all saves; raise if the last save of a kind failed, or if no step was taken since ``start``."""
+        if pending := self.saves.pending():
+            verified = ", which is verified by reloading it" if EXPORT in pending else ""
+            info(f"step {self.run.progress.step}: writing the last {' and '.join(pending)}{verified}")
         # together: a launcher may end all processes when the first one exits
         self.groups.wait_for_all(self.saves.is_idle)
         self.saves.wait()

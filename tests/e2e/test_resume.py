@@ -99,9 +99,14 @@ IMPORTANT = (1, EPOCH - 1, EPOCH, EPOCH + 1)
     "step",
     [pytest.param(step, marks=() if step in IMPORTANT else pytest.mark.slow) for step in range(1, STEPS)],
 )
-def test_a_resumed_run_equals_the_uninterrupted_run(whole: Project, project: Project, step: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(
+    whole: Project, project: Project, step: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """From every step, including the last of an epoch and the first of the next."""
     done = project.train(*settings(), resume=Resume(checkpoint(whole, step)))
+    lines = capfd.readouterr().err.splitlines()
+    assert f"resumed from {checkpoint(whole, step)} (step {step} of {STEPS})" in lines
+    assert f"finished: {STEPS} steps, {4 * STEPS} samples; the run is in {project.folder / 'resumed'}" in lines
     assert (done.step, done.samples) == (STEPS, 4 * STEPS)
     (event,) = project.events("resume", "resumed")
     assert (event["step"], event["world"]) == (step, 1)
@@ -241,9 +246,15 @@ def test_a_failed_export_is_made_when_the_run_is_resumed(project: Project, monke
     assert [event["step"] for event in project.events("step")] == [1, 2]
 
 
-def test_resuming_a_finished_run_does_nothing(whole: Project, project: Project) -> None:
+def test_resuming_a_finished_run_does_nothing(
+    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
     done = project.train(*settings(), resume=Resume(checkpoint(whole, STEPS)))
     assert done.step == STEPS
+    line = f"already finished: step {STEPS} of {STEPS}; raise max_steps or epochs to train more"
+    output = capfd.readouterr().err.splitlines()
+    assert line in output
+    assert not any(text.startswith("finished:") for text in output)
     assert project.events("step", "resumed") == []
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
@@ -13,11 +14,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 
 from sd3_light import __version__, cli, journeys
+from sd3_light.assets import DEMO
 from sd3_light.cli import process
 from sd3_light.config import DEFAULT_GUIDANCE
-from sd3_light.config.faults import PeerLost, UserError
+from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
@@ -302,6 +305,49 @@ def test_an_interrupt_is_code_130(
     assert verb("train", project.train_toml).code == 130
 
 
+def test_a_stopped_run_prints_the_command_that_continues(
+    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    for error in (Stopped("SIGINT at step 3 of 9"), KeyboardInterrupt()):
+        monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=error))
+        result = verb("train", "train.toml", "--trust-cache", "--set", "max_steps=9", "--restart")
+        command = "sd3-light train train.toml --set max_steps=9 --trust-cache --resume"
+        assert result.err.splitlines()[-1] == f"continue with: {command}"
+    monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=Stopped("SIGTERM")))
+    result = train_py("--config", "train.toml")  # the launcher's own arguments are not known
+    assert result.err.splitlines() == ["stopped: SIGTERM", "continue with: the same command with --resume"]
+    monkeypatch.setattr(journeys, "build_caches", Mock(side_effect=KeyboardInterrupt))
+    result = verb("cache", "train.toml")
+    assert (result.code, result.err.splitlines()[-1]) == (130, "continue with: sd3-light cache train.toml")
+
+
+def suggested(result: Result) -> list[str]:
+    """The commands that follow, as printed at the end."""
+    lines = result.err.splitlines()
+    return [line.strip() for line in lines[lines.index("next:") + 1 :]]
+
+
+def test_commands_end_with_the_next_ones(
+    verb: Callable[..., Result],
+    train_py: Callable[..., Result],
+    project: Project,
+    journey_calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(project.folder)
+    after_training = ["sd3-light sample run 'a prompt'", "sd3-light report run --out run/report.html"]
+    assert suggested(verb("train", "train.toml")) == suggested(train_py("--config", "train.toml")) == after_training
+    assert suggested(verb("inspect", "cache")) == ["sd3-light inspect cache --out cache.html"]
+    monkeypatch.setattr(journeys, "build_caches", lambda *_: [project.cache])
+    pages = "sd3-light inspect cache --out cache.html"
+    assert suggested(verb("cache", "train.toml", "--set", "seed=3")) == [
+        pages,
+        "sd3-light train train.toml --set seed=3",
+    ]
+    assert suggested(verb("cache", "train.toml", "--dry-run")) == ["sd3-light cache train.toml"]
+
+
 # --- what is called ----------------------------------------------------------------------------
 
 
@@ -485,3 +531,34 @@ def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
     assert SampleOptions().guidance == SamplingConfig().guidance == DEFAULT_GUIDANCE
     for function in (generate, stream_images, evaluate.run):
         assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
+
+
+# --- models of other data -------------------------------------------------------------------------
+
+
+def test_evaluate_scores_only_models_of_the_demo(
+    verb: Callable[..., Result], raw_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score judges the demo's shapes and colours. It is known by the captions of the export's dataset."""
+    scored: list[Path] = []
+    score = Mock(num_prompts=1, rates=defaultdict(float), by_kind={})
+    monkeypatch.setattr(evaluate, "run", lambda model, *_, **__: scored.append(model) or score)
+    other = tmp_path / "emoji"
+    other.mkdir()
+    Image.new("RGB", (64, 64)).save(other / "a.png")
+    (other / "a.txt").write_text("a grinning face with large eyes")
+    (tmp_path / "emoji.toml").write_text('resolutions = [64]\n[[directory]]\npath = "emoji"\n')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model_index.json").write_text("{}")
+    for config in ("", f"dataset = {str(tmp_path / 'emoji.toml')!r}", f"dataset = {str(tmp_path / 'gone.toml')!r}"):
+        (model / "config.toml").write_text(config)
+        result = verb("evaluate", model)
+        assert "is not known to be trained on the demo's images" in error_line(result)
+        assert "--config TRAIN.toml" in result.err
+    assert scored == []
+    assert verb("evaluate", model, "--demo").code == 0
+    (model / "config.toml").write_text(f"dataset = {str(raw_project.data_toml)!r}")
+    assert verb("evaluate", model).code == 0
+    assert verb("evaluate", DEMO).code == 0
+    assert scored == [model, model, DEMO]

@@ -10,11 +10,12 @@ from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.model.start import WeightsStart
+from sd3_light.stages.check.conclusion import Target, conclude
 from sd3_light.stages.check.disk import check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
 from sd3_light.stages.check.render import render
 
-__all__ = ["RunEstimate", "disk_faults", "estimate_run", "load", "render", "require", "run"]
+__all__ = ["RunEstimate", "Target", "conclude", "disk_faults", "estimate_run", "load", "render", "require", "run"]
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:

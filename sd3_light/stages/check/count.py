@@ -14,6 +14,7 @@ from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.data.store.remote import load_remote_manifest
+from sd3_light.encoders.caption_lengths import CaptionSample
 from sd3_light.runlog import progress
 
 
@@ -34,6 +35,7 @@ class SampleCounts:
 
     samples: int = 0
     rejects: Counter[str] = field(default_factory=Counter)
+    captions: CaptionSample = field(default_factory=CaptionSample)
     buckets: dict[tuple[Resolution, Bucket], dict[int, BucketCount]] = field(default_factory=dict)
 
     def bucket(self, resolution: Resolution, bucket: Bucket, directory: int) -> BucketCount:
@@ -79,7 +81,9 @@ def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryC
         counts.rejects[row.reason] += 1
         return
     counts.samples += 1
-    captions = len(caption_variants(row.captions, seed, row.key, directory))
+    variants = caption_variants(row.captions, seed, row.key, directory)
+    captions = len(variants)
+    counts.captions.add(row.key, variants)
     for resolution, bucket, fit in fits(row.width, row.height, directory):
         count = counts.bucket(resolution, bucket, number)
         count.samples += 1
@@ -92,7 +96,7 @@ def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryC
 def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
     """Count one caption per sample; a manifest does not list cropping and enlarging per bucket."""
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
-    counts = SampleCounts(manifest.counts.get("pictures", 0), Counter(manifest.rejects))
+    counts = SampleCounts(manifest.counts.get("pictures", 0), Counter(manifest.rejects))  # it lists no captions
     for shard in manifest.shards:
         bucket = Bucket(*map(int, shard.bucket.split("x")))
         count = counts.bucket(shard.resolution, bucket, numbers[shard.directory])

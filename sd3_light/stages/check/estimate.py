@@ -31,6 +31,7 @@ from sd3_light.config import (
 )
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.order import BucketOrder, Segment, open_shards
+from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.pipeline_folder import stored_weights, text_shape
@@ -71,6 +72,7 @@ class DatasetEstimate:
     rejects: Mapping[str, int]
     rows: tuple[BucketEstimate, ...]
     cache: Amount
+    cut: CutCaptions | None = None
 
     @property
     def steps(self) -> int:
@@ -178,6 +180,7 @@ class _Estimator:
             rejects=dict(sorted(counts.rejects.items())),
             rows=tuple(rows),
             cache=_cache(counts, dataset.directories, self.text),
+            cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
         )
 
     def row(

@@ -1,6 +1,6 @@
 """Render an estimate as one screen: every number with its formula."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -11,39 +11,55 @@ from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.preprocess import REASONS
 from sd3_light.model.text_shape import TextShape
+from sd3_light.pages.formats import plural
+from sd3_light.stages.check.conclusion import DOES_NOT_FIT, Line
 from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
 MAX_ROWS = 12
 """Buckets shown per dataset; one line sums up the rest."""
 
 
-def render(estimate: RunEstimate) -> RenderableType:
-    """Return the estimate as tables for a rich console."""
-    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults. A run of this config:"), _numbers(estimate)]
+def render(
+    estimate: RunEstimate, conclusion: Sequence[Line] = (), explain: bool = True, on_cpu: bool = False
+) -> RenderableType:
+    """Return the conclusion and the buckets as tables for a rich console; ``explain`` adds all numbers with formulas.
+
+    ``on_cpu`` leaves out what concerns GPUs.
+    """
+    problem = any(text.startswith(DOES_NOT_FIT) for _, text in conclusion)
+    verdict = ", but the run does not fit" if problem else " and the run fits" if conclusion else ""
+    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults{verdict}")]
+    if conclusion:
+        parts.append(_table((name, text) for name, text in conclusion))
+    if explain:
+        parts.append(_table(_lines(estimate, on_cpu)))
     for data in (estimate.data, *estimate.evals):
         parts.append(_buckets(data))
         parts += [Text(f"  rejected {line}") for line in _rejects(data.rejects)]
     return Group(*parts)
 
 
-def _numbers(estimate: RunEstimate) -> Table:
+def _table(lines: Iterable[Sequence[str]]) -> Table:
+    """Return lines of a name and a sentence, or of a name, a number and its formula."""
+    rows = list(lines)
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    if len(rows[0]) == 3:
+        table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, number, formula in _lines(estimate):
-        table.add_row(Text(name), Text(number), Text(formula))
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
-def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
+def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
     size, text, gpu, data = estimate.start.size, estimate.text, estimate.gpu, estimate.data
     parameters = size.num_parameters()
     images = sorted({row.tokens.image for row in data.rows})
     shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
     setup, replicas = estimate.setup, estimate.setup.replicas
-    unit = "pipeline" if setup.stages > 1 else "GPU"
-    batch = f"micro-batch·{setup.accumulation} accumulation·{replicas} {unit}{'s' if replicas > 1 else ''}"
+    unit = "pipeline" if setup.stages > 1 else "process" if on_cpu else "GPU"
+    batch = f"micro-batch·{setup.accumulation} accumulation·{plural(replicas, unit)}"
     batches = sorted({row.global_batch for row in data.rows})
     fast, why_stock = ("fast kernels", "if Triton is installed, else stock"), estimate.why_stock
     blocks = fast if why_stock is None else ("stock", f"because {why_stock}")
@@ -54,7 +70,7 @@ def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("processes", f"{setup.world:,}", layout_text(setup)),
-        ("blocks on GPUs", *blocks),
+        *([] if on_cpu else [("blocks on GPUs", *blocks)]),
         ("samples per step", _span(batches), batch),
         ("steps per epoch", f"{data.steps:,}", "sum over buckets of samples·repeats / samples per step"),
         ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps per epoch, whichever is lower"),
@@ -70,9 +86,12 @@ def _lines(estimate: RunEstimate) -> list[tuple[str, str, str]]:
         formula = f"{dataset.cache.formula}; in {dataset.cache_dir}"
         lines.append((f"cache {dataset.name}", format_bytes(dataset.cache.value), formula))
     stage = f" on stage {gpu.stage}, which needs most" if setup.stages > 1 else ""
+    host = f"{estimate.host.formula}; without interpreters"
+    lines.append(("host memory per process", format_bytes(estimate.host.value), host))
+    if on_cpu:
+        return lines
     return [
         *lines,
-        ("host memory per GPU", format_bytes(estimate.host.value), f"{estimate.host.formula}; without interpreters"),
         ("GPU memory (estimate)", format_bytes(gpu.total), f"state + step + context, of the costliest bucket{stage}"),
         ("  state", format_bytes(gpu.state.value), gpu.state.formula),
         ("  step", format_bytes(gpu.step.value), f"{text.at_most}{gpu.step.formula}"),

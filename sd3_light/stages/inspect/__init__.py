@@ -72,6 +72,8 @@ def _add_captions(cache: Inspection, table: Table) -> None:
     if stats.samples:
         samples = "all samples" if stats.samples == cache.samples else f"{stats.samples:,} random samples"
         table.add_row("captions per sample", f"{stats.mean_captions:,.2g}", samples)
+    if cache.cut is not None and (sentence := cache.cut.sentence()):
+        table.add_row("captions cut", f"{max(cache.cut.cut.values()):,}", _plain(sentence, 400))
     for caption in stats.examples[:3]:
         table.add_row("caption", "", _plain(caption, 200))
     for problem in stats.unreadable[:3]:

@@ -55,6 +55,8 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
     """Load the samples and rejects of a cache."""
     manifest = cache.manifest
     notes = [f"A shard cannot be read: {problem}" for problem in cache.stats.unreadable]
+    if cache.cut is not None and (sentence := cache.cut.sentence()):
+        notes.append(f"Captions are cut: {sentence}")
     for label in cache.directories:
         folder = manifest.places.get(f"directory:{label}")
         if folder is None or not Path(folder).exists():

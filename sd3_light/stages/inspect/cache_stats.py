@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
 from sd3_light.data.shards import read_origins
+from sd3_light.encoders.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
 from sd3_light.randomness import stream
 
 # Han and kana are written without spaces: each such character counts as a word
@@ -46,6 +47,7 @@ class ShardStats:
     examples: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     shards: int = 0
+    captions: CaptionSample = field(default_factory=CaptionSample)
 
     @property
     def samples(self) -> int:
@@ -71,6 +73,7 @@ class Inspection:
     folder: Path
     manifest: Manifest
     stats: ShardStats
+    cut: CutCaptions | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -117,7 +120,15 @@ def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
         if stats.samples >= samples:
             break
         _add_shard(folder / SHARDS / manifest.shards[index].file, real, stats)
-    return Inspection(folder, manifest, stats)
+    return Inspection(folder, manifest, stats, _count_cut(manifest, stats))
+
+
+def _count_cut(manifest: Manifest, stats: ShardStats) -> CutCaptions | None:
+    """Count the captions that were cut, if the tokenizers of the cache are still where they were."""
+    folder, length = Path(manifest.places.get("diffusers_path", "")), manifest.recipe.get("t5_max_length")
+    if not (folder / "tokenizer").is_dir() or not isinstance(length, int):
+        return None
+    return count_cut_captions(stats.captions.captions(), folder, length)
 
 
 def draw_samples(shards: Sequence[ShardEntry], number: int, seed: int) -> list[SampleRef]:
@@ -176,7 +187,8 @@ def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
     try:
-        captions = [origin.captions for origin in read_origins(path)]
+        origins = read_origins(path)
+        captions = [origin.captions for origin in origins]
         tokens, sizes = _read_header(path, real)
     except (OSError, pa.ArrowException, SafetensorError, LookupError, ValueError, TypeError) as error:
         stats.unreadable.append(f"{path.name}: {error}")
@@ -185,6 +197,8 @@ def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
     stats.captions_per_sample.update(map(len, captions))
     stats.words.update(num_words(caption) for texts in captions for caption in texts)
     stats.examples += [texts[0] for texts in captions[:1] if texts]
+    for origin in origins:
+        stats.captions.add(origin.key, origin.captions)
     stats.tokens.update(tokens)
     stats.bytes_by_kind.update(sizes)
 

@@ -16,6 +16,7 @@ from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
+from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
@@ -82,8 +83,13 @@ def run(
                 driver.catch_up(progress)
             end = driver.train()
     requests, total = training.requests, training.total_steps
+    stopped = f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue"
     if requests.quit and requests.reason != SAVE_QUIT and end.step < total:
-        raise Stopped(f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue")
+        raise Stopped(stopped)
+    if end.step < total:
+        info(f"stopped: {stopped}")
+    elif end.step > progress.step:
+        info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
     return end
 
 

@@ -54,6 +54,10 @@ class RunContext:
         """Open the log; print and log what is about to be trained."""
         order, world = self.order, self.launch.world
         padding = sum(bucket.padding for bucket in order.buckets)
+        if self.resumed is not None:
+            info(f"resumed from {self.resumed.path} (step {progress.step} of {total})")
+        if progress.step >= total:
+            info(f"already finished: step {progress.step} of {total}; raise max_steps or epochs to train more")
         info(
             f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
             f"{len(order.buckets)} buckets (padding repeats {padding} samples per epoch), {world} process(es)"

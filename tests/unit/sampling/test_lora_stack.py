@@ -68,6 +68,7 @@ def test_strength_is_part_of_the_argument(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     file.touch()
     odd = tmp_path / "b:0.5"
+    (tmp_path / "empty").mkdir()
     assert Lora.parse(str(file)) == Lora(file, 1.0)
     assert Lora.parse(f"{file}:0.25") == Lora(file, 0.25)
     assert Lora.parse(f"{file}:-1") == Lora(file, -1.0)
@@ -79,6 +80,8 @@ def test_strength_is_part_of_the_argument(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             Lora.parse(text)
+    with pytest.raises(UserError, match=r"has no adapter file; pass the \.safetensors file itself"):
+        Lora.parse(f"{tmp_path / 'empty'}:0.5")
     odd.touch()
     with pytest.raises(UserError, match=r"is not a \.safetensors file"):
         Lora.parse(str(odd))

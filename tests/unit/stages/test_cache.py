@@ -261,12 +261,17 @@ def test_an_added_or_removed_image_changes_few_shards(project: Project, change: 
     ("override", "cause"),
     [("model.t5_max_length=12", "t5_max_length"), ('model.text_tokens="real"', "text_tokens")],
 )
-def test_a_changed_text_setting_makes_all_samples_stale(project: Project, override: str, cause: str) -> None:
+def test_a_changed_text_setting_makes_all_samples_stale(
+    project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     state = current_state(project, override)
     assert (state.fresh, state.stale, state.missing) == (0, NUM_IMAGES, 0)
     assert any(cause in text for text in state.causes)
     (report,) = project.build_cache(override)
     assert (report.encoded, report.reused) == (NUM_IMAGES, 0)
+    warned = "cache: warning: of 80 captions " in (printed := capfd.readouterr().err.replace("\n", " "))
+    assert warned == (cause == "t5_max_length"), "longer captions are cut"
+    assert ("exceed t5_max_length = 12: the rest of each is cut" in printed) == warned
     (back,) = project.build_cache()
     assert (back.encoded, back.reused) == (0, NUM_IMAGES), "the old shards still exist"
 

@@ -213,6 +213,11 @@ def test_counts_buckets_and_lengths_are_shown(page: ParsedPage, built: SmallCach
     assert "0123abcd" in text
 
 
+def test_captions_that_were_cut_are_noted_with_the_longest(page: ParsedPage) -> None:
+    assert "Captions are cut: of 14 captions" in page.text
+    assert "exceed t5_max_length = 9" in page.text
+
+
 def test_rejects_are_shown_with_their_reasons(page: ParsedPage, written: tuple[Path, CachePage]) -> None:
     for reason in ("truncated", "no_caption"):
         assert REASONS[reason] in page.text
@@ -367,6 +372,7 @@ def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) 
         "T5 tokens per caption 5",
         "captions per sample 2",
         "text_tokens = real",
+        "captions cut 7 of 14 captions",
         LABEL,
     ):
         assert part in text

@@ -1,6 +1,8 @@
 """`sd3-light sample` with the demo's model: stock images, names, metadata, grid, shares, refusals."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from sd3_light.assets import DEMO
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.export.lycoris_file import write_lycoris
@@ -149,13 +152,79 @@ def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["00001.png", "grid.png"])
-def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
-    """The error comes before the model is loaded."""
+@pytest.mark.parametrize(("rank", "name"), [(1, "00001.png"), (0, "grid.png")])
+def test_nothing_is_overwritten_by_several_processes(tmp_path: Path, rank: int, name: str) -> None:
+    """The error comes before the model is loaded. They do not communicate, so they cannot agree on other numbers."""
     (tmp_path / name).write_bytes(b"mine")
     with pytest.raises(UserError, match=rf"{name} already exists; choose another folder with --out"):
-        sample.run(tmp_path / "no model", ROWS, [0], tmp_path, FAST)
+        sample.run(tmp_path / "no model", [ROWS[0]] * 2, [0], tmp_path, FAST, Launch(rank, rank, 2))
     assert files(tmp_path) == {name: b"mine"}
+
+
+def test_numbers_continue_in_a_folder_with_images(model: Path, tmp_path: Path) -> None:
+    assert sample.run(model, ROWS[:2], [0], tmp_path, FAST) == tmp_path / "grid.png"
+    before = files(tmp_path)
+    assert sample.run(model, ROWS[:2], [0], tmp_path, FAST) == tmp_path / "grid-00002.png"
+    after = files(tmp_path)
+    assert sorted(after.keys() - before.keys()) == ["00002.png", "00003.png", "grid-00002.png"]
+    assert {name: after[name] for name in before} == before, "nothing is overwritten"
+    assert after["00002.png"] == before["00000.png"], "the same request"
+
+
+def test_an_image_of_the_user_is_not_overwritten(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "00007.png").write_bytes(b"mine")
+    sample.run(model, ROWS[:1], [0], tmp_path, FAST)
+    assert files(tmp_path).keys() == {"00007.png", "00008.png", "grid-00008.png"}
+
+
+def test_a_run_folder_is_sampled_with_its_newest_or_best_export(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, events = tmp_path / "run", []
+    for step, loss in ((2, 0.5), (10, 0.7)):
+        shutil.copytree(model, run / "exports" / checkpoint_name(step))
+        events += [
+            {"event": "eval", "step": step, "set": "held_out", "weights": "raw", "flow": 9 - loss},
+            {"event": "eval", "step": step, "set": "held_out", "weights": "ema", "flow": loss},
+            {"event": "export", "step": step, "weights": "ema"},
+        ]
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    for best, step in ((False, 10), (True, 2)):
+        sample.run(run, ROWS[:1], [0], tmp_path / f"{best}", replace(FAST, best=best))
+        assert f"using {run / 'exports' / checkpoint_name(step)}" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_best_needs_a_run_and_its_evaluations(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--best chooses among the exports of a run"):
+        sample.run(model, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
+    run = tmp_path / "run"
+    (run / "exports").mkdir(parents=True)
+    (run / "log.jsonl").touch()
+    with pytest.raises(UserError, match="has no export yet; write one with `sd3-light export"):
+        sample.run(run, ROWS[:1], [0], tmp_path / "out", FAST)
+    shutil.copytree(model, run / "exports" / checkpoint_name(2))
+    with pytest.raises(UserError, match=r"--best: no export of .* was evaluated at its step"):
+        sample.run(run, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
+
+
+def test_an_adapter_folder_is_sampled_on_its_base(model: Path, tmp_path: Path) -> None:
+    """As a LoRA run exports it; its folder states the text policy of training."""
+    adapter = tmp_path / "run" / "exports" / checkpoint_name(4)
+    adapter.mkdir(parents=True)
+    lora_file(adapter / "pytorch_lora_weights.safetensors", "transformer_blocks.0.attn.to_q", 1)
+    text = {"text_tokens": "padded", "uncond_text": "zero", "t5_max_length": 9}
+    (adapter / "sd3_light.json").write_text(json.dumps({"text": text}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"is an adapter, and no complete model folder is there; pass the model"):
+        sample.run(tmp_path / "run", ROWS[:1], [0], tmp_path / "none", FAST)
+    (adapter / "config.toml").write_text(f"[model]\ndiffusers_path = {json.dumps(str(model))}\n", encoding="utf-8")
+    sample.run(tmp_path / "run", ROWS[:1], [0], tmp_path / "out", FAST)
+    facts = json.loads(texts(tmp_path / "out" / "00000.png")["sd3_light"])
+    assert facts["loras"] == [{"file": "pytorch_lora_weights.safetensors", "strength": 1.0}]
+    assert (facts["uncond_text"], facts["t5_max_length"]) == ("zero", 9)
+    named = replace(FAST, loras=(Lora.parse(f"{tmp_path / 'run'}:0.5"), Lora.parse(str(adapter))))
+    sample.run(model, ROWS[:1], [0], tmp_path / "named", named)
+    facts = json.loads(texts(tmp_path / "named" / "00000.png")["sd3_light"])
+    assert [lora["strength"] for lora in facts["loras"]] == [0.5, 1.0]
 
 
 def test_a_grid_waits_for_other_processes_until_a_timeout(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The driver with an engine of one weight: what is saved after which error, and how a run ends."""
 
 import math
+import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,26 @@ class Case:
 
     def saved(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
+
+def test_the_last_export_is_announced_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is verified for a long time after the progress bar is complete."""
+    lines: list[str] = []
+    announced = threading.Event()
+
+    def info(text: str) -> None:
+        lines.append(text)
+        announced.set()
+
+    def export(*_: object) -> Path:
+        assert announced.wait(20), "nothing was printed while it is written"
+        return tmp_path / "exports" / "step-6"
+
+    monkeypatch.setattr("sd3_light.training.driver.info", info)
+    Case(tmp_path, hooks=RunHooks(export=export)).train()
+    assert re.fullmatch(
+        r"step 6: writing the last (checkpoint and )?export, which is verified by reloading it", lines[0]
+    )
 
 
 def test_a_run_ends_with_a_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""The conclusion of a check: what trains, whether it fits, how long it takes, and how much disk it needs."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sd3_light.budget.amount import format_bytes
+from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
+from sd3_light.budget.throughput import measured_speed, training_seconds
+from sd3_light.config import TrainConfig
+from sd3_light.data.manifest import MANIFEST
+from sd3_light.pages.formats import duration, plural
+from sd3_light.stages.check.estimate import RunEstimate
+from sd3_light.system import Gpu, available_memory
+
+DOES_NOT_FIT = "does not fit"
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+Line = tuple[str, str]
+"""A label and a sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run is checked for: a GPU of this machine or kind, GPUs elsewhere (``gpu`` None), or a CPU."""
+
+    gpu: Gpu | None = None
+    on_cpu: bool = False
+
+
+def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
+    """Return the conclusion, one line per subject."""
+    lines = [*_subject(estimate)]
+    if target.on_cpu:
+        lines.append(("device", "CPU: no GPU is visible; --processes N estimates a run on GPUs elsewhere"))
+    else:
+        lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
+        lines.append(("time", _time(train, estimate, target.gpu)))
+    return [*lines, *_disk(train, estimate), ("host memory", _host_memory(estimate)), *_warnings(estimate)]
+
+
+def _subject(estimate: RunEstimate) -> Iterator[Line]:
+    size, setup, data = estimate.start.size, estimate.setup, estimate.data
+    trained = "" if setup.adapter is None else f"an adapter of {sum(setup.adapter):,} parameters on "
+    yield "trains", f"{trained}{estimate.start.sentence} ({size.num_parameters():,} parameters)"
+    batches = sorted({row.global_batch for row in data.rows})
+    batch = f"{batches[0]:,}" if len(batches) == 1 else f"{batches[0]:,} to {batches[-1]:,}"
+    epochs = estimate.total_steps / max(1, data.steps)
+    images = f"{data.samples:,} images in {plural(len(data.rows), 'bucket')}"
+    yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+
+
+def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
+    needed = estimate.gpu.total
+    if gpu is None or gpu.total_bytes is None:
+        return f"{format_bytes(needed)} per GPU, estimated"
+    if needed <= gpu.total_bytes:
+        return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
+    remedy = "lower micro_batch_size_per_gpu, write activation_checkpointing = true, or shard with parallel = 'fsdp2'"
+    return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
+
+
+def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
+    setup, name = estimate.setup, "" if gpu is None else gpu.name
+    blocks = "fp8" if train.fp8 else "fast" if setup.fast else "compiled" if setup.compiled else "stock"
+    micro_batches = estimate.total_steps * setup.accumulation
+    layers = estimate.start.size.num_layers
+    seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, layers, setup.world)
+    speed = measured_speed(name, blocks)
+    if seconds is None or speed is None:
+        return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
+    several = "; several GPUs were not measured" if setup.world > 1 else ""
+    share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks"
+    at_most = "at most " if estimate.text.real else "about "
+    return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
+
+
+def _warnings(estimate: RunEstimate) -> Iterator[Line]:
+    for data in (estimate.data, *estimate.evals):
+        if data.cut is not None and (sentence := data.cut.sentence()):
+            yield f"captions {data.name}", sentence
+
+
+# --- disk ---------------------------------------------------------------------------------------
+
+
+def _disk(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
+    caches = [data for data in (estimate.data, *estimate.evals) if isinstance(data.cache_dir, Path)]
+    missing = sum(data.cache.value for data in caches if not (Path(data.cache_dir) / MANIFEST).is_file())
+    at_most = estimate.text.at_most
+    if missing:
+        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), f"{at_most}{format_bytes(missing)}")
+    elif caches:
+        yield "disk, cache", "the cache exists"
+    checkpoint, export = checkpoint_bytes(estimate), export_bytes(train, estimate)
+    checkpoints, exports = num_checkpoints(train, estimate), num_exports(train, estimate)
+    parts = f"{plural(checkpoints, 'checkpoint')} of {format_bytes(checkpoint)}"
+    parts += f", {plural(exports, 'export')} of {format_bytes(export)}"
+    total = checkpoints * checkpoint + exports * export
+    yield "disk, run", _fits(total, train.output_dir, f"{format_bytes(total)}: {parts}")
+
+
+def _fits(needed: int, folder: Path, text: str) -> str:
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    free = shutil.disk_usage(existing).free
+    return f"{_verdict(needed, free)}: {text}; {format_bytes(free)} are free"
+
+
+def checkpoint_bytes(estimate: RunEstimate) -> int:
+    """Return the size of one checkpoint of all processes together."""
+    whole = replace(estimate.setup, world=1, parallel="ddp", deepspeed=False, stages=1, bounds=())
+    return checkpoint_copy_bytes(whole).value
+
+
+def export_bytes(train: TrainConfig, estimate: RunEstimate) -> int:
+    """Return the size of an export without the parts that are links to the base model's."""
+    setup = estimate.setup
+    trained = estimate.start.size.num_parameters() if setup.adapter is None else sum(setup.adapter)
+    return trained * _DTYPE_BYTES[train.save_dtype]
+
+
+def num_checkpoints(train: TrainConfig, estimate: RunEstimate) -> int:
+    """Return the most checkpoints that exist at a time: those that are kept and the one being written."""
+    due = _times_due(estimate, train.checkpoint_every_n_steps, train.checkpoint_every_n_epochs)
+    kept = train.keep_last_n_checkpoints
+    return due if kept == 0 else min(due, kept + 1) if train.checkpoint_every_n_minutes is None else kept + 1
+
+
+def num_exports(train: TrainConfig, estimate: RunEstimate) -> int:
+    """Return the most exports that exist at a time."""
+    samples_per_step = max((row.global_batch for row in estimate.data.rows), default=1)
+    examples = train.save_every_n_examples
+    by_examples = None if examples is None else max(1, examples // samples_per_step)
+    due = _times_due(estimate, train.save_every_n_steps, train.save_every_n_epochs, by_examples)
+    return min(due, train.keep_last_n_exports + 1) if train.keep_last_n_exports else due
+
+
+def _times_due(estimate: RunEstimate, steps: int | None, epochs: int | None, more: int | None = None) -> int:
+    """Return how often something is due, the last step included."""
+    total = estimate.total_steps
+    intervals = [steps, None if epochs is None else epochs * estimate.data.steps, more]
+    count = sum(total // interval for interval in intervals if interval)
+    return max(1, count + any(total % interval > 0 for interval in intervals if interval))
+
+
+def _host_memory(estimate: RunEstimate) -> str:
+    needed, free = estimate.host.value, available_memory()
+    text = f"{format_bytes(needed)} per process, without interpreters"
+    if free is None or estimate.setup.world > 1:
+        return text
+    return f"{_verdict(needed, free)}: {text}; {format_bytes(free)} are free"
+
+
+def _verdict(needed: int, available: int) -> str:
+    return "fits" if needed <= available else DOES_NOT_FIT

@@ -1,0 +1,42 @@
+"""Estimated durations agree with the measured ones of docs/LOG.md."""
+
+import pytest
+
+from sd3_light.budget.flops import Tokens, training_flops
+from sd3_light.budget.throughput import measured_speed, training_seconds
+from sd3_light.config import SIZES, ModelSize
+
+H200 = "NVIDIA H200"
+LIGHT = SIZES["sd3_light"]
+MEASURED = [  # blocks, batch, tokens per image, recomputation, seconds per step
+    ("fast", LIGHT, 64, Tokens(256, 333), False, 0.2156),
+    ("fast", LIGHT, 128, Tokens(256, 333), False, 0.4085),
+    ("fast", LIGHT, 56, Tokens(1024, 333), False, 0.4598),
+    ("fast", LIGHT, 1024, Tokens(256, 333), True, 3.9188),
+    ("fp8", LIGHT, 64, Tokens(256, 333), False, 0.1829),
+    ("fp8", LIGHT, 128, Tokens(256, 333), False, 0.3409),
+    ("compiled", LIGHT, 64, Tokens(256, 333), False, 0.2343),
+    ("stock", LIGHT, 64, Tokens(256, 333), False, 0.4347),
+    ("stock", LIGHT, 16, Tokens(256, 333), False, 0.158),
+    ("fast", SIZES["demo"], 1024, Tokens(16, 32), False, 0.032),
+]
+
+
+@pytest.mark.parametrize(("blocks", "size", "batch", "tokens", "recomputed", "seconds"), MEASURED)
+def test_estimates_are_within_a_fifth_of_what_was_measured(
+    blocks: str, size: ModelSize, batch: int, tokens: Tokens, recomputed: bool, seconds: float
+) -> None:
+    flops = 1000 * batch * training_flops(size, tokens, recomputed).value
+    estimate = training_seconds(H200, blocks, flops, 1000, size.num_layers)
+    assert estimate == pytest.approx(1000 * seconds, rel=0.2)
+
+
+def test_several_gpus_share_the_work() -> None:
+    one, four = (training_seconds(H200, "fast", 1e20, 1, 15, gpus) for gpus in (1, 4))
+    assert one == pytest.approx(4 * four)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "", "NVIDIA GH200 480GB"])
+def test_a_kind_that_was_not_measured_has_no_estimate(name: str) -> None:
+    assert measured_speed(name, "fast") is None
+    assert training_seconds(name, "fast", 1e20, 1, 15) is None

@@ -1,0 +1,72 @@
+"""Captions that the tokenizers cut are counted, with the tokenizers' own lengths."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sd3_light.assets import DEMO
+from sd3_light.encoders.caption_lengths import CaptionSample, count_cut_captions
+from sd3_light.encoders.text import load_tokenizer
+
+CAPTIONS = ["", "a red star", "Don't  stop:\n12 green stars, 3 é!", "白色背景上有一个大的红色圆形", "a red star " * 30]
+
+
+def lengths(folder: Path, captions: list[str]) -> list[tuple[int, int]]:
+    """Return the CLIP and T5 lengths as limits that a caption just exceeds."""
+    found = []
+    for caption in captions:
+        clip, t5 = (load_tokenizer(name, folder, 512).tokenizer for name in ("clip_l", "t5"))
+        found.append((len(clip(caption)["input_ids"]), len(t5(caption)["input_ids"])))
+    return found
+
+
+@pytest.fixture(params=["tokenizer.json", "vocab.json and merges.txt"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The demo's tokenizers; CLIP's in each of the layouts of SD3 folders."""
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        shutil.copytree(DEMO / name, tmp_path / name)
+    if request.param != "tokenizer.json":
+        (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    return tmp_path
+
+
+def test_lengths_are_those_of_the_encoders_tokenizers(folder: Path) -> None:
+    """A caption is cut exactly if it is longer than the limit."""
+    for caption, (clip, t5) in zip(CAPTIONS, lengths(DEMO, CAPTIONS), strict=True):
+        for limit, is_cut in ((t5 - 1, True), (t5, False)):
+            result = count_cut_captions([caption], folder, limit)
+            assert result is not None
+            assert result.cut["T5"] == is_cut
+        assert result.cut["CLIP"] == (clip > 16)
+        if clip > 16:
+            assert f"has {clip} CLIP tokens" in result.sentence()
+
+
+def test_the_sentence_counts_by_encoder_and_shows_the_longest(folder: Path) -> None:
+    result = count_cut_captions(CAPTIONS, folder, 512)
+    assert result is not None
+    text, num_cut = result.sentence(), sum(clip > 16 for clip, _ in lengths(DEMO, CAPTIONS))
+    assert text.startswith(f"of 5 captions {num_cut} exceed CLIP's 16 tokens: the rest of each is cut (T5 still reads")
+    assert text.endswith("...")
+    assert len(text) < 350
+    assert count_cut_captions(CAPTIONS[:2], folder, 512).sentence() == ""  # type: ignore[union-attr]
+
+
+def test_tokenizers_that_cannot_be_read_are_not_counted(folder: Path, tmp_path: Path) -> None:
+    """Encoding reports them."""
+    assert count_cut_captions(CAPTIONS, tmp_path / "elsewhere", 12) is None
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"model": 3}')
+    result = count_cut_captions(CAPTIONS, folder, 12)
+    assert result is not None
+    assert result.limits == {"T5": 12}
+
+
+def test_a_sample_of_captions_is_bounded_and_independent_of_the_order() -> None:
+    forward, backward = CaptionSample(limit=100), CaptionSample(limit=100)
+    for number in range(5000):
+        forward.add(f"key {number}", [f"caption {number}"])
+        backward.add(f"key {4999 - number}", [f"caption {4999 - number}"])
+    assert forward.total == 5000
+    assert 30 < len(forward.captions()) <= 100
+    assert sorted(forward.captions()) == sorted(backward.captions())

@@ -1,0 +1,122 @@
+"""The conclusion of `check`: whether a run fits, how long it takes and how much disk it needs."""
+
+import io
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sd3_light import system
+from sd3_light.assets import DEMO
+from sd3_light.stages import check
+from sd3_light.stages.check import Target, conclude, conclusion
+from sd3_light.system import Gpu, visible_gpus
+
+PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
+GIB = 1 << 30
+
+
+@pytest.fixture
+def concluded(files: Any) -> Callable[..., dict[str, str]]:
+    """Return the conclusion of a config with four images."""
+    for number in range(4):
+        files.image(f"{number}.png", 64, 64)
+
+    def lines(target: Target, top: str = "", world: int | None = None, **changes: str) -> dict[str, str]:
+        loaded = files.load(top=top, **{"model": PRETRAIN, **changes})
+        return dict(conclude(loaded.train, check.run(loaded, world), target))
+
+    return lines
+
+
+def test_a_cpu_run_has_no_line_about_gpus(files: Any, concluded: Callable[..., dict[str, str]]) -> None:
+    lines = concluded(Target(on_cpu=True))
+    assert "GPU memory" not in lines
+    assert "time" not in lines
+    assert lines["device"].startswith("CPU: no GPU is visible; --processes N")
+    loaded = files.load(model=PRETRAIN)
+    estimate = check.run(loaded)
+    for explain in (False, True):
+        console = Console(width=240, file=io.StringIO())
+        console.print(check.render(estimate, conclude(loaded.train, estimate, Target(on_cpu=True)), explain, True))
+        text = console.file.getvalue()
+        assert ("FLOPs per step" in text) == explain, "formulas only on request"
+        assert "CUDA" not in text
+        assert "context" not in text
+        assert text.splitlines()[0].endswith("no faults and the run fits")
+
+
+def test_the_first_line_says_whether_it_fits(files: Any, concluded: Callable[..., dict[str, str]]) -> None:
+    small, large = Gpu("NVIDIA H200", 100 << 20), Gpu("NVIDIA H200", 140 * GIB)
+    needed = concluded(Target(small))["GPU memory"]
+    assert needed.startswith("does not fit: ")
+    assert "NVIDIA H200 has 100 MiB; lower micro_batch_size_per_gpu" in needed
+    assert concluded(Target(large))["GPU memory"].startswith("fits: ")
+    assert concluded(Target(None), world=2)["GPU memory"].endswith(" per GPU, estimated")
+    loaded = files.load(model=PRETRAIN)
+    estimate = check.run(loaded)
+    console = Console(width=240, file=io.StringIO())
+    console.print(check.render(estimate, conclude(loaded.train, estimate, Target(small))))
+    assert console.file.getvalue().splitlines()[0].endswith(": no faults, but the run does not fit")
+
+
+def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[str, str]]) -> None:
+    text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000")["time"]
+    # 4 blocks of 9 ms each: a small model is limited by the launches of its kernels
+    assert text == ("about 1 h of training steps on 1 x NVIDIA H200 (49% of its peak with fast blocks, measured)")
+    assert concluded(Target(Gpu("NVIDIA A100")))["time"].startswith("unknown: no speed was measured on this kind")
+    real = concluded(Target(Gpu("NVIDIA H200")), world=2, model=f'{PRETRAIN}\ntext_tokens = "real"')["time"]
+    assert real.startswith("at most ")
+    assert real.endswith("several GPUs were not measured)")
+
+
+def test_disk_counts_checkpoints_and_exports_that_are_kept(
+    concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = "max_steps = 100\nsave_every_n_steps = 30\ncheckpoint_every_n_steps = 10\n"
+    text = concluded(Target(on_cpu=True), top=top)["disk, run"]
+    assert ": 4 checkpoints of " in text, "three are kept while the next is written"
+    assert ", 4 exports of " in text, "three and the last"
+    text = concluded(Target(on_cpu=True), top=f"{top}keep_last_n_checkpoints = 0\nkeep_last_n_exports = 1")["disk, run"]
+    assert ": 10 checkpoints of " in text
+    assert ", 2 exports of " in text
+    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
+    lines = concluded(Target(on_cpu=True), top=top)
+    assert lines["disk, run"].startswith("does not fit: ")
+    assert lines["disk, run"].endswith("; 5 MiB are free")
+    assert lines["disk, cache"].startswith("fits: ")
+
+
+def test_captions_that_are_cut_are_counted(files: Any) -> None:
+    for name in ("tokenizer", "tokenizer_3"):
+        shutil.copytree(DEMO / name, files.folder / "sd3" / name, dirs_exist_ok=True)
+    files.image("short.png", 64, 64, caption="a star")
+    files.image("long.png", 64, 64, caption="a red star " * 20)
+    loaded = files.load(model=PRETRAIN)
+    lines = dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
+    text = lines["captions train"]
+    assert text.startswith(
+        "of 2 captions 1 exceed CLIP's 16 tokens, 1 exceed t5_max_length = 12: the rest of each is cut"
+    )
+    assert "shorten them, or raise t5_max_length" in text
+    assert "tokens: 'a red star a red star" in text
+
+
+def test_captions_that_fit_have_no_line(concluded: Callable[..., dict[str, str]]) -> None:
+    assert not any(name.startswith("captions") for name in concluded(Target(on_cpu=True)))
+
+
+def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system.shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    reply = subprocess.CompletedProcess([], 0, "NVIDIA H200, 143771\nNVIDIA H200, 143771\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: reply)
+    assert visible_gpus() == [Gpu("NVIDIA H200", 143771 << 20)] * 2
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "No devices were found"))
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: reply)
+    assert visible_gpus() == []
