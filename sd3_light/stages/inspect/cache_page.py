@@ -55,8 +55,6 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
     """Load the samples and rejects of a cache."""
     manifest = cache.manifest
     notes = [f"A shard cannot be read: {problem}" for problem in cache.stats.unreadable]
-    if cache.cut is not None and (sentence := cache.cut.sentence()):
-        notes.append(f"Captions are cut: {sentence}")
     for label in cache.directories:
         folder = manifest.places.get(f"directory:{label}")
         if folder is None or not Path(folder).exists():
@@ -116,6 +114,8 @@ def _caption_summary(cache: Inspection) -> str:
     else:
         samples = f"{stats.samples:,} samples in {stats.shards:,} of {num_shards:,} shards, chosen at random"
     summary = f"{stats.words.total():,} captions of {samples}: {stats.mean_captions:,.3g} per sample."
+    if cache.cut is not None and (sentence := cache.cut.sentence()):
+        summary += f" Captions are cut: {sentence}."
     if stats.tokens:
         return summary
     length = cache.manifest.recipe.get("t5_max_length")

@@ -372,7 +372,7 @@ def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) 
         "T5 tokens per caption 5",
         "captions per sample 2",
         "text_tokens = real",
-        "captions cut 7 of 14 captions",
+        "captions cut 2 of 14 captions 2 exceed CLIP's 16 tokens, 2 exceed t5_max_length = 9",
         LABEL,
     ):
         assert part in text
