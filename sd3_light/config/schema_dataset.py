@@ -18,6 +18,7 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
+from sd3_light.config.condition import ConditionError, parse_condition
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_train import Resolution, as_resolution
 
@@ -68,6 +69,19 @@ def parse_ratios(value: Any) -> tuple[float, ...]:
     return tuple(ratios)
 
 
+def check_condition(value: Any) -> Any:
+    """Return ``value`` if it is an expression that `where` supports."""
+    if isinstance(value, str):
+        try:
+            parse_condition(value)
+        except ConditionError as error:
+            raise invalid_value(str(error)) from error
+    return value
+
+
+Where = Annotated[
+    str, Strict(), BeforeValidator(check_condition), Allowed('a condition, such as "aesthetic > 5.5 and width >= 512"')
+]
 Resolutions = Annotated[
     tuple[Resolution, ...],
     BeforeValidator(parse_resolutions),
@@ -112,6 +126,8 @@ class DatasetDefaults(Table):
     """Separator of the parts of a caption."""
     subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = 1.0
     """Fraction of the samples to use, selected by sample id."""
+    where: Where = ""
+    """Condition over a sample's columns and its `width`, `height` and `caption_length`; the others are left out."""
     image_column: TomlString = ""
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: TomlString = ""

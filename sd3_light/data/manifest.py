@@ -21,6 +21,9 @@ LARGEST_SHARE = 0.8
 REJECTED = "rejected: "
 """Prefix of a manifest's counts of rejects."""
 
+UNMATCHED = "unmatched"
+"""A manifest's count of samples that do not match `where`; absent if there are none."""
+
 
 @dataclass(frozen=True, slots=True)  # slots: every process holds an entry per shard, and there may be millions
 class ShardEntry:

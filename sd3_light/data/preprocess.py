@@ -54,6 +54,7 @@ REASONS = {
     "bad_caption": "the caption is not a text or a list of texts",
     "caption_not_utf8": "the caption is not UTF-8",
     "caption_too_long": "the caption file is too large to be a caption",
+    "bad_column": "a column that `where` uses cannot be read, or is not of the type that it needs",
     # containers
     "broken_table": "captions.json or the metadata table cannot be parsed",
     "broken_row": "a row of a metadata table cannot be parsed or has no file name",

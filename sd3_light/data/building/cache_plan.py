@@ -29,6 +29,7 @@ from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Li
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources.captions import caption_variants
+from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
@@ -77,6 +78,7 @@ class PlanCounts:
     cropped: int = 0
     enlarged: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    unmatched: int = 0
 
 
 class CachePlan:
@@ -88,6 +90,7 @@ class CachePlan:
         self._parts = [part for listing in listings for part in listing.parts]
         counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
+        self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
 
@@ -220,6 +223,7 @@ class _Planner:
             "cropped": self._counts.cropped,
             "enlarged": self._counts.enlarged,
             "rejected": dict(self._counts.rejected),
+            "unmatched": self._counts.unmatched,
         }
         write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
 
@@ -241,6 +245,9 @@ class _Planner:
         for position, row in enumerate(rows, start=first):
             if row.reason:
                 self._counts.rejected[row.reason] += 1
+                continue
+            if not matches_size(source.directory.where, row.attributes, row.width, row.height):
+                self._counts.unmatched += 1
                 continue
             self._counts.images += 1
             member = make_member(row, source.directory, self._recipe)

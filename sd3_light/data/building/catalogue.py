@@ -11,12 +11,14 @@ by the next run; until then the rows of their part are kept beside it.
     catalogue/parts/DIGEST.arrow        probed rows
 """
 
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +58,7 @@ class InputRow:
     mask: str = ""
     version: str = ""
     captions: tuple[str, ...] = ()
+    attributes: str = ""
     width: int = 0
     height: int = 0
     digest: str = ""
@@ -85,11 +88,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Listing:
-    """The parts with a source's rows, in order."""
+    """The parts with a source's rows, in order, and the number of samples that do not match ``where``."""
 
     source: Source
     parts: tuple[str, ...]
     rows: int
+    unmatched: int = 0
 
 
 def is_end(count: int, identity: int, max_items: int) -> bool:
@@ -182,7 +186,7 @@ class Catalogue:
         path = self._listing_file(source)
         if source.name not in listings and self.claims.is_newer(path, source.name):
             data = read_json_file(path)
-            listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"])
+            listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"], data.get("unmatched", 0))
         return source.name in listings
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
@@ -195,8 +199,9 @@ class Catalogue:
                 self._mark_used(part)
             path.touch()
             return
-        parts, count = [], 0
-        rows_in_order = (_as_row(entry, source.root) for entry in scan(source.directory, source.index))
+        parts, count, unmatched = [], 0, itertools.count()
+        items = scan(source.directory, source.index, on_unmatched=partial(next, unmatched))
+        rows_in_order = (_as_row(entry, source.root) for entry in items)
         for rows in chunks(rows_in_order, lambda row: sample_id(row.key), PART_ROWS):
             parts.append(digest := _digest_of(rows))
             count += len(rows)
@@ -205,7 +210,8 @@ class Catalogue:
                 current = ""
             if not self._mark_used(digest):
                 _write_table(self._rows_file(digest), rows)
-        write_atomically(path, json.dumps({"signature": current, "rows": count, "parts": parts}).encode())
+        listing = {"signature": current, "rows": count, "unmatched": next(unmatched), "parts": parts}
+        write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
         self, part: str, root: Path, pool: WorkerPool[SampleLocation, Probe], on_probed: Callable[[int], None]
@@ -299,19 +305,23 @@ def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
         version = file_version(entry.image.path) + ("" if entry.mask is None else f"+{file_version(entry.mask.path)}")
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
-    return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions)
+    return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions, entry.attributes)
 
 
 def _digest_of(rows: Sequence[InputRow]) -> str:
     digest = blake2b(str(PREPROCESS_VERSION).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
+        digest.update(row.attributes.encode())
     return digest.hexdigest()
 
 
 _ROW_SCHEMA = pa.schema(
     [
-        *((name, pa.string()) for name in ("key", "image", "mask", "version", "digest", "reason", "detail")),
+        *(
+            (name, pa.string())
+            for name in ("key", "image", "mask", "version", "attributes", "digest", "reason", "detail")
+        ),
         ("captions", pa.list_(pa.string())),
         ("width", pa.int32()),
         ("height", pa.int32()),

@@ -63,7 +63,12 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
                 if reject.reason != "no_image_column" or not may_lack_images:
                     yield context.reject_container(name, reject.reason, reject.detail)
                 return
-            yield from _rows(context, file, path, name, image, text)
+            try:
+                selected = _selected_columns(file.schema_arrow, context)
+            except Reject as reject:
+                yield context.reject_container(name, reject.reason, reject.detail)
+                return
+            yield from _rows(context, file, path, name, image, text, selected)
     except _ERRORS as error:
         yield context.reject_container(name, "broken_parquet", f"{type(error).__name__}: {error}")
 
@@ -82,18 +87,39 @@ def _columns(schema: Any, columns: Columns) -> tuple[str, str]:
     raise Reject("no_image_column" if image is None else "no_caption_column", detail)
 
 
-def _rows(context: ScanContext, file: Any, path: str, name: str, image: str, text: str) -> Iterator[ScanItem]:
+def _selected_columns(schema: Any, context: ScanContext) -> dict[str, str]:
+    """Return the columns that ``where`` uses, by their names in it. Raises Reject if one is not of a simple type."""
+    if context.selection is None:
+        return {}
+    context.selection.note_names(schema.names)
+    columns = {name: _column(schema, (name,), lambda _: True) for name in context.selection.kinds}
+    selected = {name: column for name, column in columns.items() if column is not None}
+    for column in selected.values():
+        if not _is_simple(kind := schema.field(column).type):
+            raise Reject("bad_column", f"{column!r} is of type {kind}; where needs numbers, texts or booleans")
+    return selected
+
+
+def _rows(
+    context: ScanContext, file: Any, path: str, name: str, image: str, text: str, selected: dict[str, str]
+) -> Iterator[ScanItem]:
     number = 0
-    masks = name.removesuffix(".parquet")
+    masks, columns = name.removesuffix(".parquet"), dict.fromkeys((text, *selected.values()))
     for group in range(file.num_row_groups):
         row = 0
-        for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=[text]):
-            for value in batch.column(0).to_pylist():
+        for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=list(columns)):
+            values = {column: batch.column(column).to_pylist() for column in columns}
+            for at, value in enumerate(values[text]):
                 cell = ParquetCell(path, image, group, row)
                 row_name = f"{number:09d}"
                 fetch = partial(_texts, value, context.columns.caption)
-                yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}")
+                cells = partial(_cells, values, selected, at)
+                yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}", cells)
                 row, number = row + 1, number + 1
+
+
+def _cells(values: dict[str, list[Any]], selected: dict[str, str], at: int) -> dict[str, Any]:
+    return {name: values[column][at] for name, column in selected.items()}
 
 
 def _texts(value: Any, column: str) -> tuple[str, ...]:
@@ -118,6 +144,14 @@ def _holds_text(kind: Any) -> bool:
         return _holds_text(kind.value_type)
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(test(kind) for test in tests)
+
+
+def _is_simple(kind: Any) -> bool:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _is_simple(kind.value_type)
+    tests = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
+    return any(test(kind) for test in (*tests, types.is_string, types.is_large_string, types.is_null))
 
 
 class _Cursor:

@@ -87,13 +87,15 @@ class Record:
     """One sample of a dataset, by reference.
 
     ``key`` is its stable source key, unique in the dataset: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is never
-    empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet.
+    empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet. ``attributes`` is the
+    JSON of the values that `where` combines with the image's size.
     """
 
     key: str
     captions: tuple[str, ...]
     image: Location
     mask: Location | None = None
+    attributes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ import csv
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, named
 from sd3_light.data.sources.json_stream import MAX_MEMBER, members
+from sd3_light.data.sources.selection import Selection
 from sd3_light.inputs import open_regular, parse_json
 
 FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name")
@@ -16,10 +18,11 @@ FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "f
 
 
 class TableRow(NamedTuple):
-    """A file name as the table spells it, and the table's value for its captions."""
+    """A file name as the table spells it, the table's value for its captions, and the columns that `where` uses."""
 
     name: str
     value: Any
+    columns: Mapping[str, Any] = MappingProxyType({})
 
 
 class BrokenRow(NamedTuple):
@@ -32,7 +35,7 @@ class BrokenRow(NamedTuple):
 _Raw = tuple[str, Any]  # a row's position; then a dict, a TableRow or a Reject
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
+def read_rows(path: Path, columns: Columns, selection: Selection | None = None) -> Iterator[TableRow | BrokenRow]:
     """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
     read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[path.suffix]
     num_objects, missing = 0, {column: key for key, column in _configured(columns)}
@@ -42,7 +45,11 @@ def read_rows(path: Path, columns: Columns) -> Iterator[TableRow | BrokenRow]:
                 num_objects += 1
                 missing = {column: key for column, key in missing.items() if named(raw, (column,)) is None}
             try:
-                yield _row(raw, columns)
+                row = _row(raw, columns)
+                cells = raw.value if isinstance(raw, TableRow) else raw
+                if selection is not None and isinstance(cells, dict):
+                    row = row._replace(columns=selection.take(cells, is_text=path.suffix == ".csv"))
+                yield row
             except Reject as reject:
                 yield BrokenRow(f"{path.name}:{position}", reject.detail)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
@@ -57,7 +64,7 @@ def _row(raw: Any, columns: Columns) -> TableRow:
         raise raw
     name: Any
     if isinstance(raw, TableRow):
-        name, value = raw
+        name, value, _ = raw
         value = named(value, columns.caption_names()) if isinstance(value, dict) else value
     elif isinstance(raw, Mapping):
         name, value = named(raw, columns.image_names(FILE_NAMES)), named(raw, columns.caption_names())

@@ -1,7 +1,7 @@
 """Scan one directory of a dataset: a stream of records and rejects."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,12 +16,15 @@ from sd3_light.data.sources.tars import scan_tar
 from sd3_light.data.sources.walk import scan_folder
 
 
-def scan(directory: DirectoryConfig, index: int, media: Media = IMAGES) -> Iterator[ScanItem]:
+def scan(
+    directory: DirectoryConfig, index: int, media: Media = IMAGES, on_unmatched: Callable[[], None] = lambda: None
+) -> Iterator[ScanItem]:
     """Yield all samples of a directory, always in the same order; unusable inputs as Rejected.
 
     ``index`` becomes part of every key and must distinguish directories of the same name (see `occurrences`). Samples
-    that ``subsample_ratio`` leaves out, by a pure function of the key, are not yielded. Raises UserError immediately,
-    before the first sample, if a configured path does not exist.
+    that ``subsample_ratio`` leaves out, by a pure function of the key, are not yielded, nor are those that do not match
+    ``where``: ``on_unmatched`` is called for each (its terms over the image's size are left to `matches_size`). Raises
+    UserError immediately, before the first sample, if a configured path does not exist.
     """
     for key in ("path", "mask_path", "default_mask_file"):
         configured: Path | None = getattr(directory, key)
@@ -32,20 +35,22 @@ def scan(directory: DirectoryConfig, index: int, media: Media = IMAGES) -> Itera
     path = directory.path
     if not path.is_dir() and path.suffix.lower() not in (".tar", ".parquet"):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
-    return _scan(directory, index, media)
+    return _scan(directory, index, media, on_unmatched)
 
 
-def _scan(directory: DirectoryConfig, index: int, media: Media) -> Iterator[ScanItem]:
+def _scan(directory: DirectoryConfig, index: int, media: Media, on_unmatched: Callable[[], None]) -> Iterator[ScanItem]:
     path = directory.path
     try:
         with closing(NameStore()) as name_store:
-            context = ScanContext(directory, index, name_store, media)
+            context = ScanContext(directory, index, name_store, media, on_unmatched)
             if path.is_dir():
                 yield from scan_folder(context, path)
             elif path.suffix.lower() == ".tar":
                 yield from scan_tar(context, str(path), path.name)
             else:
                 yield from scan_parquet(context, str(path), path.name, may_lack_images=False)
+            if context.selection is not None:
+                context.selection.require_columns(path)
     except sqlite3.OperationalError as error:
         hint = "free disk space in the temp folder, or set SQLITE_TMPDIR to another folder"
         raise UserError(f"{path}: cannot keep the scanned names on disk: {error}; {hint}") from error

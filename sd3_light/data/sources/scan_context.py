@@ -1,8 +1,9 @@
 """The context of a scan, shared by all kinds of sources: keys, subsampling, captions and masks."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.preprocess import Reject
@@ -10,14 +11,24 @@ from sd3_light.data.sources.captions import Columns, is_utf8, prepare_captions
 from sd3_light.data.sources.listing import IMAGES, Media, is_image_name, mask_paths
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected, ScanItem
+from sd3_light.data.sources.selection import Selection
 from sd3_light.randomness import sample_id
 
 
 class ScanContext:
     """One directory of the dataset during a scan. Names are relative to its root, with forward slashes."""
 
-    def __init__(self, directory: DirectoryConfig, index: int, name_store: NameStore, media: Media = IMAGES) -> None:
+    def __init__(
+        self,
+        directory: DirectoryConfig,
+        index: int,
+        name_store: NameStore,
+        media: Media = IMAGES,
+        on_unmatched: Callable[[], None] = lambda: None,
+    ) -> None:
         self.media = media
+        self.selection = Selection(directory.where) if directory.where.strip() else None
+        self._on_unmatched = on_unmatched
         self.columns = Columns(directory.image_column, directory.caption_column, media.columns)
         self.excluded = mask_paths(directory)
         self.name_store = name_store
@@ -31,24 +42,40 @@ class ScanContext:
         return f"{self._prefix}/{name}"
 
     def sample(
-        self, name: str, image: Location, raw_captions: Callable[[], Sequence[str]], mask_name: str | None = None
+        self,
+        name: str,
+        image: Location,
+        raw_captions: Callable[[], Sequence[str]],
+        mask_name: str | None = None,
+        raw_columns: Callable[[], Mapping[str, Any]] = dict,
     ) -> Iterator[ScanItem]:
-        """Yield the record of an image, or its reject; nothing if subsampling leaves it out.
+        """Yield the record of an image, or its reject; nothing if subsampling or ``where`` leaves it out.
 
-        Captions are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
+        Captions and columns are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
         """
         key = self._key(name)
         if not is_utf8(key):
             yield Rejected(_printable(key), "name_not_utf8", image=image)
         elif self._is_chosen(key):
             try:
+                values = self.selection.checked(raw_columns()) if self.selection else {}
+                if self.selection and not self.selection.matches_columns(values):
+                    self._on_unmatched()
+                    return
                 captions = prepare_captions(raw_captions(), self._directory)
+                if self.selection and not self.selection.matches_caption(values, self._caption_length(captions)):
+                    self._on_unmatched()
+                    return
                 mask = self._masks.find(mask_name or name)
                 if self.media is IMAGES:  # videos are not read at once
                     self._require_size(image, mask)
-                yield Record(key, captions, image, mask)
+                yield Record(key, captions, image, mask, self.selection.kept(values) if self.selection else "")
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)
+
+    def _caption_length(self, captions: Sequence[str]) -> int:
+        """Return the number of characters of the longest caption, without the prefix."""
+        return max(map(len, captions)) - len(self._directory.caption_prefix)
 
     def _require_size(self, *locations: Location | None) -> None:
         limit = self._directory.max_image_mb

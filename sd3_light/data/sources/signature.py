@@ -62,6 +62,8 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     total = _hash(f"version {SCAN_VERSION}\0{directory.path.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
+    if directory.where:  # absent from the signatures of earlier versions
+        total += _hash(f"setting where\0{directory.where}")
     total += _hash_path("path", directory.path, partial(visible, excluded=excluded), _is_relevant)
     for key in ("mask_path", "default_mask_file"):
         path: Path | None = getattr(directory, key)

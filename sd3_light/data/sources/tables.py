@@ -8,29 +8,36 @@ import json
 import os
 import posixpath
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.captions import Columns, texts
 from sd3_light.data.sources.name_store import temporary_database
 from sd3_light.data.sources.rows import BrokenRow, TableRow, read_rows
+from sd3_light.data.sources.selection import Selection
 
-Fetch = Callable[[], Sequence[str]]
+
+class ClaimedRows(NamedTuple):
+    """The rows of one file: a function that fetches its captions, and one for the columns that `where` uses."""
+
+    captions: Callable[[], Sequence[str]]
+    columns: Callable[[], dict[str, Any]]
 
 
 class CaptionTable:
     """Captions by file name, relative to the table's folder, one per row. Raises Reject if the file is not a table."""
 
-    def __init__(self, path: Path, columns: Columns) -> None:
+    def __init__(self, path: Path, columns: Columns, selection: Selection | None = None) -> None:
         self._folder = os.fspath(path.parent)
         self._column = columns.caption
         self._rows = temporary_database()
         try:
             # a broken row has an error instead of a value; `used` is set when an image claims the row
-            self._rows.execute("CREATE TABLE rows (name TEXT, value TEXT, error TEXT, used INTEGER)")
-            entries = (self._entry(row) for row in read_rows(path, columns))
-            self._rows.executemany("INSERT INTO rows VALUES (?, ?, ?, 0)", entries)
+            self._rows.execute("CREATE TABLE rows (name TEXT, value TEXT, error TEXT, columns TEXT, used INTEGER)")
+            entries = (self._entry(row) for row in read_rows(path, columns, selection))
+            self._rows.executemany("INSERT INTO rows VALUES (?, ?, ?, ?, 0)", entries)
             self._rows.execute("CREATE INDEX by_name ON rows (name) WHERE error IS NULL")
         except Reject:
             self.close()
@@ -39,16 +46,22 @@ class CaptionTable:
             self.close()
             raise Reject("broken_table", str(error)) from error
 
-    def claim(self, name: str) -> Fetch | None:
-        """Mark the rows of a file as used and return a function that fetches its captions; None if there are none."""
+    def claim(self, name: str) -> ClaimedRows | None:
+        """Mark the rows of a file as used and return them; None if there are none."""
         full = _normal(name, "")
         for candidate in (full, posixpath.splitext(full)[0]):  # a table may omit the suffix
-            query = "SELECT value FROM rows WHERE error IS NULL AND name = ? ORDER BY rowid"
-            values = self._rows.execute(query, (candidate,)).fetchall()
-            if values:
+            query = "SELECT value, columns FROM rows WHERE error IS NULL AND name = ? ORDER BY rowid"
+            rows = self._rows.execute(query, (candidate,)).fetchall()
+            if rows:
                 self._rows.execute("UPDATE rows SET used = 1 WHERE error IS NULL AND name = ?", (candidate,))
-                return lambda: [text for (value,) in values for text in texts(json.loads(value), self._column)]
+                return self._claimed(rows)
         return None
+
+    def _claimed(self, rows: Sequence[tuple[str, str | None]]) -> ClaimedRows:
+        return ClaimedRows(
+            lambda: [text for value, _ in rows for text in texts(json.loads(value), self._column)],
+            lambda: merged(json.loads(columns) for _, columns in rows if columns),
+        )
 
     def leftovers(self) -> Iterator[tuple[str, str, str]]:
         """Yield (name, reason, detail) of the rows that could not be read; then of the files without an image, once."""
@@ -65,10 +78,23 @@ class CaptionTable:
         """Delete the temporary database."""
         self._rows.close()
 
-    def _entry(self, row: TableRow | BrokenRow) -> tuple[str, str | None, str | None]:
+    def _entry(self, row: TableRow | BrokenRow) -> tuple[str, str | None, str | None, str | None]:
         if isinstance(row, BrokenRow):
-            return row.name, None, row.detail.encode("utf-8", "backslashreplace").decode()
-        return _normal(row.name, self._folder), json.dumps(row.value), None
+            return row.name, None, row.detail.encode("utf-8", "backslashreplace").decode(), None
+        return (
+            _normal(row.name, self._folder),
+            json.dumps(row.value),
+            None,
+            json.dumps(row.columns) if row.columns else None,
+        )
+
+
+def merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values of several rows, of which the first takes precedence."""
+    values: dict[str, Any] = {}
+    for row in rows:
+        values = {**row, **values}
+    return values
 
 
 def _normal(name: str, folder: str) -> str:

@@ -7,6 +7,7 @@ import os
 import posixpath
 import tarfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -50,7 +51,8 @@ def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: Na
         return
     # masks are in a folder with the name of the tar
     mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
-    yield from context.sample(name, members[image], lambda: _captions(members, context.columns), mask_name)
+    captions, columns = partial(_captions, members, context.columns), partial(_columns, members, context)
+    yield from context.sample(name, members[image], captions, mask_name, columns)
 
 
 def _captions(members: _Group, columns: Columns) -> Sequence[str]:
@@ -61,6 +63,16 @@ def _captions(members: _Group, columns: Columns) -> Sequence[str]:
     if ".json" in members:
         return texts(named(_json_row(_small(members[".json"])), columns.caption_names()), columns.caption)
     raise Reject("no_caption", "no .txt or .json next to it in the tar")
+
+
+def _columns(members: _Group, context: ScanContext) -> dict[str, Any]:
+    """Return the values in the .json that ``where`` uses."""
+    if not context.selection or not context.selection.kinds or ".json" not in members:
+        return {}
+    try:
+        return context.selection.take(_json_row(_small(members[".json"])))
+    except Reject as reject:
+        raise Reject("bad_column" if reject.reason != "unreadable" else reject.reason, reject.detail) from reject
 
 
 def _small(member: FileRange) -> bytes:

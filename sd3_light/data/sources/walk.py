@@ -4,7 +4,7 @@ The names in the folders that are being walked are stored in a `NameStore`, not 
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.parquet import scan_parquet
 from sd3_light.data.sources.records import FileBytes, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
-from sd3_light.data.sources.tables import CaptionTable
+from sd3_light.data.sources.tables import CaptionTable, ClaimedRows, merged
 from sd3_light.data.sources.tars import scan_tar
 from sd3_light.inputs import open_regular
 
@@ -57,7 +57,7 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
         tables: list[tuple[str, CaptionTable]] = []
         for file in (name for name in TABLE_FILES if name in files):
             try:
-                table = CaptionTable(Path(folder.path, file), context.columns)
+                table = CaptionTable(Path(folder.path, file), context.columns, context.selection)
                 tables.append((folder.name, stack.enter_context(closing(table))))
             except Reject as reject:
                 yield context.reject_container(folder.name + file, reject.reason, reject.detail)
@@ -79,7 +79,8 @@ def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> 
         path, name = f"{folder.path}/{file}", folder.name + file
         match suffix.lower():
             case known if known in context.media.suffixes:
-                yield from context.sample(name, FileBytes(path), _captions(folder, file))
+                claimed = _claim(folder, file)
+                yield from context.sample(name, FileBytes(path), claimed.captions, raw_columns=claimed.columns)
             case ".tar" | ".parquet" if not os.path.isfile(path):
                 yield from context.reject(name, "unreadable", "not a regular file")
             case ".tar":
@@ -101,14 +102,16 @@ def _has_image(files: NameSet, stem: str) -> bool:
     return any(os.path.splitext(name)[1].lower() != ".txt" for name in files.with_stem(stem))
 
 
-def _captions(folder: _WalkedFolder, file: str) -> Callable[[], Sequence[str]]:
-    """Return a function that fetches the captions of an image: from the nearest table, else from its text file."""
+def _claim(folder: _WalkedFolder, file: str) -> ClaimedRows:
+    """Return an image's captions from the nearest table, else from its text file, and its columns from all tables."""
     name = folder.name + file
     # all tables are searched, so that each marks its rows as used
-    fetches = [fetch for base, table in folder.tables if (fetch := table.claim(name.removeprefix(base))) is not None]
-    if fetches:
-        return fetches[0]
-    return lambda: (_read_text(f"{folder.path}/{os.path.splitext(file)[0]}.txt"),)
+    claims = [rows for base, table in folder.tables if (rows := table.claim(name.removeprefix(base))) is not None]
+    if claims:
+        if len(claims) == 1:
+            return claims[0]
+        return ClaimedRows(claims[0].captions, lambda: merged(rows.columns() for rows in claims))
+    return ClaimedRows(lambda: (_read_text(f"{folder.path}/{os.path.splitext(file)[0]}.txt"),), dict)
 
 
 def _read_text(path: str) -> str:

@@ -20,7 +20,16 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
+from sd3_light.data.manifest import (
+    CACHE_FORMAT,
+    MANIFEST,
+    SHARDS,
+    UNMATCHED,
+    Manifest,
+    ShardEntry,
+    damaged_mark,
+    read_entry,
+)
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
@@ -174,6 +183,8 @@ class _Stage:
             plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
             if not plan.units:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+                if plan.counts.unmatched:
+                    reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
                 raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
             prompts = () if name else self._train.sampling.prompts
             state = self._check(folder, plan, recipe, prompts)
@@ -305,6 +316,8 @@ def _log_report(title: str, report: CacheReport, policy: str) -> None:
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
         f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
     )
+    if counts.get(UNMATCHED):
+        info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
         info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {report.folder / REJECTS}")

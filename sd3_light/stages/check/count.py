@@ -13,6 +13,7 @@ from sd3_light.data.preprocess import Reject, probe
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
+from sd3_light.data.sources.selection import matches_size
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.encoders.caption_lengths import CaptionSample
 from sd3_light.runlog import progress
@@ -73,12 +74,15 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
             yield InputRow(entry.key, reason=reject.reason)
         else:
             mask = "" if entry.mask is None else "a mask"
-            yield InputRow(entry.key, mask=mask, captions=entry.captions, width=width, height=height)
+            attributes, captions = entry.attributes, entry.captions
+            yield InputRow(entry.key, mask=mask, captions=captions, attributes=attributes, width=width, height=height)
 
 
 def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
     if row.reason:
         counts.rejects[row.reason] += 1
+        return
+    if not matches_size(directory.where, row.attributes, row.width, row.height):
         return
     counts.samples += 1
     variants = caption_variants(row.captions, seed, row.key, directory)

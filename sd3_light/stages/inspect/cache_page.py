@@ -24,6 +24,7 @@ _COUNTS = {
     "used": ("used", "samples in the cache, one per resolution of an image"),
     "pictures": ("images", "passed the first checks: a caption, a readable header"),
     "cropped": ("cropped", "lose part of their border"),
+    "unmatched": ("not selected", "do not match `where`"),
     "enlarged": ("enlarged", "smaller than their bucket"),
 }
 

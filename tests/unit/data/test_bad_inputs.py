@@ -274,6 +274,9 @@ CASES: dict[str, Case] = {
     "a row that is not JSON": table(
         "metadata.jsonl", "{broken\n" + GOOD_ROW, {"metadata.jsonl:byte 0": "broken_row", "a.png": Used()}
     ),
+    "a text where a number is needed": table(
+        "metadata.csv", "file,text,score\na.png,x,high\n", {"a.png": "bad_column"}, where="score > 5"
+    ),
     # --- tars
     "a tar cut short": Case({"x.tar/0.png": Used(), "x.tar/1": "missing_file", "x.tar": "broken_tar"}, then=cut_tar),
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),

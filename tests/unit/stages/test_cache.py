@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -26,6 +27,7 @@ from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.engines import Launch
 from sd3_light.journeys import build_caches
+from sd3_light.stages import inspect
 from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, render_state
 from sd3_light.stages.cache.shard_builder import ShardBuilder
@@ -743,6 +745,25 @@ def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp
         fresh_project.build_cache(f'model.diffusers_path="{model}"')
     assert not list(fresh_project.cache.glob("shards/*.safetensors"))
     assert not (fresh_project.cache / MANIFEST).exists()
+
+
+def test_samples_that_do_not_match_where_are_counted_and_reported(
+    fresh_project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = sorted(max(map(len, texts)) for texts in captions_of(fresh_project).values())
+    text = fresh_project.data_toml.read_text(encoding="utf-8")
+    num_short = sum(length <= lengths[-5] for length in lengths)
+    fresh_project.data(f"where = 'caption_length > {lengths[-5]} and width > 1'\n{text}")
+    (report,) = fresh_project.build_cache()
+    assert (report.counts["pictures"], report.counts["unmatched"]) == (NUM_IMAGES - num_short, num_short)
+    assert rejects(fresh_project) == {}
+    assert f"{num_short} samples do not match `where` and are left out" in capsys.readouterr().err
+    console = Console(width=120, record=True)
+    console.print(inspect.render(inspect.run(fresh_project.cache)))
+    assert re.search(rf"unmatched +{num_short}\b", console.export_text())
+    fresh_project.data(f"where = 'width > 9999'\n{text}")
+    with pytest.raises(UserError, match=f"no usable sample found .{NUM_IMAGES} do not match where.$"):
+        fresh_project.build_cache()
 
 
 def test_counts_leave_out_images_that_cannot_be_decoded(fresh_project: Project) -> None:

@@ -1,5 +1,6 @@
 """Units of work: a pure function of the catalogue; a change renames exactly the units that it affects."""
 
+import json
 import os
 import shutil
 from collections import Counter
@@ -15,7 +16,7 @@ from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, fi
 from sd3_light.data.building import cache_plan as module
 from sd3_light.data.building import catalogue as catalogue_module
 from sd3_light.data.building import claims as claims_module
-from sd3_light.data.building.cache_plan import Unit
+from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.building.catalogue import chunks, make_sources
 from sd3_light.randomness import sample_id
 from sd3_light.stages.cache.manifest_writer import sort_units
@@ -257,6 +258,36 @@ def test_settings_that_skip_samples_rename_units(images: Path, cache: Path) -> N
     assert unit_of(before, "15.png") not in unit_files(without)
     half = plan_for(cache, [directory(images, subsample_ratio=0.5)])
     assert 5 < sum(unit.count for unit in half.units) < 25
+
+
+def selected(plan: CachePlan) -> set[str]:
+    return {name for unit in plan.units for name in sample_names(plan, unit)}
+
+
+def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache: Path) -> None:
+    rows = [{"file_name": f"{n:02}.png", "text": "a", "score": n} for n in range(30)]
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_image(images / "28.png", 28, (96, 48))
+    every = plan_for(cache, images)
+    assert every.counts.unmatched == 0
+    high = plan_for(cache, [directory(images, where="score >= 28")])
+    assert selected(high) == {"28.png", "29.png"}
+    assert (high.counts.images, high.counts.unmatched) == (2, 28)
+    both = "score >= 28 and (width > height or score < 28)"
+    wide = plan_for(cache, [directory(images, where=both)])
+    assert selected(wide) == {"28.png"}
+    assert (wide.counts.images, wide.counts.unmatched, wide.counts.rejected) == (1, 29, Counter())
+    # the score is read again, although no caption or image has changed
+    rows[3]["score"] = 50
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="score >= 28")])) == {"28.png", "29.png", "03.png"}
+    rows[29]["score"] = 5
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="width > 64 or score > 30")])) == {"28.png", "03.png"}
+    rows[3]["score"] = 20
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="width > 64 or score > 30")])) == {"28.png"}
+    assert unit_files(plan_for(cache, images)) == unit_files(every)
 
 
 def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:

@@ -167,6 +167,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"cache_shuffle_delimiter": ";"},
     {"image_column": "x"},
     {"caption_column": "x"},
+    {"where": "x > 1"},
     {"mask_path": None},
     {"default_mask_file": None},
     {"index": 1},
