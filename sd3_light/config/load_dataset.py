@@ -154,6 +154,10 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
         return
     tags, num = values.get("shuffle_tags"), values.get("cache_shuffle_num")
     delimiter = values.get("cache_shuffle_delimiter")
+    for name in ("keep_tokens", "tag_dropout"):
+        if values.get(name) and not tags and not num:
+            problem, hint = "has no effect without shuffle_tags or cache_shuffle_num", "write shuffle_tags = true"
+            yield Fault(file, key(name), problem, value=format_value(values[name]), hint=hint)
     if num and not tags and delimiter is None:
         problem = "nothing defines how captions are split"
         hint = "write shuffle_tags = true, or give cache_shuffle_delimiter"

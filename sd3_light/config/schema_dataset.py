@@ -11,7 +11,9 @@ from sd3_light.config.base import (
     Allowed,
     CacheLocation,
     CountOrZero,
+    Decay,
     Flag,
+    Fraction,
     Positive,
     Table,
     TomlPath,
@@ -124,6 +126,10 @@ class DatasetDefaults(Table):
     """Number of shuffled variants to cache per caption; at least 1 with `shuffle_tags`."""
     cache_shuffle_delimiter: Annotated[str, Strict(), MinLen(1), Allowed("a non-empty string")] = ", "
     """Separator of the parts of a caption."""
+    keep_tokens: CountOrZero = 0
+    """Number of leading parts of a caption that are neither shuffled nor dropped."""
+    tag_dropout: Decay = 0.0
+    """Probability of leaving out each part of a shuffled variant; at least one part remains."""
     subsample_ratio: Annotated[float, Strict(), Gt(0), Le(1)] = 1.0
     """Fraction of the samples to use, selected by sample id."""
     where: Where = ""
@@ -132,6 +138,13 @@ class DatasetDefaults(Table):
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: TomlString = ""
     """Column (or JSON key) with the captions. Empty: detected by name."""
+    min_side: CountOrZero = 0
+    """Smallest width and height of an image in pixels; smaller images are rejected."""
+    max_crop: Fraction = 1.0
+    """Largest fraction of an image that may be cropped off to fit a bucket. An image that loses more at every
+    resolution is rejected."""
+    no_upscale: Flag = False
+    """Leave out resolutions at which an image would be enlarged; reject it if none is left."""
     max_image_mb: Positive = 512.0
     """Largest image or mask, a file or a tar member, in MB; larger ones are rejected without being read."""
     skip_empty_caption: Flag = False

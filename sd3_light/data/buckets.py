@@ -49,6 +49,11 @@ class ResizePlan:
     cropped_fraction: float
 
     @property
+    def scale(self) -> float:
+        """By how much the image is enlarged in each direction; below 1 if it is shrunk."""
+        return max(self.resized[0] / self.source[0], self.resized[1] / self.source[1])
+
+    @property
     def size(self) -> Size:
         """Width and height of the result: the bucket's."""
         left, top, right, bottom = self.crop
@@ -112,7 +117,9 @@ def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> t
 
 @lru_cache(maxsize=1 << 16)
 def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
-    """Return (resolution, bucket, plan) for each bucket of an image of this size."""
+    """Return (resolution, bucket, plan) for each bucket of an image of this size that the directory's limits allow."""
+    if min(width, height) < directory.min_side:
+        return ()
     groups = buckets_by_resolution(directory)
     result = []
     for bucket in assign_all(width, height, groups):
@@ -120,8 +127,25 @@ def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Siz
         number = next(number for number, group in enumerate(groups) if bucket in group)
         # it selects the batch size: the first one that has the bucket; for `size_buckets` the bucket itself
         resolution = size if directory.size_buckets else directory.resolutions[number]
-        result.append((resolution, bucket, plan(width, height, bucket)))
+        resize = plan(width, height, bucket)
+        if resize.cropped_fraction <= directory.max_crop and not (directory.no_upscale and resize.enlarged):
+            result.append((resolution, bucket, resize))
     return tuple(result)
+
+
+def misfit(width: int, height: int, directory: DirectoryConfig) -> str:
+    """Return the reason why an image of this size fits no bucket of a directory; "" if it fits one."""
+    if fits(width, height, directory):
+        return ""
+    if min(width, height) < directory.min_side:
+        return "too_small"
+    unlimited = directory.model_copy(update={"max_crop": 1.0})
+    return "crop_too_large" if fits(width, height, unlimited) else "would_be_enlarged"
+
+
+def limits_sizes(directory: DirectoryConfig) -> bool:
+    """Return whether some image sizes fit no bucket of a directory."""
+    return bool(directory.min_side or directory.max_crop < 1 or directory.no_upscale)
 
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:

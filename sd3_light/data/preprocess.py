@@ -39,6 +39,9 @@ REASONS = {
     "broken_video": "the file is a video, but it cannot be decoded",
     "no_video_stream": "the file has no video stream, such as one with sound only",
     "too_short": "the video has fewer frames than requested at the requested rate",
+    "too_small": "a side is shorter than min_side",
+    "crop_too_large": "more than max_crop of the image would be cropped off at every resolution",
+    "would_be_enlarged": "no_upscale is on and the image is smaller than its bucket at every resolution",
     "empty_mask": "the mask is zero everywhere inside the crop, so the sample has no effect on training",
     # files
     "unreadable": "the file or folder could not be read",

@@ -21,7 +21,7 @@ from sd3_light.encoders.batching import CaptionBatch, image_batches, length_batc
 from sd3_light.encoders.host_copies import AsyncHostCopies
 from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoders.text import TEXT_ENCODERS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
-from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.encoders.vae import decode_moments, load_vae, raw_moments
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.pipeline_folder import vae_shape
 
@@ -124,6 +124,12 @@ class FrozenParts:
                 self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", torch.float32))
         assert encoded is not None, "no images"
         return encoded
+
+    def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return uint8 pixels [B, H, W, 3] as the VAE decodes them from the means of their moments."""
+        moments = self.encode_images(pixels, flip=False)
+        self.synchronize()
+        return decode_moments(self.part("vae"), moments[:, 0])
 
     # --- captions -------------------------------------------------------------------------------
 

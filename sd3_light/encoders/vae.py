@@ -3,17 +3,23 @@
 The cache stores raw moments; they are normalised on read, so that changing the scale does not need a new cache.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.model.part_configs import load_part, read_config
+
+LOW_PSNR = 20.0
+"""Reconstructions below this many dB have lost what the image shows; SD3's VAE reaches 30 and more on photographs."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,22 @@ def tf32_convolutions() -> Iterator[None]:
     finally:
         for name, value in previous.items():
             setattr(cudnn, name, value)
+
+
+@torch.no_grad()
+def decode_moments(vae: AutoencoderKL, moments_BCHW: Tensor) -> NDArray[np.uint8]:
+    """Decode the posterior means of moments [B, 2C, h, w] to pixels [B, H, W, 3]."""
+    means = moments_BCHW.chunk(2, dim=1)[0]
+    images = vae.decode(means.to(vae.device, vae.dtype)).sample
+    values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
+    pixels: NDArray[np.uint8] = values.permute(0, 2, 3, 1).numpy()
+    return pixels
+
+
+def psnr(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    """Return the peak signal-to-noise ratio of two images of one size, in dB; equal images have 68."""
+    error = float(np.mean((first.astype(np.float32) - second) ** 2))
+    return 10 * math.log10(255**2 / max(error, 1e-2))
 
 
 def draw_latent(moments: Tensor, noise: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import Bucket, fits
+from sd3_light.data.buckets import Bucket, fits, limits_sizes, misfit
 from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source, is_end
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
@@ -88,6 +88,7 @@ class CachePlan:
         self._catalogue, self._recipe = catalogue, recipe
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
+        self._directories = [listing.source.directory for listing in listings for _ in listing.parts]
         counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
@@ -123,9 +124,12 @@ class CachePlan:
         return members
 
     def rejected(self) -> Iterator[InputRow]:
-        """Yield every rejected input, part by part."""
-        for part in self._parts:
+        """Yield every rejected input, part by part; images whose size the directory's limits exclude last."""
+        for part, directory in zip(self._parts, self._directories, strict=True):
             yield from self._catalogue.rejected(part)
+            for row in self._catalogue.rows(part) if limits_sizes(directory) else ():
+                if not row.reason and (reason := misfit(row.width, row.height, directory)):
+                    yield replace(row, reason=reason, detail=f"{row.width}x{row.height}")
 
     def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
         batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
@@ -243,8 +247,8 @@ class _Planner:
         self, source: Source, first: int, rows: Sequence[InputRow], open_units: defaultdict[_UnitKey, list[_Placed]]
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
-            if row.reason:
-                self._counts.rejected[row.reason] += 1
+            if reason := row.reason or misfit(row.width, row.height, source.directory):
+                self._counts.rejected[reason] += 1
                 continue
             if not matches_size(source.directory.where, row.attributes, row.width, row.height):
                 self._counts.unmatched += 1

@@ -92,8 +92,9 @@ def prepare_captions(raw: Sequence[str], directory: DirectoryConfig) -> tuple[st
 def caption_variants(captions: Sequence[str], seed: int, key: str, directory: DirectoryConfig) -> tuple[str, ...]:
     """Return the captions to encode for the sample ``key``: unchanged, or ``cache_shuffle_num`` shuffles of their tags.
 
-    ``shuffle_tags`` alone means one shuffle. The prefix stays in front. Every caption has the same number of variants,
-    even if some are equal, so that a uniform choice of a variant is a uniform choice of a caption.
+    ``shuffle_tags`` alone means one shuffle. The prefix and ``keep_tokens`` tags stay in front; each of the others is
+    left out with the probability ``tag_dropout``. Every caption has the same number of variants, even if some are
+    equal, so that a uniform choice of a variant is a uniform choice of a caption.
     """
     count = _num_shuffles(directory)
     delimiter, prefix = directory.cache_shuffle_delimiter, directory.caption_prefix
@@ -101,11 +102,18 @@ def caption_variants(captions: Sequence[str], seed: int, key: str, directory: Di
     if count == 0 or all(len(parts) == 1 for parts in tags):
         return tuple(captions)
     draws = stream(seed, "tags", epoch=0, repeat=0, sample_id=sample_id(key))
+    drops = stream(seed, "tag_dropout", epoch=0, repeat=0, sample_id=sample_id(key))
     variants = []
     for parts in tags:
+        kept, others = parts[: directory.keep_tokens], parts[directory.keep_tokens :]
         for _ in range(count):
-            order = draws.permutation(len(parts))
-            variants.append(prefix + delimiter.join(parts[i] for i in order))
+            shuffled = [others[i] for i in draws.permutation(len(others))]
+            remaining = [
+                tag
+                for tag, draw in zip(shuffled, drops.random(len(shuffled)), strict=True)
+                if draw >= directory.tag_dropout
+            ]
+            variants.append(prefix + delimiter.join([*kept, *remaining] or shuffled[:1]))
     return tuple(variants)
 
 

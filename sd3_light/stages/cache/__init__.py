@@ -42,7 +42,7 @@ from sd3_light.engines import Launch
 from sd3_light.files import sweep_files
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
-from sd3_light.stages.cache.advice import warn_of_cut_captions
+from sd3_light.stages.cache.advice import measure_reconstructions, warn_of_cut_captions, warn_of_extreme_fits
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, is_readable, mark_damaged, render_state
 from sd3_light.stages.cache.manifest_writer import REJECTS, is_manifest_current, write_manifest
@@ -194,6 +194,8 @@ class _Stage:
             reused = sum(unit.count for unit in plan.units) - sum(unit.count for unit in units)
             if units and self._launch.is_main:
                 warn_of_cut_captions(title, plan, self._train.model)
+                warn_of_extreme_fits(title, plan)
+                measure_reconstructions(title, plan, self.parts)
             encoded = self._encode(title, folder, plan, units, reused, claims)
             empty = self._encode_empty(shards, recipe)
             self._encode_prompts(title, folder, recipe, prompts)

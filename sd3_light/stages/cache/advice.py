@@ -1,22 +1,73 @@
-"""Warnings about data that is cut, cropped or reconstructed badly."""
+"""Warnings before anything is encoded: captions that are cut, images that fit badly, and a VAE that does not fit them.
+
+Of a large dataset they look at a part that is spread over all units.
+"""
 
 from collections.abc import Iterator
+from itertools import islice, zip_longest
+from statistics import median
+
+import numpy as np
 
 from sd3_light.config import ModelConfig
-from sd3_light.data.building.cache_plan import CachePlan, Unit
+from sd3_light.data.buckets import plan as plan_resize
+from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.building.decode import decode_images
+from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.vae import LOW_PSNR, psnr
 from sd3_light.runlog import info
+from sd3_light.stages.cache.shard_builder import decode_task
+
+_RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
 
 
 def warn_of_cut_captions(title: str, plan: CachePlan, model: ModelConfig) -> None:
-    """Print how many captions are longer than the text encoders read; of a large dataset, units are picked evenly."""
-    captions = (caption for unit in spread(plan, MAX_CAPTIONS) for m in plan.members(unit) for caption in m.captions)
-    cut = count_cut_captions(dict.fromkeys(captions), model.diffusers_path, model.t5_max_length)
+    """Print how many captions are longer than the text encoders read."""
+    captions = dict.fromkeys(caption for _, member in _spread(plan, MAX_CAPTIONS) for caption in member.captions)
+    cut = count_cut_captions(captions, model.diffusers_path, model.t5_max_length)
     if cut is not None and (sentence := cut.sentence()):
         info(f"{title}: warning: {sentence}")
 
 
-def spread(plan: CachePlan, most: int) -> Iterator[Unit]:
-    """Yield every n-th unit, so that they hold about ``most`` samples or all."""
+def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
+    """Print how many images lose most of their area or are enlarged many times."""
+    extremes = ExtremeFits()
+    for unit, member in _spread(plan, MAX_CAPTIONS):
+        extremes.add(member.row.key, plan_resize(member.row.width, member.row.height, unit.bucket))
+    if sentence := extremes.sentence():
+        info(f"{title}: warning: images fit their buckets badly: {sentence}")
+
+
+def measure_reconstructions(title: str, plan: CachePlan, parts: FrozenParts) -> None:
+    """Print how well the VAE reconstructs some images, with a warning where it does not."""
+    scores: dict[str, float] = {}
+    for unit, member in _few(plan, _RECONSTRUCTED[parts.device.type]):
+        (decoded,) = decode_images([decode_task(member, plan.source(unit).root, unit)])
+        if decoded.pixels is not None:
+            (reconstruction,) = parts.reconstruct(decoded.pixels[np.newaxis])
+            scores[member.row.key] = psnr(decoded.pixels, reconstruction)
+    if not scores:
+        return
+    worst, low = min(scores, key=lambda key: scores[key]), sum(value < LOW_PSNR for value in scores.values())
+    text = f"the VAE reconstructs {len(scores)} images with a median of {median(scores.values()):.1f} dB"
+    text += f", the worst with {scores[worst]:.1f} dB ({worst})"
+    if low:
+        remedy = "choose a VAE that fits them, and see `sd3-light inspect CACHE --out page.html`"
+        text = f"warning: {text}; {low} are below {LOW_PSNR:g} dB: what they show is lost before training; {remedy}"
+    info(f"{title}: {text}")
+
+
+def _spread(plan: CachePlan, most: int) -> Iterator[tuple[Unit, Member]]:
+    """Yield the samples of every n-th unit, about ``most`` or all."""
     total = sum(unit.count for unit in plan.units)
-    return iter(plan.units[:: max(1, round(total / most))])
+    for unit in plan.units[:: max(1, round(total / most))]:
+        yield from ((unit, member) for member in plan.members(unit))
+
+
+def _few(plan: CachePlan, count: int) -> Iterator[tuple[Unit, Member]]:
+    """Yield ``count`` samples or all, in turn from as many units as possible."""
+    units = plan.units[:: max(1, len(plan.units) // count)][:count]
+    samples = ([(unit, member) for member in plan.members(unit)] for unit in units)
+    yield from islice((sample for row in zip_longest(*samples) for sample in row if sample is not None), count)

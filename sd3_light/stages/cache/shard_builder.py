@@ -195,7 +195,7 @@ class ShardBuilder:
                 queue.append(_UnitInProgress(unit, members, tokenizer.submit(self._parts.tokenize, captions)))
                 size = self._train.caching_batch_size
                 for start in range(0, len(members), size):
-                    yield [_task(member, root, unit) for member in members[start : start + size]]
+                    yield [decode_task(member, root, unit) for member in members[start : start + size]]
 
     def _is_built(self, unit: Unit) -> bool:
         if not self._regenerate:
@@ -226,7 +226,8 @@ class ShardBuilder:
         self._claims.release(finished.unit.file)
 
 
-def _task(member: Member, root: Path, unit: Unit) -> DecodeTask:
+def decode_task(member: Member, root: Path, unit: Unit) -> DecodeTask:
+    """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
     row = member.row
     return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)
 

@@ -80,6 +80,8 @@ def _warnings(estimate: RunEstimate) -> Iterator[Line]:
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
             yield f"captions {data.name}", sentence
+        if sentence := data.extremes.sentence():
+            yield f"images {data.name}", sentence
 
 
 # --- disk ---------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
-from sd3_light.data.buckets import Bucket, fits
+from sd3_light.data.buckets import Bucket, fits, misfit
 from sd3_light.data.building.catalogue import InputRow, Source, make_sources, read_last_listing
+from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.preprocess import Reject, probe
 from sd3_light.data.sources.captions import caption_variants
@@ -37,6 +38,7 @@ class SampleCounts:
     samples: int = 0
     rejects: Counter[str] = field(default_factory=Counter)
     captions: CaptionSample = field(default_factory=CaptionSample)
+    extremes: ExtremeFits = field(default_factory=ExtremeFits)
     buckets: dict[tuple[Resolution, Bucket], dict[int, BucketCount]] = field(default_factory=dict)
 
     def bucket(self, resolution: Resolution, bucket: Bucket, directory: int) -> BucketCount:
@@ -79,8 +81,8 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
 
 
 def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
-    if row.reason:
-        counts.rejects[row.reason] += 1
+    if reason := row.reason or misfit(row.width, row.height, directory):
+        counts.rejects[reason] += 1
         return
     if not matches_size(directory.where, row.attributes, row.width, row.height):
         return
@@ -89,6 +91,7 @@ def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryC
     captions = len(variants)
     counts.captions.add(row.key, variants)
     for resolution, bucket, fit in fits(row.width, row.height, directory):
+        counts.extremes.add(row.key, fit)
         count = counts.bucket(resolution, bucket, number)
         count.samples += 1
         count.captions += captions

@@ -1,7 +1,7 @@
 """Estimate a run: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sd3_light.budget.amount import MIB, Amount
@@ -30,6 +30,7 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.data.buckets import Bucket
+from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
@@ -73,6 +74,7 @@ class DatasetEstimate:
     rows: tuple[BucketEstimate, ...]
     cache: Amount
     cut: CutCaptions | None = None
+    extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
     @property
     def steps(self) -> int:
@@ -180,6 +182,7 @@ class _Estimator:
             rejects=dict(sorted(counts.rejects.items())),
             rows=tuple(rows),
             cache=_cache(counts, dataset.directories, self.text),
+            extremes=counts.extremes,
             cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
         )
 

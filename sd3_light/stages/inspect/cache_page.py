@@ -1,8 +1,11 @@
 """The HTML page of a cache; it runs no script."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
+from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import byte_size
 from sd3_light.stages.inspect.cache_stats import (
@@ -19,6 +22,7 @@ from sd3_light.stages.inspect.sample_cards import SampleCard, load_samples, open
 PAGE_SAMPLES = 50_000
 """The histograms use the captions of about this many samples."""
 
+_WORST = 3  # reconstructions that are shown first
 # the manifest's counts: name and hint on the page
 _COUNTS = {
     "used": ("used", "samples in the cache, one per resolution of an image"),
@@ -86,6 +90,8 @@ def render_page(content: CachePage) -> str:
         captions=_caption_summary(cache),
         histograms=_histograms(cache),
         samples=content.samples,
+        sample_groups=group_samples(content.samples),
+        reconstruction=_reconstruction(content.samples),
         reasons=[(reason, reason_meaning(reason), count) for reason, count in reasons.items()],
         reject_groups=rejects.groups,
         num_rejects=sum(reasons.values()),
@@ -97,6 +103,26 @@ def render_page(content: CachePage) -> str:
         ],
         recipe=[(name, "", str(value)) for name, value in recipe.items()],
     )
+
+
+def group_samples(samples: Sequence[SampleCard]) -> list[tuple[str, list[SampleCard]]]:
+    """Return the worst reconstructions, the median one and the other samples, each group with its title."""
+    scored = sorted((card for card in samples if card.psnr is not None), key=lambda card: card.psnr or 0.0)
+    if len(scored) < 2 * _WORST:
+        return [("", list(samples))]
+    worst, middle = scored[:_WORST], scored[(len(scored) - 1) // 2]
+    shown = {id(card) for card in (*worst, middle)}
+    others = [card for card in samples if id(card) not in shown]
+    return [("Worst reconstructions", worst), ("Median reconstruction", [middle]), ("Other samples", others)]
+
+
+def _reconstruction(samples: Sequence[SampleCard]) -> str:
+    scores = [card.psnr for card in samples if card.psnr is not None]
+    if not scores:
+        return ""
+    low = sum(score < LOW_PSNR for score in scores)
+    text = f"The median is {median(scores):.1f} dB, the worst {min(scores):.1f} dB."
+    return f"{text} Below {LOW_PSNR:g} dB: {low}; this VAE does not fit these images." if low else text
 
 
 def _tiles(cache: Inspection, num_rejects: int) -> list[tuple[str, str, str]]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import torch
 from diffusers import AutoencoderKL
@@ -20,7 +19,7 @@ from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import Pixels, Reject, decode, fit
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, read_origins
-from sd3_light.encoders.vae import load_vae
+from sd3_light.encoders.vae import decode_moments, load_vae, psnr
 from sd3_light.pages import data_uri
 from sd3_light.runlog import progress
 from sd3_light.stages.inspect.cache_stats import SampleRef, bucket_size
@@ -144,7 +143,6 @@ class _Shards:
         return reader, origins
 
 
-@torch.no_grad()
 def _decode(moments: Sequence[Tensor], vae: AutoencoderKL | None, notes: list[str]) -> list[Pixels | None]:
     """Decode the posterior mean of moments of one size, [2C, h, w] each, to [height, width, 3] each."""
     if vae is None or not moments:
@@ -157,10 +155,7 @@ def _decode(moments: Sequence[Tensor], vae: AutoencoderKL | None, notes: list[st
         if note not in notes:
             notes.append(note)
         return [None] * len(moments)
-    means = torch.stack([each.chunk(2)[0] for each in moments])
-    images = vae.decode(means.to(vae.device, vae.dtype)).sample
-    values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
-    return list(values.permute(0, 2, 3, 1).numpy())
+    return list(decode_moments(vae, torch.stack(list(moments))))
 
 
 def _card(
@@ -172,8 +167,9 @@ def _card(
     masked = ""
     if mask is not None and base is not None and bool((mask < 255).any()):
         masked = data_uri(tint_masked(base, mask.numpy()))
-    psnr = None if original is None or decoded is None else _psnr(original, decoded)
-    return SampleCard(ref, origin, resize, _uri(original), _uri(decoded), masked, problem, psnr)
+    comparable = original is not None and decoded is not None and original.shape == decoded.shape
+    similarity = psnr(original, decoded) if comparable else None
+    return SampleCard(ref, origin, resize, _uri(original), _uri(decoded), masked, problem, similarity)
 
 
 def _load_original(
@@ -192,10 +188,3 @@ def _load_original(
 
 def _uri(pixels: Pixels | None) -> str:
     return "" if pixels is None else data_uri(Image.fromarray(pixels))
-
-
-def _psnr(first: Pixels, second: Pixels) -> float | None:
-    if first.shape != second.shape:
-        return None
-    error = float(np.mean((first.astype(np.float32) - second) ** 2))
-    return 10 * math.log10(255**2 / max(error, 1e-2))

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import assign_all, buckets_by_resolution, plan
+from sd3_light.data.buckets import fits, misfit
 from sd3_light.data.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
 from sd3_light.data.sources.records import Record, Rejected
 from sd3_light.data.sources.scan import scan
@@ -198,6 +198,17 @@ CASES: dict[str, Case] = {
         {"a.png": save(noise(), "PNG"), "a.txt": "a caption", "b.png": png(), "b.txt": "a caption"},
         {"max_image_mb": 0.002},
     ),
+    "an image below min_side": Case({"a.png": "too_small"}, {"a.png": png(), "a.txt": "a caption"}, {"min_side": 1000}),
+    "an image that loses too much": Case(
+        {"a.png": "crop_too_large", "b.png": Used()},
+        {"a.png": save(Image.new("RGB", (640, 64)), "PNG"), "a.txt": "a caption", "b.png": png(), "b.txt": "a caption"},
+        {"max_crop": 0.8},
+    ),
+    "an image that would be enlarged": Case(
+        {"a.png": "would_be_enlarged"},
+        {"a.png": save(Image.new("RGB", (63, 64)), "PNG"), "a.txt": "a caption"},
+        {"no_upscale": True},
+    ),
     "a TIFF of floats": image(save(Image.new("F", (8, 8), 0.5), "TIFF"), "unsupported_mode", "a.tif"),
     "a TIFF of 32-bit integers": image(save(Image.new("I", (8, 8), 1 << 20), "TIFF"), "unsupported_mode", "a.tif"),
     "a LAB TIFF": image(save(Image.new("LAB", (8, 8)), "TIFF"), "unsupported_mode", "a.tif"),
@@ -346,8 +357,9 @@ def outcome(record: Record, here: DirectoryConfig) -> Used:
     """Process a record like the cache stage; raises Reject."""
     data = record.image.read()
     size = probe(data)
-    (bucket,) = assign_all(*size, buckets_by_resolution(here))
-    how = plan(*size, bucket)
+    if reason := misfit(*size, here):
+        raise Reject(reason)
+    ((_, _, how),) = fits(*size, here)
     weights = None if record.mask is None else fit_mask(decode_mask(record.mask.read()), how)
     pixels = fit(decode(data), how).astype(int)
     assert pixels.shape == (64, 64, 3)

@@ -24,7 +24,7 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.randomness import sample_id
 from sd3_light.stages import inspect
-from sd3_light.stages.inspect.cache_page import CachePage, render_page, write_cache_page
+from sd3_light.stages.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
 from sd3_light.stages.inspect.cache_stats import inspect_cache
 from sd3_light.stages.inspect.rejects import RejectSummary
 from sd3_light.world import write_dataset
@@ -200,6 +200,22 @@ def test_decoded_images_resemble_the_originals(written: tuple[Path, CachePage]) 
     assert all(sample.psnr is not None and sample.psnr > 20 for sample in content.samples)
     assert [bool(sample.masked) for sample in content.samples].count(True) == 1
     assert len({sample.origin.key for sample in content.samples}) == 7
+
+
+def test_the_worst_and_the_median_reconstruction_come_first(page: ParsedPage, written: tuple[Path, CachePage]) -> None:
+    scores = sorted(sample.psnr or 0.0 for sample in written[1].samples)
+    assert f"The median is {scores[3]:.1f} dB, the worst {scores[0]:.1f} dB." in page.text
+    groups = group_samples(written[1].samples)
+    assert [(title, len(cards)) for title, cards in groups] == [
+        ("Worst reconstructions", 3),
+        ("Median reconstruction", 1),
+        ("Other samples", 3),
+    ]
+    assert [card.psnr for _, cards in groups[:2] for card in cards] == scores[:4]
+    places = [page.text.index(title) for title, _ in groups]
+    assert places == sorted(places)
+    low = replace(written[1].samples[0], psnr=12.0)
+    assert "Below 20 dB: 1; this VAE does not fit these images." in render_page(replace(written[1], samples=[low]))
 
 
 def test_counts_buckets_and_lengths_are_shown(page: ParsedPage, built: SmallCache) -> None:

@@ -207,6 +207,26 @@ def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:
     assert variants != caption_variants((f"art, {tags}", "art, alone"), 7, "other", here)
 
 
+def test_leading_tags_are_kept_and_others_dropped_at_their_rate(tmp_path: Path) -> None:
+    tags = [f"tag{number}" for number in range(12)]
+    keys = {"caption_prefix": "art, ", "cache_shuffle_num": 200}
+    here = directory(tmp_path, keep_tokens=2, tag_dropout=0.25, **keys)
+    variants = caption_variants((f"art, {', '.join(tags)}",), 7, "key", here)
+    kept = [variant.split(", ") for variant in variants]
+    assert all(parts[:3] == ["art", "tag0", "tag1"] for parts in kept)
+    assert all(len(set(parts)) == len(parts) and set(parts[3:]) <= set(tags[2:]) for parts in kept)
+    assert sum(len(parts) - 3 for parts in kept) / 2000 == pytest.approx(0.75, abs=0.03)
+    assert variants == caption_variants((f"art, {', '.join(tags)}",), 7, "key", here), "a function of seed and key"
+    plain = caption_variants((f"art, {', '.join(tags)}",), 7, "key", directory(tmp_path, **keys))
+    undropped = caption_variants((f"art, {', '.join(tags)}",), 7, "key", directory(tmp_path, keep_tokens=0, **keys))
+    assert plain == undropped
+
+
+def test_dropping_leaves_at_least_one_tag(tmp_path: Path) -> None:
+    here = directory(tmp_path, cache_shuffle_num=50, tag_dropout=0.99)
+    assert all(variant in ("a", "b", "a, b", "b, a") for variant in caption_variants(("a, b",), 0, "key", here))
+
+
 def test_shuffle_tags_alone_is_one_shuffle_and_prose_is_unchanged(tmp_path: Path) -> None:
     here = directory(tmp_path, shuffle_tags=True)
     assert len(caption_variants(("a, b, c",), 0, "key", here)) == 1

@@ -1,0 +1,41 @@
+"""Images that fit their bucket badly: most of the image is cropped off, or it is enlarged many times. Pure."""
+
+from dataclasses import dataclass
+
+from sd3_light.data.buckets import ResizePlan
+
+MUCH_CROPPED = 0.5
+"""Fraction of an image whose loss is reported."""
+MUCH_ENLARGED = 2.0
+"""Enlargement in each direction that is reported."""
+
+
+@dataclass
+class ExtremeFits:
+    """Counts extreme fits, and keeps the worst of each kind."""
+
+    cropped: int = 0
+    enlarged: int = 0
+    worst_crop: tuple[float, str] = (0.0, "")
+    worst_scale: tuple[float, str] = (0.0, "")
+
+    def add(self, key: str, resize: ResizePlan) -> None:
+        """Count one sample in one bucket."""
+        self.cropped += resize.cropped_fraction > MUCH_CROPPED
+        self.enlarged += resize.scale > MUCH_ENLARGED
+        self.worst_crop = max(self.worst_crop, (resize.cropped_fraction, key))
+        self.worst_scale = max(self.worst_scale, (resize.scale, key))
+
+    def sentence(self) -> str:
+        """Return one line about them; "" if there are none."""
+        parts = []
+        if self.cropped:
+            share, key = self.worst_crop
+            parts.append(
+                f"{self.cropped:,} lose more than half by cropping, {key} {share:.0%} (max_crop excludes them)"
+            )
+        if self.enlarged:
+            scale, key = self.worst_scale
+            text = f"{self.enlarged:,} are enlarged more than twice, {key} {scale:.1f} times"
+            parts.append(f"{text} (min_side or no_upscale exclude them)")
+        return "; ".join(parts)

@@ -1,0 +1,118 @@
+"""What the cache stage says before it encodes: cut captions, images that fit badly, a VAE that does not fit."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd3_light.data.buckets import fits, misfit
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.stages import check
+from sd3_light.stages.cache import advice
+from tests.project import Project
+
+WIDE = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
+
+
+@pytest.fixture
+def odd_project(fresh_project: Project) -> Project:
+    """Four usual images, one that loses 95% of its area, and one that is enlarged 13 times."""
+    for path in sorted(fresh_project.images.glob("*.png"))[4:]:
+        path.unlink()
+    captions = {f"{number:06d}.png": "a red star" for number in range(4)}
+    for name, size in (("long.png", (1280, 64)), ("tiny.png", (5, 5))):
+        Image.new("RGB", size, "red").save(fresh_project.images / name)
+        captions[name] = "a red star"
+    (fresh_project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    fresh_project.data(WIDE)
+    return fresh_project
+
+
+def build(project: Project, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Return the messages of a build, without line breaks."""
+    project.build_cache(*overrides)
+    return " ".join(capfd.readouterr().err.split())
+
+
+def rejects(project: Project) -> dict[str, tuple[str, str]]:
+    lines = (project.cache / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+    return {Path(line["key"]).name: (line["reason"], line["detail"]) for line in map(json.loads, lines)}
+
+
+def test_extreme_crops_and_enlargements_are_reported_and_can_be_excluded(
+    odd_project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
+    crop = "1 lose more than half by cropping, images#0/long.png 95% (max_crop excludes them)"
+    enlarged = "1 are enlarged more than twice, images#0/tiny.png 12.8 times (min_side or no_upscale exclude them)"
+    loaded = odd_project.load()
+    lines = dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True)))
+    assert lines["images train"] == f"{crop}; {enlarged}"
+    printed = build(odd_project, capfd)
+    assert f"cache: warning: images fit their buckets badly: {crop}; {enlarged}" in printed
+    assert "the VAE reconstructs 6 images with a median of" in printed
+
+    odd_project.data(f"min_side = 16\nmax_crop = 0.5\n{WIDE}")
+    printed = build(odd_project, capfd)
+    assert "fit their buckets badly" not in printed
+    assert rejects(odd_project) == {"long.png": ("crop_too_large", "1280x64"), "tiny.png": ("too_small", "5x5")}
+    assert "2 inputs were rejected: 1 crop_too_large, 1 too_small" in printed
+    estimate = check.run(odd_project.load())
+    assert (estimate.data.samples, estimate.data.rejects) == (4, {"crop_too_large": 1, "too_small": 1})
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "buckets", "reason"),
+    [
+        ({}, (5, 5), ["64x64", "256x256"], ""),
+        ({"no_upscale": True}, (100, 100), ["64x64"], ""),
+        ({"no_upscale": True}, (64, 63), [], "would_be_enlarged"),
+        ({"min_side": 64}, (64, 64), ["64x64", "256x256"], ""),
+        ({"min_side": 65}, (64, 900), [], "too_small"),
+        ({"max_crop": 0.5}, (200, 100), ["64x64", "256x256"], ""),
+        ({"max_crop": 0.49}, (200, 100), [], "crop_too_large"),
+        ({"max_crop": 0.49, "no_upscale": True}, (80, 40), [], "would_be_enlarged"),
+    ],
+)
+def test_limits_apply_at_each_resolution(
+    files: Any, keys: dict[str, Any], size: tuple[int, int], buckets: list[str], reason: str
+) -> None:
+    """An image is used at the resolutions that it fits, and rejected if it fits none."""
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    dataset = f'resolutions = [64, 256]\n{text}[[directory]]\npath = "images"\n'
+    (directory,) = files.load(dataset=dataset).dataset.directories
+    assert [str(bucket) for _, bucket, _ in fits(*size, directory)] == buckets
+    assert misfit(*size, directory) == reason
+
+
+def test_a_vae_that_does_not_fit_is_reported(
+    odd_project: Project, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noise(self: FrozenParts, pixels: np.ndarray) -> np.ndarray:
+        return np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
+
+    monkeypatch.setattr(FrozenParts, "reconstruct", noise)
+    printed = build(odd_project, capfd)
+    assert re.search(
+        r"cache: warning: the VAE reconstructs 6 images with a median of \d\.\d dB, the worst with \d\.\d dB "
+        r"\(images#0/\w+\.png\); 6 are below 20 dB: what they show is lost before training; choose a VAE that fits",
+        printed,
+    )
+    assert "reconstructs" not in build(odd_project, capfd), "nothing was encoded"
+
+
+def test_few_images_are_taken_from_as_many_units_as_possible() -> None:
+    class Plan:
+        units = tuple(range(5))
+
+        def members(self, unit: int) -> list[int]:
+            return [10 * unit + row for row in range(unit)]
+
+    def taken(count: int) -> list[tuple[int, int]]:
+        return list(advice._few(Plan(), count))  # type: ignore[arg-type]
+
+    assert taken(4) == [(1, 10), (2, 20), (3, 30), (2, 21)]
+    assert len(taken(100)) == 10
