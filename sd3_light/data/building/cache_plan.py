@@ -128,7 +128,9 @@ class CachePlan:
         for part, directory in zip(self._parts, self._directories, strict=True):
             yield from self._catalogue.rejected(part)
             for row in self._catalogue.rows(part) if limits_sizes(directory) else ():
-                if not row.reason and (reason := misfit(row.width, row.height, directory)):
+                if row.reason or not matches_size(directory.where, row.attributes, row.width, row.height):
+                    continue
+                if reason := misfit(row.width, row.height, directory):
                     yield replace(row, reason=reason, detail=f"{row.width}x{row.height}")
 
     def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
@@ -247,11 +249,14 @@ class _Planner:
         self, source: Source, first: int, rows: Sequence[InputRow], open_units: defaultdict[_UnitKey, list[_Placed]]
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
-            if reason := row.reason or misfit(row.width, row.height, source.directory):
-                self._counts.rejected[reason] += 1
+            if row.reason:
+                self._counts.rejected[row.reason] += 1
                 continue
             if not matches_size(source.directory.where, row.attributes, row.width, row.height):
                 self._counts.unmatched += 1
+                continue
+            if reason := misfit(row.width, row.height, source.directory):
+                self._counts.rejected[reason] += 1
                 continue
             self._counts.images += 1
             member = make_member(row, source.directory, self._recipe)

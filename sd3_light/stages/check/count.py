@@ -81,10 +81,10 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
 
 
 def _add(counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int) -> None:
+    if not row.reason and not matches_size(directory.where, row.attributes, row.width, row.height):
+        return
     if reason := row.reason or misfit(row.width, row.height, directory):
         counts.rejects[reason] += 1
-        return
-    if not matches_size(directory.where, row.attributes, row.width, row.height):
         return
     counts.samples += 1
     variants = caption_variants(row.captions, seed, row.key, directory)
