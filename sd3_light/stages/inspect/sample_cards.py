@@ -167,8 +167,9 @@ def _card(
     masked = ""
     if mask is not None and base is not None and bool((mask < 255).any()):
         masked = data_uri(tint_masked(base, mask.numpy()))
-    comparable = original is not None and decoded is not None and original.shape == decoded.shape
-    similarity = psnr(original, decoded) if comparable else None
+    similarity = None
+    if original is not None and decoded is not None and original.shape == decoded.shape:
+        similarity = psnr(original, decoded)
     return SampleCard(ref, origin, resize, _uri(original), _uri(decoded), masked, problem, similarity)
 
 
