@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Strict
@@ -134,6 +134,8 @@ class DatasetDefaults(Table):
     """Fraction of the samples to use, selected by sample id."""
     where: Where = ""
     """Condition over a sample's columns and its `width`, `height` and `caption_length`; the others are left out."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in both cases."""
     image_column: TomlString = ""
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: TomlString = ""

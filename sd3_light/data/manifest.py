@@ -21,6 +21,9 @@ LARGEST_SHARE = 0.8
 REJECTED = "rejected: "
 """Prefix of a manifest's counts of rejects."""
 
+DUPLICATES = {"keep": "duplicates kept", "drop": "duplicates dropped"}
+"""A manifest's counts of images that are equal to an earlier one, by `duplicates`; absent if there are none."""
+
 UNMATCHED = "unmatched"
 """A manifest's count of samples that do not match `where`; absent if there are none."""
 

@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -29,6 +30,7 @@ from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Li
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources.captions import caption_variants
+from sd3_light.data.sources.name_store import NameSet, NameStore
 from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file
@@ -79,6 +81,7 @@ class PlanCounts:
     enlarged: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     unmatched: int = 0
+    duplicates: Counter[str] = field(default_factory=Counter)
 
 
 class CachePlan:
@@ -92,6 +95,7 @@ class CachePlan:
         counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
+        self.counts.duplicates = Counter(counts.get("duplicates", {}))
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
 
@@ -217,11 +221,12 @@ class _Planner:
     def write(self, path: Path, listings: Sequence[Listing]) -> None:
         """Write the plan, counts last."""
         with (
+            closing(NameStore()) as store,
             atomic_file(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
             pa.ipc.new_file(sink, _PLAN_SCHEMA) as writer,
         ):
-            units = self._units(listings)
+            units = self._units(listings, store.names())
             while batch := list(islice(units, _UNITS_PER_BATCH)):
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_PLAN_SCHEMA))
         counts = {
@@ -230,23 +235,29 @@ class _Planner:
             "enlarged": self._counts.enlarged,
             "rejected": dict(self._counts.rejected),
             "unmatched": self._counts.unmatched,
+            "duplicates": dict(self._counts.duplicates),
         }
         write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
 
-    def _units(self, listings: Sequence[Listing]) -> Iterator[dict[str, Any]]:
+    def _units(self, listings: Sequence[Listing], digests: NameSet) -> Iterator[dict[str, Any]]:
         part_number = 0
         for listing in listings:
             open_units: defaultdict[_UnitKey, list[_Placed]] = defaultdict(list)
             for part in listing.parts:
                 rows = self._catalogue.rows(part)
-                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units)
+                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units, digests)
                 part_number += 1
             for key, unit in open_units.items():
                 if unit:
                     yield _finish_unit(listing.source, key, unit)
 
     def _assign(
-        self, source: Source, first: int, rows: Sequence[InputRow], open_units: defaultdict[_UnitKey, list[_Placed]]
+        self,
+        source: Source,
+        first: int,
+        rows: Sequence[InputRow],
+        open_units: defaultdict[_UnitKey, list[_Placed]],
+        digests: NameSet,
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
             if row.reason:
@@ -258,6 +269,10 @@ class _Planner:
             if reason := misfit(row.width, row.height, source.directory):
                 self._counts.rejected[reason] += 1
                 continue
+            if not digests.add_new(row.digest):
+                self._counts.duplicates[source.directory.duplicates] += 1
+                if source.directory.duplicates == "drop":
+                    continue
             self._counts.images += 1
             member = make_member(row, source.directory, self._recipe)
             for resolution, bucket, resize in fits(row.width, row.height, source.directory):

@@ -22,6 +22,7 @@ from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import (
     CACHE_FORMAT,
+    DUPLICATES,
     MANIFEST,
     SHARDS,
     UNMATCHED,
@@ -318,6 +319,9 @@ def _log_report(title: str, report: CacheReport, policy: str) -> None:
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
         f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
     )
+    for key, result in (("keep", '`duplicates = "drop"` leaves them out'), ("drop", "they are left out")):
+        if count := counts.get(DUPLICATES[key]):
+            info(f"{title}: {count:,} images have the same bytes as an earlier one: {result}")
     if counts.get(UNMATCHED):
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if rejected:

@@ -11,7 +11,7 @@ from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, PlanCounts, Unit
-from sd3_light.data.manifest import REJECTED, SHARDS, UNMATCHED, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import DUPLICATES, REJECTED, SHARDS, UNMATCHED, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
 from sd3_light.stages.cache.shard_builder import reject_line
@@ -38,6 +38,7 @@ def write_manifest(
         "pictures": plan.counts.images - undecoded.images,
         "cropped": plan.counts.cropped - undecoded.cropped,
         "enlarged": plan.counts.enlarged - undecoded.enlarged,
+        **{name: plan.counts.duplicates[key] for key, name in DUPLICATES.items() if plan.counts.duplicates[key]},
         **({UNMATCHED: plan.counts.unmatched} if plan.counts.unmatched else {}),
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }

@@ -28,6 +28,8 @@ _COUNTS = {
     "used": ("used", "samples in the cache, one per resolution of an image"),
     "pictures": ("images", "passed the first checks: a caption, a readable header"),
     "cropped": ("cropped", "lose part of their border"),
+    "duplicates kept": ("duplicates kept", "have the bytes of an earlier image"),
+    "duplicates dropped": ("duplicates dropped", "have the bytes of an earlier image"),
     "unmatched": ("not selected", "do not match `where`"),
     "enlarged": ("enlarged", "smaller than their bucket"),
 }

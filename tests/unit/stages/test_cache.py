@@ -32,6 +32,7 @@ from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, render_state
 from sd3_light.stages.cache.shard_builder import ShardBuilder
 from sd3_light.stages.check import disk_faults
+from sd3_light.stages.check.count import count_samples
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
@@ -764,6 +765,24 @@ def test_samples_that_do_not_match_where_are_counted_and_reported(
     fresh_project.data(f"where = 'width > 9999'\n{text}")
     with pytest.raises(UserError, match=f"no usable sample found .{NUM_IMAGES} do not match where.$"):
         fresh_project.build_cache()
+
+
+def test_copies_of_images_are_reported_and_dropped_on_request(
+    fresh_project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captions = captions_of(fresh_project)
+    first = sorted(captions)[0]
+    shutil.copy(fresh_project.images / first, fresh_project.images / "zz.png")
+    table = json.dumps({**captions, "zz.png": "a copy"})
+    (fresh_project.images / "captions.json").write_text(table, encoding="utf-8")
+    text = fresh_project.data_toml.read_text(encoding="utf-8")
+    fresh_project.data(f"duplicates = 'drop'\n{text}")
+    (report,) = fresh_project.build_cache()
+    assert (report.counts["pictures"], report.counts["duplicates dropped"]) == (NUM_IMAGES, 1)
+    assert "1 images have the same bytes as an earlier one: they are left out" in capsys.readouterr().err
+    assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES
+    shutil.rmtree(fresh_project.cache)
+    assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES
 
 
 def test_counts_leave_out_images_that_cannot_be_decoded(fresh_project: Project) -> None:

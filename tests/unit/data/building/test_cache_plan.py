@@ -290,6 +290,21 @@ def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache:
     assert unit_files(plan_for(cache, images)) == unit_files(every)
 
 
+@pytest.mark.parametrize(("keep", "count"), [("keep", 32), ("drop", 30)])
+def test_images_with_equal_bytes_are_counted_or_dropped(
+    tmp_path: Path, images: Path, cache: Path, keep: str, count: int
+) -> None:
+    shutil.copy(images / "03.png", images / "copy.png")
+    shutil.copy(images / "03.txt", images / "copy.txt")
+    (tmp_path / "other").mkdir()
+    shutil.copy(images / "04.png", tmp_path / "other" / "elsewhere.png")
+    (tmp_path / "other" / "elsewhere.txt").write_text("another caption", encoding="utf-8")
+    plan = plan_for(cache, [directory(images, duplicates=keep), directory(tmp_path / "other", duplicates=keep)])
+    assert plan.counts.duplicates == {keep: 2}
+    assert plan.counts.images == sum(unit.count for unit in plan.units) == count
+    assert selected(plan).isdisjoint({"copy.png", "elsewhere.png"}) == (keep == "drop")
+
+
 def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:
     write_image(images / "15.png", 15, caption="a; b, c; d, e")
     names = [
