@@ -4,7 +4,8 @@
     python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--pixels 256] [--captions 1] [--batch 64]
                                    [--steps 60] [--text padded|real] [--ema-every 100]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
-                                   [--workers 8] [--engine torch|deepspeed] [--out FOLDER] [--feed-only]
+                                   [--workers 8] [--residence stream|host|device] [--engine torch|deepspeed]
+                                   [--out FOLDER] [--feed-only]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the large sizes, those of the demo for the small
 ones), a model folder with only configs and a train TOML, then runs the training stage: loader, engine, EMA, log, and a
@@ -194,6 +195,7 @@ keep_last_n_checkpoints = 1
 logging_steps = {args.logging_steps}
 num_dataloader_workers = {args.workers}
 dataloader_prefetch_per_worker = 2
+cache_residence = "{args.residence}"
 [model]
 train_type = "sd3_light_pretrain"
 diffusers_path = "model"
@@ -243,6 +245,8 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         "fast": args.fast,
         "fp8": args.fp8,
+        "workers": args.workers,
+        "residence": args.residence,
         **asdict(shape),
     }
     return {
@@ -378,6 +382,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--feed-only", action="store_true", help="measure only the loader")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--residence", choices=("stream", "host", "device"), default="stream", help="of the cache")
     parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints; default: one at the end")
     parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")
     parser.add_argument("--out", type=Path, help="folder for log, config and summary.json")

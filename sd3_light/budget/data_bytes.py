@@ -64,6 +64,11 @@ def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
     return round(8 * (2 * shard_size + 4 * shard_size * captions))
 
 
+def resident_index_bytes(samples: int, captions: int) -> int:
+    """Return the host memory of the index of a cache that is held in memory: ids, and offsets of images and text."""
+    return 8 * (4 * samples + 5 * captions)
+
+
 def loader_bytes(
     prepared: Amount,
     workers: int,

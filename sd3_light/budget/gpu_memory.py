@@ -84,10 +84,10 @@ def _stage_memory(setup: TrainingSetup) -> GpuMemory:
 
 
 def state_bytes(setup: TrainingSetup) -> Amount:
-    """Return the bytes per GPU that are held for the whole run: weights, optimizer state, averages."""
+    """Return the bytes per GPU held for the whole run: weights, optimizer state, averages, and a resident cache."""
     terms = _state_terms(setup)
     trained = sum(setup.trained_parameters * term.width / term.shards for term in terms)
-    fixed = setup.other_models + (ZERO_BUCKET_BYTES if setup.zero_stage == 3 else 0)
+    fixed = setup.other_models + setup.cache + (ZERO_BUCKET_BYTES if setup.zero_stage == 3 else 0)
     return Amount(round(setup.frozen_bytes / setup.shards + trained) + fixed, _state_formula(setup, terms))
 
 
@@ -125,6 +125,7 @@ def _state_formula(setup: TrainingSetup, terms: Sequence[_Term]) -> str:
         formula = f"stage {setup.stage} (layers {setup.layers.start} to {setup.layers.stop - 1}): {formula}"
     if setup.zero_stage == 3:
         formula += f" + {format_bytes(ZERO_BUCKET_BYTES)} bucket"
+    formula += f" + {format_bytes(setup.cache)} cache" if setup.cache else ""
     return formula + (f" + {format_bytes(setup.other_models)} other models" if setup.other_models else "")
 
 

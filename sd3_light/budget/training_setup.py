@@ -40,6 +40,7 @@ class TrainingSetup:
     parallel: str = "ddp"
     evaluates: bool = False
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
+    cache: int = 0  # bytes of the training cache, if it is in GPU memory
     adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
     deepspeed: bool = False

@@ -107,6 +107,13 @@ def partition(train: TrainConfig) -> Iterator[Fault]:
         yield _fault("partition_split", f"beyond the last of {num_blocks + 2} layers", value, f"1 to {num_blocks + 1}")
 
 
+def residence(train: TrainConfig) -> Iterator[Fault]:
+    """Pipeline stages take batches from the host."""
+    if train.cache_residence == "device" and train.pipeline_stages > 1:
+        problem = "pipeline stages take their batches from the host"
+        yield _fault("cache_residence", problem, value="device", hint='write "host" or "stream"')
+
+
 def blocks(train: TrainConfig) -> Iterator[Fault]:
     """Blocks run either through hand-written kernels or compiled; compiled blocks hide their operations."""
     if train.compile and train.fast is True:
@@ -235,6 +242,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
     pipeline: (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel"),
     partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
+    residence: ("cache_residence", "pipeline_stages"),
     blocks: ("fast", "compile", "activation_checkpointing"),
     fp8: ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
     optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),

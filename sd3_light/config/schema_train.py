@@ -223,8 +223,11 @@ class TrainConfig(Table):
     """Loader processes per rank; 0 loads in the training process."""
     dataloader_prefetch_per_worker: Count = 1
     """Batches that each loader process prefetches. Also spelled `prefetch_batches_per_worker`."""
+    cache_residence: Literal["stream", "host", "device"] = "stream"
+    """Where the training cache is during a run. `stream`: in its shards, read as needed. `host`: all of it in host
+    memory. `device`: all of it in GPU memory. `host` and `device` hold a copy in every process."""
     sd3_streaming_dataset: Flag = True
-    """Read samples from shards as needed. false: load all samples into host memory."""
+    """false: the same as `cache_residence = "host"`."""
     sd3_shard_size: Count = 512
     """Maximum samples per shard; all but the last shards hold at least a quarter of it."""
     shuffle_window: Count = 16
@@ -251,6 +254,13 @@ class TrainConfig(Table):
     """Sample images during training."""
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     """Trackers."""
+
+    @property
+    def residence(self) -> Literal["stream", "host", "device"]:
+        """Where the training cache is during a run, by both keys."""
+        if self.cache_residence == "stream" and not self.sd3_streaming_dataset:
+            return "host"
+        return self.cache_residence
 
 
 ALIASES = {"prefetch_batches_per_worker": "dataloader_prefetch_per_worker"}

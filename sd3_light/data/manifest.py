@@ -68,7 +68,7 @@ class Manifest:
         copies = f", {processes} times on this machine," if processes > 1 else ""
         return (
             f"the cache takes {nbytes / 1e9:.1f} GB{copies} and {free / 1e9:.1f} GB of memory are free, of which "
-            f"{LARGEST_SHARE:.0%} may be taken; write sd3_streaming_dataset = true"
+            f'{LARGEST_SHARE:.0%} may be taken; stream it (cache_residence = "stream", sd3_streaming_dataset = true)'
         )
 
     def save(self, folder: Path) -> None:

@@ -58,32 +58,25 @@ class ShardReader:
     """One open shard.
 
     Opening compares offsets, shapes, dtypes and counts with the manifest's entry and raises a UserError if they differ.
-    It does not hash the file: see `data.verify`. With ``in_memory`` the whole file is read at once and rows are copied
-    from memory. Raises FileNotFoundError if the file is missing. Forked processes may share a reader: it keeps no
-    file position.
+    It does not hash the file: see `data.verify`. Raises FileNotFoundError if the file is missing. Forked processes may
+    share a reader: it keeps no file position. ``index`` holds the shard's int64 tensors.
     """
 
-    def __init__(self, path: Path, entry: ShardEntry, in_memory: bool = False) -> None:
+    def __init__(self, path: Path, entry: ShardEntry) -> None:
         self.path, self.entry = path, entry
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._file)
-        self._memory: memoryview | None = None
         try:
             self.fields = self._layout()
-            self._index = {name: self._load(name) for name in self.fields if _FIELDS[name][0] == "I64"}
+            self.index = {name: self._load(name) for name in self.fields if _FIELDS[name][0] == "I64"}
             self._check_index()
             # memory views return single numbers several times faster than arrays
             self._ids, self._caption_start, self._caption = (
-                self._index[name].data for name in ("sample_id", "caption_start", "caption")
+                self.index[name].data for name in ("sample_id", "caption_start", "caption")
             )
             self._text = self._text_fields()
         except (ValueError, TypeError, LookupError) as error:
             self._reject(str(error))
-        if in_memory:
-            memory = np.empty(entry.bytes, dtype=np.uint8).data
-            self.read(memory, 0)
-            self._memory = memory
-            self.close()
 
     # --- opening ------------------------------------------------------------------------------
 
@@ -102,10 +95,10 @@ class ShardReader:
         return {name: TensorSpan(tensor) for name, tensor in tensors.items()}
 
     def _check_index(self) -> None:
-        starts, captions = self._index["caption_start"], self._index["caption"]
+        starts, captions = self.index["caption_start"], self.index["caption"]
         _expect(_is_rising(starts, len(captions), 1), "its caption counts are inconsistent")
         for name in TOKENS:
-            first_rows, end = self._index[f"{name}.start"], self.fields[f"{name}.tokens"].shape[0]
+            first_rows, end = self.index[f"{name}.start"], self.fields[f"{name}.tokens"].shape[0]
             _expect(_is_rising(first_rows, end, 0), f"{name}: its token counts are inconsistent")
             in_range = int(captions.min()) >= 0 and int(captions.max()) < len(first_rows) - 1
             _expect(in_range, f"{name}: a caption index is out of range")
@@ -118,7 +111,7 @@ class ShardReader:
 
     def _text_fields(self) -> tuple[list[tuple[memoryview, int, int]], list[tuple[int, int]]]:
         """Return (first rows, offset, bytes per row) of tokens and (offset, bytes per row) of pooled vectors."""
-        tokens = [(self._index[f"{name}.start"], self.fields[f"{name}.tokens"]) for name in TOKENS]
+        tokens = [(self.index[f"{name}.start"], self.fields[f"{name}.tokens"]) for name in TOKENS]
         pooled = [self.fields[f"{name}.pooled"] for name in POOLED]
         return (
             [(starts.data, field.offset, field.row_bytes) for starts, field in tokens],
@@ -133,9 +126,6 @@ class ShardReader:
 
     def read(self, out: memoryview, offset: int) -> None:
         """Fill ``out`` with the file's bytes from ``offset``."""
-        if self._memory is not None:
-            out[:] = self._memory[offset : offset + len(out)]
-            return
         try:
             done = os.preadv(self._file, (out,), offset)
             while done < len(out):  # interrupted by a signal, or the file was truncated

@@ -61,12 +61,10 @@ class CachedDataset:
     """A cache read as batches, selected by the picks of an `Order`.
 
     A shard is hashed before it is first read (see `data.verify`). The number of open shards is bounded by the order's
-    windows. With ``in_memory`` all shards are read at once, and worker processes that are forked later share that
-    memory; ``processes`` is how many processes on this machine do so. ``launched``: this process is one of several
-    that a launcher started.
+    windows. ``launched``: this process is one of several that a launcher started.
     """
 
-    def __init__(self, store: ShardStore, in_memory: bool = False, processes: int = 1, launched: bool = False) -> None:
+    def __init__(self, store: ShardStore, launched: bool = False) -> None:
         self.store, self.manifest = store, store.manifest
         self.buckets = group_shards(self.manifest.shards)
         self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
@@ -74,7 +72,6 @@ class CachedDataset:
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
         self._prefetcher: threading.Thread | None = None
         self._verifier = Verifier(store.path(self.manifest.empty).parent, launched, store.keeps_times)
-        self._resident = self._read_all(processes) if in_memory else {}
 
     def __getstate__(self) -> dict[str, Any]:
         # open files and threads cannot be sent to worker processes
@@ -109,7 +106,7 @@ class CachedDataset:
 
     def empty_text(self) -> CaptionFeatures:
         """Return the features of the empty caption, without padding if the cache has real tokens."""
-        return self._readers([self.manifest.empty])[0].caption(0, 0)
+        return self.readers([self.manifest.empty])[0].caption(0, 0)
 
     # --- batches ------------------------------------------------------------------------------
 
@@ -128,7 +125,7 @@ class CachedDataset:
     def _rows(self, picks: Picks, seed: int) -> list[BatchRow]:
         shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
         needed = sorted(set(segments))
-        by_segment = dict(zip(needed, self._readers([shards[segment] for segment in needed]), strict=True))
+        by_segment = dict(zip(needed, self.readers([shards[segment] for segment in needed]), strict=True))
         sources = [(by_segment[segment], row) for segment, row in zip(segments, picks.index.tolist(), strict=True)]
         ids = [reader.identity(row) for reader, row in sources]
         occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
@@ -143,7 +140,7 @@ class CachedDataset:
 
     # --- shards -------------------------------------------------------------------------------
 
-    def _readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
+    def readers(self, entries: Sequence[ShardEntry]) -> list[ShardReader]:
         """Return readers of verified shards; beyond ``max_open`` the least recently used ones are closed.
 
         A deleted or replaced shard is read as long as it is open, as its bytes remain. One that was written to, or that
@@ -153,13 +150,12 @@ class CachedDataset:
             reader = self._open.get(entry.file)
             if reader is not None and not self._verifier.is_same(entry, reader.status()):
                 del self._open[entry.file]
-        missing = [entry for entry in entries if entry.file not in self._resident and entry.file not in self._open]
+        missing = [entry for entry in entries if entry.file not in self._open]
         self._verifier.require((entry, self.store.path(entry)) for entry in missing)
         self._open |= {entry.file: self._new_verified_reader(entry) for entry in missing}
-        readers = [self._resident.get(entry.file) or self._open[entry.file] for entry in entries]
+        readers = [self._open[entry.file] for entry in entries]
         for entry in entries:
-            if entry.file in self._open:
-                self._open.move_to_end(entry.file)
+            self._open.move_to_end(entry.file)
         while len(self._open) > self.max_open:
             self._open.popitem(last=False)
         return readers
@@ -173,22 +169,11 @@ class CachedDataset:
             self._verifier.require([(entry, self.store.path(entry))])
         raise UserError(f"shard {entry.file} changes while it is read; stop what writes to the cache, then resume")
 
-    def _new_reader(self, entry: ShardEntry, in_memory: bool = False) -> ShardReader:
-        return open_shard(self.store, entry, lambda path: ShardReader(path, entry, in_memory))
-
-    def _read_all(self, processes: int) -> dict[str, ShardReader]:
-        if problem := self.manifest.too_large(processes):
-            raise UserError(problem)
-        readers = {}
-        for entry in self.manifest.shards:
-            self._verifier.require([(entry, self.store.path(entry))])
-            readers[entry.file] = self._new_reader(entry, in_memory=True)
-        return readers
+    def _new_reader(self, entry: ShardEntry) -> ShardReader:
+        return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
 
     def prefetch(self, bucket: int, segments: Sequence[int]) -> bool:
         """Fetch and hash shards in a background thread; False if an earlier prefetch is still running."""
-        if self._resident:
-            return True
         if self._prefetcher is not None and self._prefetcher.is_alive():
             return False
         shards = self.buckets[bucket].shards

@@ -9,26 +9,35 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.budget.flops import image_tokens, step_flops
-from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, batch_size_for
+from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, UserError, batch_size_for
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
+from sd3_light.data.resident import ResidentCache, ResidentPicks
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
-from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
+from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
+from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
 from sd3_light.training.sd3 import CleanPreparer, InputPreparer
 
 
-def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, in_memory: bool = False) -> CachedDataset:
-    """Open a dataset's cache: its manifest, or with ``in_memory`` all of it."""
+def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
+    """Open a dataset's cache; only its manifest is read."""
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
+    return CachedDataset(store, launched=launch.world > 1)
+
+
+def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:
+    """Read a whole cache into the memory of host or device, as the config says; None if it is streamed."""
+    if config.residence == "stream":
+        return None
     # the first process of a machine checks the memory for all: the others may start when it is already in use
     processes = launch.local_world if launch.local_rank == 0 else 1
-    return CachedDataset(store, in_memory, processes, launched=launch.world > 1)
+    return ResidentCache(data, device if config.residence == "device" else torch.device("cpu"), processes)
 
 
 def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
@@ -93,29 +102,48 @@ def training_steps(
     prefetch_to: torch.device | None = None,
     reads_data: bool = True,
     times: LoadTimes | None = None,
+    resident: ResidentCache | None = None,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
-    ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times.
+    ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times. Samples come
+    from the shards of ``data``, or from ``resident``.
     """
     micro = config.gradient_accumulation_steps
     if not reads_data:
         return lambda first: _placeholder_steps(order, first, launch.world, micro)
-    dataset = MicroBatches(data, order, launch.rank, launch.world, micro)
+    share = order, launch.rank, launch.world, micro
+    dataset: Dataset[Any] = MicroBatches(data, *share) if resident is None else ResidentPicks(*share)
+    in_workers, finish = _divide_work(preparer, resident, order.seed, prefetch_to)
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         if prefetch_to is None:
-            return make_loader(config, dataset, engine, micro, preparer, items, times=times).steps()
-        # "ziggurat" is a method of the host
-        finish = preparer.noise_adder(prefetch_to) if preparer.noise == "table" else None
-        in_workers = preparer if finish is None else CleanPreparer(preparer)
+            return make_loader(config, dataset, engine, micro, in_workers, items, times=times).steps()
         pin = pin_host_memory if prefetch_to.type == "cuda" else None
         loader = make_loader(config, dataset, engine, micro, in_workers, items, pin, times)
         return prefetch_steps(iter(loader), micro, prefetch_to, finish)
 
     return steps
+
+
+def _divide_work(
+    preparer: InputPreparer, resident: ResidentCache | None, seed: int, device: torch.device | None
+) -> tuple[PreparesInPlace, Finish | None]:
+    """Return what workers do, and what the device does with the result; None: nothing."""
+    add_noise = None if device is None or preparer.noise == "ziggurat" else preparer.noise_adder(device)
+    if resident is None:
+        return preparer if add_noise is None else CleanPreparer(preparer), add_noise
+    inputs = ResidentInputs(preparer, resident, seed)
+    if resident.device.type == "cpu":
+        return GatheringPreparer(inputs, adds_noise=add_noise is None), add_noise
+    if add_noise is None:
+        raise UserError(
+            "this run began with an earlier version, whose noise only the host can make; write "
+            'cache_residence = "host" or "stream"'
+        )
+    return IndexPreparer(inputs), lambda batch: add_noise(inputs.gather(batch))
 
 
 def placeholder_batch(samples: int) -> MicroBatch:

@@ -97,5 +97,8 @@ class IdleAdvice:
             share = load.prepare_cpu / load.prepare
             return f"the {self.workers} workers got only {share:.0%} of a core each; lower their number, or add cores"
         if total and stalled > 0.5 * total:
-            return f"the workers wait for the disk {stalled / total:.0%} of the time; put the cache on a faster disk"
+            return (
+                f"the workers wait for the disk {stalled / total:.0%} of the time; put the cache on a faster disk, or "
+                'in memory (cache_residence = "host")'
+            )
         return f"the workers are too slow; raise {self.workers_key} (now {self.workers} per process)"

@@ -69,15 +69,7 @@ class InputPreparer:
         self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None = None
     ) -> PreparedBatch:
         """Like `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
-        evaluation = timestep_quantile is not None
-        features, (words, mask) = self._clean(batch, allocate, timestep_quantile)
-        occurrences = words.view(torch.int64).numpy()
-        if evaluation:
-            draw = partial(self._normals, "eval-noise", occurrence_words(0, 0, occurrences[:, 1]))
-            return self._noisy(features, mask, draw, None)
-        return self._noisy(
-            features, mask, *(partial(self._normals, purpose, occurrences) for purpose in ("noise", "posterior"))
-        )
+        return self.add_noise(self._clean(batch, allocate, timestep_quantile), timestep_quantile is not None)
 
     def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> PreparedBatch:
         """Return ((moments, t, prompt_embeds, pooled_prompt_embeds[, lengths]), (words, mask)), to get noise later.
@@ -85,6 +77,16 @@ class InputPreparer:
         ``words`` are `randomness.occurrence_words` as int32 [B, 4]: int64 would stay on the host.
         """
         return self._clean(batch, allocate, None)
+
+    def add_noise(self, clean: PreparedBatch, evaluation: bool = False) -> PreparedBatch:
+        """Return the batch of `prepare_inputs` for one of `prepare_clean`, both on the host."""
+        features, (words, mask) = clean
+        occurrences = words.view(torch.int64).numpy()
+        if evaluation:
+            draw = partial(self._normals, "eval-noise", occurrence_words(0, 0, occurrences[:, 1]))
+            return self._noisy(features, mask, draw, None)
+        draws = (partial(self._normals, purpose, occurrences) for purpose in ("noise", "posterior"))
+        return self._noisy(features, mask, *draws)
 
     def noise_adder(self, device: torch.device) -> Callable[[PreparedBatch], PreparedBatch]:
         """Return a function that turns a batch of `prepare_clean` on the device into one of `prepare_inputs`.
@@ -105,7 +107,7 @@ class InputPreparer:
     ) -> PreparedBatch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
         moments = batch["moments"]
-        t = self._times(occurrences, moments.shape, timestep_quantile)
+        t = self.times(occurrences, moments.shape, timestep_quantile)
         text = self._text(batch, occurrences, timestep_quantile is not None, allocate)
         return (moments, t, *text), (torch.from_numpy(occurrences).view(torch.int32), batch.get("mask"))
 
@@ -141,7 +143,8 @@ class InputPreparer:
                 fill_normals(draw, values[at])
         return torch.from_numpy(values)
 
-    def _times(self, occurrences: NDArray[np.int64], shape: torch.Size, quantile: float | None) -> Tensor:
+    def times(self, occurrences: NDArray[np.int64], shape: torch.Size, quantile: float | None = None) -> Tensor:
+        """Return t [B] for latents of a shape that ends with height and width."""
         if quantile is None:
             drawn = uniforms(first_words(self.seed, "timestep", occurrences)[0]).tolist()
             quantiles = [open_interval(value) for value in drawn]

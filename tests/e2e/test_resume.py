@@ -11,6 +11,7 @@ from sd3_light.checkpoint.index import INDEX, read_index
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
+from sd3_light.data.resident import ResidentCache
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
@@ -90,6 +91,25 @@ def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
     assert bool(sent) == (workers == 0), "workers prepare in their own processes"
     assert numbers(project, "device", 0) == numbers(whole, "run", 0)
     assert_same_checkpoint(checkpoint(project, STEPS, "device"), checkpoint(whole, STEPS))
+
+
+@pytest.mark.parametrize(("residence", "workers"), [("host", 0), ("host", 2), ("device", 0), ("device", 2)])
+def test_a_cache_in_memory_gives_the_same_run(
+    whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, residence: str, workers: int
+) -> None:
+    """Gathered by the workers, or on the device that adds noise; here the CPU is that device."""
+
+    def steps(*args: Any) -> Any:
+        resident = args[-1]
+        assert isinstance(resident, ResidentCache)
+        if residence == "device":
+            resident.device = torch.device("meta")  # anything but the host
+        return training_steps(*args[:6], torch.device("cpu") if residence == "device" else None, *args[7:])
+
+    monkeypatch.setattr("sd3_light.stages.train.training_steps", steps)
+    project.train(*settings("held", num_dataloader_workers=workers), f'cache_residence="{residence}"')
+    assert numbers(project, "held", 0) == numbers(whole, "run", 0)
+    assert_same_checkpoint(checkpoint(project, STEPS, "held"), checkpoint(whole, STEPS))
 
 
 IMPORTANT = (1, EPOCH - 1, EPOCH, EPOCH + 1)

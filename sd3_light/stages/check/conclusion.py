@@ -10,7 +10,7 @@ from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
 from sd3_light.budget.throughput import measured_speed, training_seconds
 from sd3_light.config import TrainConfig
-from sd3_light.data.manifest import MANIFEST
+from sd3_light.data.manifest import LARGEST_SHARE, MANIFEST
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
 from sd3_light.system import Gpu, available_memory
@@ -37,7 +37,8 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
-    return [*lines, *_disk(train, estimate), ("host memory", _host_memory(estimate)), *_warnings(estimate)]
+    lines += [*_disk(train, estimate), ("host memory", _host_memory(estimate))]
+    return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(estimate)]
 
 
 def _subject(estimate: RunEstimate) -> Iterator[Line]:
@@ -152,6 +153,21 @@ def _host_memory(estimate: RunEstimate) -> str:
     if free is None or estimate.setup.world > 1:
         return text
     return f"{_verdict(needed, free)}: {text}; {format_bytes(free)} are free"
+
+
+def _residence(estimate: RunEstimate, target: Target) -> str:
+    """Say where the cache is during training, and where else it would fit: "host" or, on GPUs, "device"."""
+    cache, free = estimate.data.cache.value, available_memory()
+    options = [f'"host" takes {format_bytes(cache)} of host memory per process']
+    if free is not None:
+        options[0] += f" ({_verdict(cache, int(LARGEST_SHARE * free))}: {format_bytes(free)} are free)"
+    if not target.on_cpu:
+        total = estimate.gpu.total + (0 if estimate.residence == "device" else cache)
+        text = f"{format_bytes(total)} in total"
+        if target.gpu is not None and target.gpu.total_bytes is not None:
+            text = f"{_verdict(total, target.gpu.total_bytes)}: {text}"
+        options.append(f'"device" as much GPU memory ({text})')
+    return f"{estimate.residence}; {', '.join(options)}"
 
 
 def _verdict(needed: int, available: int) -> str:

@@ -222,11 +222,13 @@ class _DiskChecks:
     def memory(self) -> None:
         """Check that an existing cache fits into memory if it has to be loaded there."""
         folder = self.loaded.dataset.cache_dir
-        if self.train.sd3_streaming_dataset or isinstance(folder, str):
+        if self.train.residence != "host" or isinstance(folder, str):
             return
+        explicit = self.train.cache_residence == "host"
+        key, value = ("cache_residence", "host") if explicit else ("sd3_streaming_dataset", "false")
         with suppress(UserError):  # a missing or damaged manifest is reported elsewhere
             if problem := Manifest.load(folder).too_large():
-                self.add("sd3_streaming_dataset", problem, "false")
+                self.add(key, problem, value)
 
 
 def _latent_problems(folder: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ from sd3_light.budget.data_bytes import (
     latent_bytes,
     latent_pixels,
     loader_bytes,
+    resident_index_bytes,
     sample_bytes,
 )
 from sd3_light.budget.flops import Tokens, image_tokens, training_flops
@@ -64,7 +65,10 @@ class BucketEstimate:
 
 @dataclass(frozen=True)
 class DatasetEstimate:
-    """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution."""
+    """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
+
+    ``index`` is the host memory of the cache's index if the cache is held in memory.
+    """
 
     name: str
     path: Path
@@ -73,6 +77,7 @@ class DatasetEstimate:
     rejects: Mapping[str, int]
     rows: tuple[BucketEstimate, ...]
     cache: Amount
+    index: int
     cut: CutCaptions | None = None
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
@@ -97,6 +102,7 @@ class RunEstimate:
     run_flops: Amount
     host: Amount
     gpu: GpuMemory
+    residence: str
 
 
 def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
@@ -125,6 +131,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
         host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
+        residence=train.residence,
     )
 
 
@@ -152,6 +159,8 @@ class _Estimator:
     world: int
     by_deepspeed: bool
     accumulation: int
+    resident: int = 0
+    """Bytes of the cache in GPU memory."""
 
     @property
     def replicas(self) -> int:
@@ -166,12 +175,21 @@ class _Estimator:
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
         """Estimate an evaluation set: each sample once, without accumulation."""
         once = replace(self, accumulation=1)
-        return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories))
+        batch, repeats = self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories)
+        return once.dataset(name, dataset, batch, repeats, streams=True)
 
-    def dataset(self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float]) -> DatasetEstimate:
+    def dataset(
+        self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float], streams: bool = False
+    ) -> DatasetEstimate:
+        """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
+        cache = _cache(counts, dataset.directories, self.text)
+        on_device = self.train.residence == "device" and not streams
+        estimator = replace(self, resident=cache.value if on_device else 0)
+        images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
+        captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         rows = [
-            self.row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
+            estimator.row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
             for (resolution, bucket), directories in sorted(counts.buckets.items())
         ]
         return DatasetEstimate(
@@ -181,7 +199,8 @@ class _Estimator:
             samples=counts.samples,
             rejects=dict(sorted(counts.rejects.items())),
             rows=tuple(rows),
-            cache=_cache(counts, dataset.directories, self.text),
+            cache=cache,
+            index=resident_index_bytes(images, captions),
             extremes=counts.extremes,
             cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
         )
@@ -241,6 +260,7 @@ class _Estimator:
             parallel=train.parallel,
             evaluates=bool(train.eval_datasets) or draws_samples,
             other_models=4 * sum(count for _, count in vae),
+            cache=self.resident,
             adapter=adapter,
             deepspeed=self.by_deepspeed,
             zero=train.zero_stage,
@@ -270,7 +290,10 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
     if evaluation:
         formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
     formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
-    return Amount(loader.value + evaluation + copies.value, formula)
+    resident = {"stream": 0, "host": data.cache.value + data.index, "device": data.index}[train.residence]
+    if resident:
+        formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
+    return Amount(loader.value + evaluation + copies.value + resident, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:

@@ -117,7 +117,11 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     return Run(
         engine=engine,
-        steps=training_steps(config, context.data, order, share, engine, preparer, prefetch_to, reads_data, times),
+        steps=training_steps(
+            *(config, context.data, order, share, engine, preparer, prefetch_to, reads_data),
+            times,
+            context.resident,
+        ),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,

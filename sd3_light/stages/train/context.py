@@ -8,6 +8,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.data.order import Order
+from sd3_light.data.resident import ResidentCache
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
@@ -16,7 +17,7 @@ from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, choose_checkpoint, noise_in_force, settings_in_force
-from sd3_light.training.data import make_order, open_cache
+from sd3_light.training.data import load_cache, make_order, open_cache
 from sd3_light.training.sd3 import Noise
 
 
@@ -24,7 +25,7 @@ from sd3_light.training.sd3 import Noise
 class RunContext:
     """What the parts of a run share. Some settings of ``config`` may be those of the checkpoint that it resumes from.
 
-    ``start`` names the weights to start from.
+    ``start`` names the weights to start from, ``resident`` the cache if it is in memory.
     """
 
     loaded: LoadedConfig
@@ -39,6 +40,7 @@ class RunContext:
     order: Order
     resumed: Checkpoint | None
     noise: Noise
+    resident: ResidentCache | None
 
     @property
     def stages(self) -> int:
@@ -92,7 +94,8 @@ def open_context(
     """Open the cache, join the process group, and decide which checkpoint the run resumes from."""
     train, device = loaded.train, launch.device()
     reads_data = launch.reads_data(train.pipeline_stages)
-    data = open_cache(loaded.dataset, train, launch, in_memory=reads_data and not train.sd3_streaming_dataset)
+    data = open_cache(loaded.dataset, train, launch)
+    resident = load_cache(data, train, launch, device) if reads_data else None
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
@@ -100,6 +103,8 @@ def open_context(
     config, noise = settings_in_force(train, resumed, resume), noise_in_force(resumed)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
-    if resumed is None and reads_data:
+    if resumed is None and reads_data and resident is None:
         MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
-    return RunContext(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise)
+    return RunContext(
+        loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise, resident
+    )

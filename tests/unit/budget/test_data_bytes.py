@@ -86,7 +86,7 @@ def test_sample_bytes_match_a_shard(captions: int, variants: int, mask: bool) ->
 def test_an_open_shard_holds_ids_and_offsets(tmp_path: Path) -> None:
     entry = written(tmp_path, content(10, captions=2))
     reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
-    held = sum(values.nbytes for values in reader._index.values())
+    held = sum(values.nbytes for values in reader.index.values())
     assert 0 <= held - open_shard_bytes(10, captions=2) <= 8 * 4  # each list of offsets has one more entry
 
 

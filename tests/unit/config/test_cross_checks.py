@@ -28,6 +28,7 @@ EMA = "[ema]\nenable = true\n"
         ("pipeline_stages = 2\nzero_stage = 3", "", "", "zero_stage"),
         (f"pipeline_stages = 2\n{FSDP}", "", "", "parallel"),
         ("pipeline_stages = 18", "", "", "pipeline_stages"),
+        ('pipeline_stages = 2\ncache_residence = "device"', "", "", "cache_residence"),
         ("partition_split = [3]\npipeline_stages = 2", "", "", "partition_split"),
         (MANUAL + "partition_split = [3]", "", "", "partition_split"),
         (MANUAL, "", "", "partition_split"),

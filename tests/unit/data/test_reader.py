@@ -29,9 +29,8 @@ def shard(
     return tmp_path / SHARDS / entry.file, entry
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry], in_memory: bool) -> None:
-    reader = ShardReader(*shard, in_memory=in_memory)
+def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry]) -> None:
+    reader = ShardReader(*shard)
     assert reader.num_variants == 2
     for row, number in enumerate(NUMBERS):
         assert reader.identity(row) == number
@@ -76,11 +75,6 @@ def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> 
     assert is_open()
     del reader
     assert not is_open()
-    in_memory = ShardReader(*shard, in_memory=True)
-    assert not is_open()
-    shard[0].unlink()
-    assert in_memory.identity(0) == 3
-    assert float(in_memory.image(0, 0)[0][0, 0, 0]) == 30.0
 
 
 def test_a_file_truncated_after_opening_is_an_error(shard: tuple[Path, ShardEntry]) -> None:

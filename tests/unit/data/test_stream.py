@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.data import manifest as manifest_module
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
@@ -389,40 +388,6 @@ def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> N
     tensors = {name: tensor for name, tensor in batch.items() if name not in ("epoch", "repeat")}
     assert {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} == {memory.data_ptr()}
     assert all((tensor.data_ptr() - memory.data_ptr()) % 64 == 0 for tensor in tensors.values())
-
-
-# --- all in memory -----------------------------------------------------------------------------
-
-
-def test_in_memory_data_does_not_need_the_files(make_cache: MakeCache) -> None:
-    data = make_cache(captions=2, variants=2, mask=True, real=True)
-    streamed = steps_of(data, order_of(data))
-    in_memory = CachedDataset(data.store, in_memory=True)
-    for entry in data.manifest.shards:
-        data.store.path(entry).unlink()
-    again = steps_of(in_memory, order_of(in_memory))
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(streamed, again, strict=True) for name in a)
-    assert open_files(in_memory) == 0
-
-
-def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make_cache()
-    size = sum(entry.bytes for entry in data.manifest.shards)
-    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) + 1)
-    CachedDataset(data.store, in_memory=True)
-    with pytest.raises(UserError, match=r"2 times on this machine.*sd3_streaming_dataset = true"):
-        CachedDataset(data.store, in_memory=True, processes=2)
-    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) - 2)
-    with pytest.raises(UserError, match="sd3_streaming_dataset = true"):
-        CachedDataset(data.store, in_memory=True)
-
-
-def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
-    data = make_cache()
-    path = data.store.path(data.manifest.shards[1])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match="is damaged"):
-        CachedDataset(data.store, in_memory=True)
 
 
 def test_the_order_of_manifest_entries_does_not_matter(make_cache: MakeCache) -> None:

@@ -1,6 +1,7 @@
 """The conclusion of `check`: whether a run fits, how long it takes and how much disk it needs."""
 
 import io
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -120,3 +121,18 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: reply)
     assert visible_gpus() == []
+
+
+@pytest.mark.parametrize("residence", ["stream", "host", "device"])
+def test_it_says_where_the_cache_fits(
+    concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, residence: str
+) -> None:
+    top = f'cache_residence = "{residence}"'
+    whole = concluded(Target(), 'cache_residence = "device"')["GPU memory"].removesuffix(" per GPU, estimated")
+    for free, word in ((1 << 40, "fits"), (1 << 10, "does not fit")):
+        monkeypatch.setattr(conclusion, "available_memory", lambda free=free: free)
+        line = concluded(Target(Gpu("NVIDIA H200", free)), top)["cache residence"]
+        assert re.match(rf'{residence}; "host" takes \S+ \S+ of host memory per process \({word}: ', line)
+        assert f'"device" as much GPU memory ({word}: {whole} in total)' in line
+    assert f'"device" as much GPU memory ({whole} in total)' in concluded(Target(), top)["cache residence"]
+    assert "device" not in concluded(Target(on_cpu=True))["cache residence"]

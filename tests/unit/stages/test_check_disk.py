@@ -219,6 +219,9 @@ def test_a_cache_that_does_not_fit_into_memory_is_a_fault(files: Any, only_fault
     fault = only_fault(top=whole)
     assert fault.key == "sd3_streaming_dataset"
     assert "takes 1000000.0 GB" in fault.problem
+    named = only_fault(top='cache_residence = "host"\ncache_dir = "cache"')
+    assert (named.key, named.value) == ("cache_residence", "host")
+    assert disk_faults(files.load(top='cache_residence = "device"\ncache_dir = "cache"')) == [], "the GPU is not known"
     files.json("cache/manifest.json", {"format": CACHE_FORMAT, **asdict(replace(manifest, shards=(entry,)))})
     assert disk_faults(files.load(top=whole)) == []
     files.json("cache/manifest.json", {"shards": [{"bytes": 10**15}]})

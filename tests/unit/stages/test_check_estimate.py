@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sd3_light.budget.amount import format_bytes, format_flops
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
+from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels, resident_index_bytes
 from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
 from sd3_light.model.start import where_weights_start
@@ -218,3 +218,30 @@ def test_an_impossible_launch_is_rejected(files: Any, top: str, world: int, mess
     files.image("one.png", 64, 64)
     with pytest.raises(UserError, match=message):
         check.run(files.load(top=top, model=PRETRAIN), world, by_deepspeed=True)
+
+
+# --- the cache in memory -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def residences(files: Any) -> dict[str, RunEstimate]:
+    for number in range(6):
+        files.image(f"{number}.png", 64, 64)
+    names = {"stream": "", "host": 'cache_residence = "host"', "device": 'cache_residence = "device"'}
+    return {name: estimated(files.load(top=top)) for name, top in names.items()}
+
+
+def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(residences: dict[str, RunEstimate]) -> None:
+    stream, host, device = residences.values()
+    cache, index = stream.data.cache.value, resident_index_bytes(6, 6)
+    assert host.host.value - stream.host.value == cache + index
+    assert device.host.value - stream.host.value == index
+    assert device.gpu.total - stream.gpu.total == cache
+    assert host.gpu == stream.gpu
+    assert f"{format_bytes(cache)} cache" in device.gpu.state.formula
+    assert "MiB for the cache in memory (host)" in host.host.formula
+
+
+def test_the_old_key_means_host_memory(files: Any, residences: dict[str, RunEstimate]) -> None:
+    old = estimated(files.load(top="sd3_streaming_dataset = false"))
+    assert (old.residence, old.host) == ("host", residences["host"].host)

@@ -1,0 +1,154 @@
+"""Micro-batches of a cache in memory: indices on the host, tensors gathered where the cache is.
+
+A batch of indices is ``((images, t, clip_l, clip_g, t5, pooled[, lengths]), (words, flips, bucket))``: the image rows
+[B], the token rows of each encoder [B, T], and the rows of both pooled vectors [2, B]. Absent tokens are rows of zeros.
+``flips`` is None without masks; otherwise it holds the samples' numbers and whether their images are mirrored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.data.loader import PreparedBatch
+from sd3_light.data.order import Picks
+from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText
+from sd3_light.data.shards import POOLED, TOKENS
+from sd3_light.data.slots import AllocateTensor
+from sd3_light.flow.conditioning import ENCODERS, draw_drops
+from sd3_light.randomness import choices, occurrence_words
+from sd3_light.training.sd3 import InputPreparer
+
+Indices = NDArray[np.int64]
+_T5 = ENCODERS.index("t5")
+
+
+@dataclass(frozen=True)
+class ResidentInputs:
+    """Prepares the micro-batches of an `InputPreparer` from a cache in memory: the same numbers.
+
+    ``seed`` is that of the order: captions and flips are drawn from it, as by `CachedDataset.read`.
+    """
+
+    preparer: InputPreparer
+    cache: ResidentCache
+    seed: int
+
+    def indices(self, picks: Picks) -> PreparedBatch:
+        """Return where a batch's tensors are; caption, flip, time and text dropout are drawn per sample (law 1)."""
+        model = self.preparer.model
+        bucket = self.cache.buckets[picks.bucket]
+        sample = bucket.first_sample[picks.segment] + picks.index
+        occurrences = occurrence_words(picks.epoch, picks.repeat, bucket.ids[sample])
+        first_caption, first_image = bucket.first_caption[sample], bucket.first_image[sample]
+        caption = choices(self.seed, "caption", occurrences, bucket.first_caption[sample + 1] - first_caption)
+        variant = choices(self.seed, "flip", occurrences, bucket.first_image[sample + 1] - first_image)
+        drops = np.zeros((len(sample), len(ENCODERS)), dtype=bool)
+        if model.enable_uncond_text_dropout:
+            drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob))
+        distinct = bucket.captions[first_caption + caption]
+        text = self._text_rows(bucket.text, distinct, drops)
+        t = self.preparer.times(occurrences, bucket.moments.shape)
+        flips = np.stack([sample, variant]) if bucket.masked[sample].any() else None
+        words = torch.from_numpy(occurrences).view(torch.int32)
+        label = (words, None if flips is None else _rows(flips), picks.bucket)
+        return (_rows(first_image + variant), t, *text), label
+
+    def _text_rows(self, text: ResidentText, distinct: Indices, drops: NDArray[np.bool_]) -> tuple[Tensor, ...]:
+        """Return the rows of tokens and pooled vectors, and lengths of real text, as `drop_text` and `join_text` do."""
+        real, zeroed = self.preparer.model.text_tokens == "real", drops
+        dropped_all: NDArray[np.bool_] = np.logical_and.reduce(drops, axis=1)
+        if self.preparer.empty_text is not None:
+            distinct, zeroed = np.where(dropped_all, text.empty, distinct), drops & ~dropped_all[:, None]
+        counts = [text.starts[name][distinct + 1] - text.starts[name][distinct] for name in TOKENS]
+        if real:
+            counts = [
+                np.where(zeroed[:, at], 0 if at == _T5 else np.where(dropped_all, 1, count), count)
+                for at, count in enumerate(counts)
+            ]
+        num_clip = np.maximum(counts[0], counts[1])
+        lengths = num_clip + counts[_T5]
+        assert lengths.min() > 0, "every sample needs at least one text token"
+        rows = []
+        for at, name in enumerate(TOKENS):
+            first = num_clip if at == _T5 else np.zeros_like(num_clip)
+            longest = int((lengths if at == _T5 else num_clip).max())
+            position = np.arange(longest) - first[:, None]
+            is_token = (position >= 0) & (position < counts[at][:, None]) & ~zeroed[:, at, None]
+            start = text.starts[name][distinct][:, None]
+            rows.append(_rows(np.where(is_token, start + position, text.zero_row(name))))
+        pooled = [np.where(zeroed[:, TOKENS.index(name)], text.empty + 1, distinct) for name in POOLED]
+        return (*rows, _rows(np.stack(pooled)), *([torch.from_numpy(lengths)] if real else []))
+
+    def gather(self, batch: PreparedBatch, empty: AllocateTensor | None = None) -> PreparedBatch:
+        """Return a batch of `InputPreparer.prepare_clean` for indices; ``empty`` allocates moments and prompt."""
+        (images, t, clip_l, clip_g, t5, pooled, *lengths), (words, flips, number) = batch
+        bucket: ResidentBucket = self.cache.buckets[number]
+        text = bucket.text
+        prompt, first = _select(text.tokens["t5"], t5, empty), 0
+        for name, rows in (("clip_l", clip_l), ("clip_g", clip_g)):
+            tokens = _select(text.tokens[name], rows)
+            # where one has tokens the other is zero, so the sum is a copy
+            prompt[:, : rows.shape[1], first : first + tokens.shape[-1]] += tokens
+            first += tokens.shape[-1]
+        pooled_parts = [_select(text.pooled[name], rows) for name, rows in zip(POOLED, pooled, strict=True)]
+        features = (_select(bucket.moments, images, empty), t, prompt, torch.cat(pooled_parts, dim=-1), *lengths)
+        return features, (words, None if flips is None else _masks(bucket, *flips))
+
+
+def _masks(bucket: ResidentBucket, samples: Tensor, mirrored: Tensor) -> Tensor:
+    assert bucket.masks is not None
+    masks = _select(bucket.masks, samples)
+    return torch.where(mirrored.bool()[:, None, None], masks.flip(-1), masks)
+
+
+def _rows(rows: Indices) -> Tensor:
+    return torch.from_numpy(rows.astype(np.int32))
+
+
+def _select(table: Tensor, rows: Tensor, empty: AllocateTensor | None = None) -> Tensor:
+    """Return the rows of a table, for an index of any shape."""
+    shape = (*rows.shape, *table.shape[1:])
+    if empty is None:
+        return table.index_select(0, rows.flatten()).view(shape)
+    out = empty(shape, table.dtype)
+    torch.index_select(table, 0, rows.flatten(), out=out.view(rows.numel(), *table.shape[1:]))
+    return out
+
+
+@dataclass(frozen=True)
+class IndexPreparer:
+    """Prepares batches of indices, for a device that holds the cache."""
+
+    inputs: ResidentInputs
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
+        """See `ResidentInputs.indices`."""
+        return self.inputs.indices(batch)
+
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
+        """See `ResidentInputs.indices`."""
+        return self.inputs.indices(batch)
+
+
+@dataclass(frozen=True)
+class GatheringPreparer:
+    """Gathers batches on the host, with noise if no device adds it."""
+
+    inputs: ResidentInputs
+    adds_noise: bool
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
+        """Return the gathered batch."""
+        return self._prepared(batch, None)
+
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
+        """Like `prepare_inputs`, in memory from ``empty``."""
+        return self._prepared(batch, empty)
+
+    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> PreparedBatch:
+        clean = self.inputs.gather(self.inputs.indices(picks), empty)
+        return self.inputs.preparer.add_noise(clean) if self.adds_noise else clean

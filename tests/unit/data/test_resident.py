@@ -1,0 +1,126 @@
+"""A cache in memory: what the tables hold, memory limits, and files that are not needed any more."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.budget.data_bytes import resident_index_bytes
+from sd3_light.config.faults import UserError
+from sd3_light.data import manifest as manifest_module
+from sd3_light.data.manifest import Manifest
+from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentPicks
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset
+
+MakeCache = Callable[..., CachedDataset]
+CPU = torch.device("cpu")
+
+
+def tensors(bucket: ResidentBucket) -> list[torch.Tensor]:
+    masks = [] if bucket.masks is None else [bucket.masks]
+    return [bucket.moments, *masks, *bucket.text.tokens.values(), *bucket.text.pooled.values()]
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_tables_hold_every_image_and_caption_of_a_sample(make_cache: MakeCache, real: bool) -> None:
+    (bucket,) = ResidentCache(make_cache(captions=2, variants=2, mask=True, real=real), CPU).buckets
+    assert bucket.ids.tolist() == list(range(1, 13))
+    assert bucket.first_sample.tolist() == [0, 5, 8, 12]
+    text = bucket.text
+    for sample, number in enumerate(bucket.ids.tolist()):
+        images = bucket.moments[bucket.first_image[sample] : bucket.first_image[sample + 1]]
+        assert images[:, 0, 0, 0].tolist() == [10 * number, 10 * number + 1]
+        captions = bucket.captions[bucket.first_caption[sample] : bucket.first_caption[sample + 1]]
+        for caption, distinct in enumerate(captions.tolist()):
+            for name, starts in text.starts.items():
+                rows = text.tokens[name][starts[distinct] : starts[distinct + 1]]
+                assert rows[:, :2].tolist() == [[number, caption]] * len(rows)
+            for pooled in text.pooled.values():
+                assert pooled[distinct, :2].tolist() == [number, caption]
+    for name, starts in text.starts.items():
+        assert len(starts) == text.empty + 2, "the empty caption is the last"
+        assert not text.tokens[name][text.zero_row(name)].any()
+        assert len(text.tokens[name]) == text.zero_row(name) + 1
+    assert all(len(pooled) == text.empty + 2 and not pooled[-1].any() for pooled in text.pooled.values())
+
+
+def test_shards_of_a_bucket_may_differ_in_flips_and_masks(
+    tmp_path: Path, make_content: Callable[..., object], make_shard: Callable[..., object]
+) -> None:
+    contents = [make_content(range(1, 4)), make_content(range(4, 9), variants=2, mask=True, captions=3)]
+    entries = tuple(make_shard(tmp_path, f"{number}", content) for number, content in enumerate(contents))
+    empty = make_shard(tmp_path, "empty", make_content([0], bucket="empty"), "empty", "")
+    Manifest({"text_tokens": "padded"}, entries, empty).save(tmp_path)  # type: ignore[arg-type]
+    (bucket,) = ResidentCache(CachedDataset(LocalStore(tmp_path)), CPU).buckets
+    assert np.diff(bucket.first_image).tolist() == [1] * 3 + [2] * 5
+    assert np.diff(bucket.first_caption).tolist() == [1] * 3 + [3] * 5
+    assert bucket.masked.tolist() == [False] * 3 + [True] * 5
+    assert bucket.masks is not None
+    assert bucket.masks[:3].min() == 255, "shards without masks are white"
+    assert bucket.masks[3:].min() == 0
+
+
+def test_a_cache_in_memory_takes_the_bytes_of_its_shards(make_cache: MakeCache) -> None:
+    """Plus a few rows of text per bucket, and the index that `check` counts."""
+    data = make_cache(captions=2, variants=2, mask=True, sizes=(50, 30), buckets=("32x16", "16x32"))
+    cache = ResidentCache(data, CPU)
+    held = sum(tensor.nbytes for bucket in cache.buckets for tensor in tensors(bucket))
+    assert held <= sum(entry.bytes for entry in data.manifest.shards)
+    index = 0
+    for bucket in cache.buckets:
+        arrays = (bucket.first_sample, bucket.ids, bucket.first_image, bucket.first_caption, bucket.captions)
+        index += sum(array.nbytes for array in (*arrays, bucket.masked, *bucket.text.starts.values()))
+    assert 0.6 * resident_index_bytes(80, 160) < index <= resident_index_bytes(80, 160)
+
+
+def test_the_files_are_not_needed_any_more(make_cache: MakeCache) -> None:
+    data = make_cache()
+    cache = ResidentCache(data, CPU)
+    for entry in data.manifest.shards:
+        data.store.path(entry).unlink()
+    assert cache.buckets[0].moments[:, 0, 0, 0].tolist() == [10.0 * number for number in range(1, 13)]
+
+
+def test_picks_are_a_ranks_share_of_each_step(make_cache: MakeCache) -> None:
+    data = make_cache()
+    order = data.order(0, {"toy#0": 1.0}, lambda resolution: 4)
+    whole = ResidentPicks(order, 0, 1, 1)
+    for rank in (0, 1):
+        half = ResidentPicks(order, rank, 2, 2)
+        parts = [half[2 * 5 + micro] for micro in (0, 1)]
+        picked = [(int(s), int(i)) for part in parts for s, i in zip(part.segment, part.index, strict=True)]
+        expected = list(zip(whole[5].segment.tolist(), whole[5].index.tolist(), strict=True))
+        assert set(picked) < set(expected)
+        assert len(picked) == 2
+
+
+def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_cache()
+    size = sum(entry.bytes for entry in data.manifest.shards)
+    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) + 1)
+    ResidentCache(data, CPU)
+    with pytest.raises(UserError, match=r"2 times on this machine.*sd3_streaming_dataset = true"):
+        ResidentCache(data, CPU, processes=2)
+    monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) - 2)
+    with pytest.raises(UserError, match=r'stream it .cache_residence = "stream"'):
+        ResidentCache(data, CPU)
+
+
+def test_a_cache_larger_than_the_gpu_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_cache()
+    data.manifest = replace(data.manifest, shards=(replace(data.manifest.shards[0], bytes=8 * 10**9 + 1),))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 16 * 10**9))
+    with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of GPU memory are free.*cache_residence = \"host\""):
+        ResidentCache(data, torch.device("cuda"))
+
+
+def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
+    data = make_cache()
+    path = data.store.path(data.manifest.shards[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match="is damaged"):
+        ResidentCache(data, CPU)

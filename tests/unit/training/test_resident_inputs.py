@@ -1,0 +1,121 @@
+"""Inputs gathered from a cache in memory are those that are read from its shards, bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import Manifest
+from sd3_light.data.resident import ResidentCache
+from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset
+from sd3_light.encoders.vae import LatentScale
+from sd3_light.training.data import _divide_work
+from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
+from sd3_light.training.sd3 import InputPreparer
+from tests.unit.data.conftest import toy_content, toy_shard
+
+CPU = torch.device("cpu")
+SEED = 3
+Model = Callable[..., ModelConfig]
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "real"])
+def data(tmp_path: Path, request: Any) -> CachedDataset:
+    """A bucket with masks, flips and several captions in some shards, and a bucket without."""
+    real = request.param
+    contents = {
+        "a": toy_content(range(1, 30), captions=3, variants=2, mask=True, real=real),
+        "b": toy_content(range(30, 45), real=real),
+        "c": toy_content(range(45, 70), captions=2, real=real, bucket="16x32"),
+    }
+    buckets = {"a": "32x16", "b": "32x16", "c": "16x32"}
+    entries = tuple(toy_shard(tmp_path, name, content, buckets[name]) for name, content in contents.items())
+    empty = toy_shard(tmp_path, "empty", toy_content([0], real=real, bucket="empty"), "empty", "")
+    Manifest({"text_tokens": "real" if real else "padded"}, entries, empty).save(tmp_path)
+    return CachedDataset(LocalStore(tmp_path))
+
+
+def make_preparer(model: Model, data: CachedDataset, uncond: bool, **keys: Any) -> InputPreparer:
+    table = model(text_tokens="real" if data.has_lengths else "padded", enable_uncond_text_dropout=True, **keys)
+    empty: CaptionFeatures | None = None
+    if uncond:
+        empty = {name: tensor + 9 for name, tensor in data.empty_text().items()}
+        data.empty_text = lambda: empty  # type: ignore[method-assign]  # one that differs from zeros
+    return InputPreparer(SEED + 1, table, LatentScale(1.5, 0.06), empty)
+
+
+def parts(batch: Any) -> list[Tensor | None]:
+    return [*batch[0], *batch[1]]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    for one, two in zip(parts(actual), parts(expected), strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or (one.dtype == two.dtype and torch.equal(one, two))
+
+
+@pytest.mark.parametrize("uncond", [False, True])
+@pytest.mark.parametrize("batch", [3, 20, 80])
+def test_gathered_inputs_are_those_of_the_shards(model: Model, data: CachedDataset, uncond: bool, batch: int) -> None:
+    """In every step of two epochs: all patterns of dropped text, masked and unmasked batches."""
+    preparer = make_preparer(model, data, uncond)
+    inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
+    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: batch)
+    masks = set()
+    for step in range(2 * order.steps_per_epoch):
+        picks = order.picks(step, 0, order.batch_size(step))
+        read = data.read(picks, SEED)
+        masks.add(read["mask"] is None)
+        assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(read))
+        gathered = GatheringPreparer(inputs, adds_noise=True)
+        assert_same(gathered.prepare_inputs(picks), preparer.prepare_inputs(read))
+    assert masks == {False, True}
+
+
+def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDataset) -> None:
+    inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
+    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
+    features, (words, flips, bucket) = IndexPreparer(inputs).prepare_inputs(order.picks(0, 0, 20))
+    kinds = [part.dtype for part in features]
+    lengths = [torch.int64] if data.has_lengths else []
+    assert kinds == [torch.int32, torch.float32, *[torch.int32] * 4, *lengths]
+    assert (words.dtype, bucket) == (torch.int32, order.picks(0, 0, 20).bucket)
+    assert flips is None or flips.dtype == torch.int32
+
+
+def test_inputs_in_used_memory_are_the_same(model: Model, data: CachedDataset) -> None:
+    inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
+    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
+    gathering, buffers = GatheringPreparer(inputs, adds_noise=False), []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        buffers.append(torch.full(shape, float("nan"), dtype=dtype))
+        return buffers[-1]
+
+    picks = order.picks(1, 0, 20)
+    in_place = gathering.prepare_into(picks, empty)
+    assert_same(in_place, gathering.prepare_inputs(picks))
+    assert any(in_place[0][0] is buffer for buffer in buffers)
+    assert any(in_place[0][2] is buffer for buffer in buffers)
+
+
+class OnGpu:
+    """A cache that only says where it is."""
+
+    device = torch.device("cuda")
+
+
+def test_noise_of_an_earlier_version_needs_a_cache_on_the_host(model: Model, data: CachedDataset) -> None:
+    preparer = InputPreparer(SEED, model(), LatentScale(1.5, 0.06), None, "ziggurat")
+    gathering, finish = _divide_work(preparer, ResidentCache(data, CPU), 0, CPU)
+    assert isinstance(gathering, GatheringPreparer)
+    assert (gathering.adds_noise, finish) == (True, None)
+    with pytest.raises(UserError, match='write cache_residence = "host" or "stream"'):
+        _divide_work(preparer, OnGpu(), 0, CPU)  # type: ignore[arg-type]
