@@ -58,12 +58,12 @@ class InputRow:
     mask: str = ""
     version: str = ""
     captions: tuple[str, ...] = ()
-    attributes: str = ""
     width: int = 0
     height: int = 0
     digest: str = ""
     reason: str = ""
     detail: str = ""
+    attributes: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,8 @@ def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
         version = file_version(entry.image.path) + ("" if entry.mask is None else f"+{file_version(entry.mask.path)}")
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
-    return InputRow(entry.key, image, location_text(entry.mask, root), version, entry.captions, entry.attributes)
+    mask = location_text(entry.mask, root)
+    return InputRow(entry.key, image, mask, version, entry.captions, attributes=entry.attributes)
 
 
 def _digest_of(rows: Sequence[InputRow]) -> str:

@@ -244,8 +244,8 @@ def test_unreadable_images_are_retried(images: Path, cache: Path, monkeypatch: p
 def test_unreadable_captions_are_listed_again(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.scan
 
-    def scan(*args: Any) -> Iterator[Any]:
-        for entry in real(*args):
+    def scan(*args: Any, **keys: Any) -> Iterator[Any]:
+        for entry in real(*args, **keys):
             if entry.key.endswith("07.png"):
                 yield module.Rejected(entry.key, "unreadable", "its caption", entry.image)
             else:

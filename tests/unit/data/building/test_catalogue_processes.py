@@ -92,8 +92,8 @@ def hang(cache: Path, config: DirectoryConfig, name: str, ready: Any) -> None:
     if name == "scan":
         real = module.scan
 
-        def scan(*args: Any) -> Iterator[Any]:
-            for number, entry in enumerate(real(*args)):
+        def scan(*args: Any, **keys: Any) -> Iterator[Any]:
+            for number, entry in enumerate(real(*args, **keys)):
                 yield entry if number < 20 else stop()
 
         module.scan = scan
