@@ -165,8 +165,8 @@ class TrainConfig(Table):
     selective: everything except matrix products and attention, a few percent more time."""
     fast: FlagOrAuto = "auto"
     """Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: on a GPU in
-    bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out;
-    true: report an error where they are not available."""
+    bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out,
+    or the kernels fail their self-check on this GPU; true: report an error where they are not available."""
     fp8: Flag = False
     """Experimental: the fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), in the forward
     pass and for activation gradients: faster, with coarser rounding. Weight gradients, master weights and saved files

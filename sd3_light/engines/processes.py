@@ -69,6 +69,14 @@ class ProcessGroups:
             raise UserError(decision[1])
         return decision[0]
 
+    def first_problem(self, problem: str | None) -> str | None:
+        """Return on all ranks the problem of the first rank that has one; None if no rank has one."""
+        if self.control is None:
+            return problem
+        problems: list[str | None] = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(problems, problem, self.control)
+        return next((each for each in problems if each is not None), None)
+
 
 def start_process_group(
     launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False

@@ -26,9 +26,10 @@ from sd3_light.model.part_configs import load_part
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora
+from sd3_light.training.blocks import decide_blocks
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
-from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
+from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.run_exports import choose_model
 from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import draw_prompts
@@ -49,9 +50,9 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
     denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
     device = launch.device()
-    start_process_group(launch, device, config.dist_timeout_sec)
-    fast = why_stock_blocks(config, where_weights_start(config.model).size, denoiser, device.type, launch.world) is None
-    engine = TorchEngine(SD3TrainingModule(denoiser, config, fast), config, launch, device)
+    groups = start_process_group(launch, device, config.dist_timeout_sec)
+    blocks = decide_blocks(config, where_weights_start(config.model).size, denoiser, launch, device, groups)
+    engine = TorchEngine(SD3TrainingModule(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())

@@ -6,12 +6,11 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
-from sd3_light.model.fast.choice import why_stock_by_config, why_stock_on_device
-from sd3_light.model.fast.forward import FastDenoiser, why_stock
+from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
@@ -19,19 +18,6 @@ Label = tuple[Tensor | None, ...]
 """(target, mask) and, in evaluation, the weight of each sample, which no loss here reads."""
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
-
-
-def why_stock_blocks(
-    config: TrainConfig,
-    size: ModelSize,
-    transformer: SD3Transformer2DModel | None,
-    device: str,
-    world: int = 1,
-    by_deepspeed: bool = False,
-) -> str | None:
-    """Return why a module on this machine must use the stock blocks; None if it can use the fast ones."""
-    reason = why_stock_by_config(config, size, world, by_deepspeed) or why_stock_on_device(config, device)
-    return reason or (why_stock(transformer) if transformer is not None else None)
 
 
 class SD3TrainingModule(nn.Module):

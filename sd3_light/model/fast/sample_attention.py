@@ -37,10 +37,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, backend: st
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(query, key, value, plan.starts, plan.starts, plan.longest, plan.longest)  # type: ignore[return-value]
-    return _masked(query, key, value, plan)
+    return attend_masked(query, key, value, plan)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan) -> Tensor:
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan) -> Tensor:
+    """Compute `attend` on samples padded to the longest, in any dtype and on any device."""
     starts = plan.starts.long()
     lengths = starts.diff()
     sample = torch.arange(plan.samples, device=query.device).repeat_interleave(lengths)

@@ -61,7 +61,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
     unit = "pipeline" if setup.stages > 1 else "process" if on_cpu else "GPU"
     batch = f"micro-batch·{setup.accumulation} accumulation·{plural(replicas, unit)}"
     batches = sorted({row.global_batch for row in data.rows})
-    fast, why_stock = ("fast kernels", "if Triton is installed, else stock"), estimate.why_stock
+    fast, why_stock = ("fast kernels", "if they pass their self-check there, else stock"), estimate.why_stock
     blocks = fast if why_stock is None else ("stock", f"because {why_stock}")
     costliest = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [

@@ -20,7 +20,8 @@ from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
-from sd3_light.stages.train.train_state import TrainState, choose_blocks, describe_start, make_train_state
+from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state
+from sd3_light.training.blocks import require_blocks
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
@@ -51,7 +52,7 @@ def run(
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = where_weights_start(loaded.train.model)
     device = launch.device()
-    choose_blocks(loaded.train, start.size, None, launch, device, by_deepspeed)  # raises before anything is opened
+    require_blocks(loaded.train, start.size, launch, device, by_deepspeed)  # raises before anything is opened
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):

@@ -2,23 +2,18 @@
 
 from dataclasses import dataclass
 
-import torch
-from diffusers import SD3Transformer2DModel
-
-from sd3_light.config import AdapterConfig, ModelSize, TrainConfig
-from sd3_light.config.faults import UserError
-from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.config import AdapterConfig
+from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
-from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
-from sd3_light.training.module import SD3TrainingModule, why_stock_blocks
+from sd3_light.training.blocks import choose_blocks
+from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.saver import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.training.trainable import choose_what_trains
@@ -41,10 +36,12 @@ def make_train_state(context: RunContext) -> TrainState:
     pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start, context.noise)
     choose_what_trains(pipeline.transformer, config, device)
     saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start)
-    if config.compile:
+    blocks = choose_blocks(
+        config, start.size, pipeline.transformer, launch, device, context.groups, context.by_deepspeed
+    )
+    if blocks.kind == "compiled":
         compile_blocks(pipeline.transformer)
-    fast = choose_blocks(config, start.size, pipeline.transformer, launch, device, context.by_deepspeed)
-    module = SD3TrainingModule(pipeline.transformer, config, fast)
+    module = SD3TrainingModule(pipeline.transformer, config, blocks.kind == "fast")
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
@@ -52,31 +49,6 @@ def make_train_state(context: RunContext) -> TrainState:
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(engine.weights)
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
-
-
-def choose_blocks(
-    config: TrainConfig,
-    size: ModelSize,
-    transformer: SD3Transformer2DModel | None,
-    launch: Launch,
-    device: torch.device,
-    by_deepspeed: bool,
-) -> bool:
-    """Return whether the fast blocks run, and print it on a GPU; raise if the config requires unavailable ones.
-
-    Without a transformer it only checks what is known before one is made.
-    """
-    reason = why_stock_blocks(config, size, transformer, device.type, launch.world, by_deepspeed)
-    if reason is not None and config.fast is True:
-        raise UserError(f'fast = true is not available: {reason}; write fast = "auto"')
-    if config.fp8:
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if fp8_reason := reason or why_no_fp8(size, capability):
-            raise UserError(f"fp8 = true is not available: {fp8_reason}; write fp8 = false")
-    if transformer is not None and device.type == "cuda" and launch.is_main:
-        kernels = "fast kernels, products in fp8" if config.fp8 else "fast kernels"
-        info(f"blocks: {kernels}" if reason is None else f"blocks: stock ({reason})")
-    return reason is None
 
 
 def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:

@@ -11,9 +11,11 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.engines.processes import ProcessGroups
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.stages.train.train_state import choose_blocks
+from sd3_light.training import blocks as chosen
+from sd3_light.training.blocks import Blocks, choose_blocks, require_blocks
 
 SIZE = SIZES["tiny2"]
 
@@ -48,17 +50,80 @@ def test_a_cpu_uses_the_stock_blocks_unless_fast_is_true() -> None:
     assert why_stock_on_device(train_config(fast=True, model={"text_tokens": "real"}), "cpu") is None
 
 
-def test_unavailable_fast_blocks_are_an_error() -> None:
-    transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
-    assert choose_blocks(train_config(fast=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
-    assert not choose_blocks(train_config(), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
-    assert not choose_blocks(train_config(fast=False), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def transformer() -> Any:
+    return new_transformer(SIZE.transformer_config(), 0)
+
+
+def choose(config: TrainConfig, transformer: Any, device: torch.device = CPU, by_deepspeed: bool = False) -> Blocks:
+    return choose_blocks(config, SIZE, transformer, Launch(), device, ProcessGroups(), by_deepspeed)
+
+
+def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
+    assert choose(train_config(fast=True), transformer) == ("fast", None)
+    assert choose(train_config(), transformer) == ("stock", "there is no GPU")
+    assert choose(train_config(fast=False), transformer) == ("stock", "fast = false")
+    assert choose(train_config(compile=True), transformer) == ("compiled", "compile = true")
     with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
-        choose_blocks(train_config(fast=True, zero_stage=3), SIZE, transformer, Launch(), cpu, by_deepspeed=True)
-    choose_blocks(train_config(fast=True), SIZE, None, Launch(), cpu, by_deepspeed=True)
+        choose(train_config(fast=True, zero_stage=3), transformer, by_deepspeed=True)
+    require_blocks(train_config(fast=True), SIZE, Launch(), CPU, by_deepspeed=True)
     for keys in ({"fast": True}, {"fp8": True}):
         with pytest.raises(UserError, match="ZeRO-3"):
-            choose_blocks(train_config(zero_stage=3, **keys), SIZE, None, Launch(), cpu, by_deepspeed=True)
+            require_blocks(train_config(zero_stage=3, **keys), SIZE, Launch(), CPU, by_deepspeed=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """A GPU as the decision sees it: the problems of its kernels, plain and in fp8, and of torch.compile."""
+    problems: dict[str, str | None] = {"plain": None, "fp8": None, "compile": None}
+    monkeypatch.setattr(chosen, "why_stock_on_device", lambda config, device: None)
+    monkeypatch.setattr(chosen, "kernel_problem", lambda shape, device: problems["fp8" if shape.fp8 else "plain"])
+    monkeypatch.setattr(chosen, "why_not_compiled", lambda device: problems["compile"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return problems
+
+
+BROKEN = "the kernel join differs from its reference by 0.4, more than 0.02"
+
+
+def test_a_broken_kernel_means_compiled_stock_blocks(
+    gpu: dict[str, str | None], transformer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert choose(train_config(), transformer, CUDA) == ("fast", None)
+    assert capfd.readouterr().err == "blocks: fast kernels\n"
+    gpu["plain"] = BROKEN
+    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN)
+    assert capfd.readouterr().err == f"blocks: stock, compiled ({BROKEN})\n"
+    selective = train_config(activation_checkpointing="selective")
+    assert choose(selective, transformer, CUDA) == ("stock", BROKEN), "compiled blocks hide their operations"
+    gpu["compile"] = "torch.compile does not work here"
+    assert choose(train_config(), transformer, CUDA) == ("stock", BROKEN)
+    assert choose(train_config(fast=False), transformer, CUDA) == ("stock", "fast = false")
+
+
+def test_a_broken_kernel_is_an_error_where_the_config_requires_it(gpu: dict[str, str | None], transformer: Any) -> None:
+    gpu["fp8"] = BROKEN
+    assert choose(train_config(fast=True), transformer, CUDA) == ("fast", None)
+    with pytest.raises(UserError, match=f"^fp8 = true is not available: {BROKEN}; write fp8 = false$"):
+        choose(train_config(fast=True, fp8=True), transformer, CUDA)
+    gpu |= {"fp8": None, "plain": BROKEN}
+    with pytest.raises(UserError, match=f'^fast = true is not available: {BROKEN}; write fast = "auto"$'):
+        choose(train_config(fast=True), transformer, CUDA)
+    with pytest.raises(UserError, match=f"^fp8 = true is not available: {BROKEN}; write fp8 = false$"):
+        choose(train_config(fp8=True), transformer, CUDA)
+
+
+def test_a_problem_of_another_rank_counts_for_all(
+    gpu: dict[str, str | None], transformer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has another kind of GPU, whose kernels are broken."""
+    others: list[str | None] = [None, BROKEN, None]  # of the config, of the kernels, of torch.compile
+    monkeypatch.setattr(ProcessGroups, "first_problem", lambda self, problem: problem or others.pop(0))
+    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN)
+    assert others == [], "every rank takes part in every exchange"
 
 
 def test_conflicting_keys_are_reported() -> None:
@@ -71,11 +136,10 @@ def test_conflicting_keys_are_reported() -> None:
     assert reported_keys(activation_checkpointing="selective", fast=True) == []
 
 
-def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8() -> None:
-    transformer, cpu = new_transformer(SIZE.transformer_config(), 0), torch.device("cpu")
-    assert choose_blocks(train_config(fp8=True, fast=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8(transformer: Any) -> None:
+    assert choose(train_config(fp8=True, fast=True), transformer) == ("fast", None)
     with pytest.raises(UserError, match=r"fp8 = true is not available: there is no GPU; write fp8 = false"):
-        choose_blocks(train_config(fp8=True), SIZE, transformer, Launch(), cpu, by_deepspeed=False)
+        choose(train_config(fp8=True), transformer)
     assert why_no_fp8(SIZE, (9, 0)) is None
     assert why_no_fp8(SIZE, (8, 9)) is None
     assert "sm_80" in str(why_no_fp8(SIZE, (8, 0)))
