@@ -100,6 +100,7 @@ def main() -> None:
     if args.work:
         work(args.size, args.batch)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     n = str(args.threads)
     workers = {
         name.format(n=n): start({key: value.format(n=n) for key, value in environment.items()}, args)

@@ -4,8 +4,13 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+_CPUS = Path("/sys/devices/system/cpu")
+_SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}  # of GNU's (turns of a loop) and of LLVM's OpenMP (ms)
+_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def machine() -> str:
@@ -31,6 +36,58 @@ def process_start(pid: int) -> str:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]
+
+
+def limit_spinning() -> None:
+    """Let idle OpenMP threads sleep after a short wait instead of a long one, unless the environment has a policy.
+
+    A thread that spins while it waits takes the core from the one it waits for, if other processes are busy. The
+    libraries read these variables when they are loaded, so call this before torch is imported.
+    """
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *_SPINNING)):
+        os.environ.update(_SPINNING)
+
+
+def usable_cores() -> int:
+    """Return the physical cores that this process may use: its CPU affinity, within the quota of its cgroup."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_thread_siblings(cpu) for cpu in allowed}
+    quotas = [quota for group in _cgroups() if (quota := _cpu_quota(group)) is not None]
+    return max(1, int(min([len(cores), *quotas])))
+
+
+def _thread_siblings(cpu: int) -> str:
+    """Return the hardware threads of the core that a CPU belongs to, as the kernel writes them."""
+    try:
+        return (_CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
+    except OSError:  # not Linux, or hidden in a container
+        return str(cpu)
+
+
+def _cgroups() -> Iterator[Path]:
+    """Yield the folders of this process's cgroups that may limit CPU time, and those of their parents."""
+    try:
+        lines = _CGROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:  # number:controllers:path; version 2 has no controllers
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            root = _CGROUPS / "cpu" if controllers else _CGROUPS
+            inner = root / path.lstrip("/")
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """Return the CPUs that a cgroup may use at once; None if it has no limit."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 else None
+    except (OSError, ValueError):
+        return None
 
 
 def available_memory() -> int | None:

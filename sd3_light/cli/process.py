@@ -1,6 +1,7 @@
 """Setup, output and exit codes of one process of the command line."""
 
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ from rich.console import Console
 from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.files import disk_error
 from sd3_light.runlog import info, quiet_libraries, set_main_process
+from sd3_light.system import limit_spinning
 
 if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
@@ -42,16 +44,37 @@ def quiet_imports() -> None:
 
 
 def init_process(local_rank: int | None = None) -> "Launch":
-    """Set up logging and return the launch info of this process. Called before heavy imports."""
-    # torch's idle threads spin for a long time, which makes a shared CPU many times slower
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    """Import the libraries, set up logging and return the launch info of this process."""
+    limit_spinning()
+    with _without_collections():
+        import diffusers.models.transformers.transformer_sd3  # noqa: F401
     if not _DEBUG:
         quiet_libraries()
     from sd3_light.engines import Launch
+    from sd3_light.engines.cpu_threads import limit_threads
 
     launch = Launch.detect(local_rank)
+    limit_threads(launch.local_world)
     set_main_process(launch.is_main)
     return launch
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in this block, which imports large libraries, and exclude its objects from later collections.
+
+    Python would look at all of these objects again and again, also in the training loop and in forked workers. Does
+    nothing if torch has been imported before.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_guarded(work: Callable[[], object]) -> int:

@@ -1,7 +1,6 @@
 """Build a denoiser, with random initial weights for training from scratch or with given weights."""
 
 import math
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from sd3_light.randomness import sample_id, stream
+from sd3_light.system import usable_cores
 
 
 def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> SD3Transformer2DModel:
@@ -49,7 +49,7 @@ def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
             values.fill_(1.0)
         setattr(module, name, nn.Parameter(values))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(draw, parameters))
     return transformer
 

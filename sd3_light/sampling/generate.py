@@ -26,6 +26,7 @@ from sd3_light.model.masked_attention import real_text_mask, use_masked_attentio
 from sd3_light.sampling.image_requests import ImageRequest
 from sd3_light.sampling.png import save_png
 from sd3_light.sampling.texts import EncodedText, TextBatch, TextPolicy, batch_texts, encode, unconditional_text
+from sd3_light.system import usable_cores
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
@@ -169,8 +170,7 @@ def _copy_pipeline(pipe: "StableDiffusion3Pipeline") -> "StableDiffusion3Pipelin
 
 def _cores() -> int:
     """Return the cores for this process: its share among the processes of its launcher on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 @contextmanager

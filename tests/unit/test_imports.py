@@ -1,4 +1,4 @@
-"""The large libraries that each command imports: an import of torch and diffusers takes seconds."""
+"""The large libraries that each command imports (torch and diffusers take seconds), and what is set up before."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
+ROOT = Path(__file__).parents[2]
 LARGE = ("accelerate", "diffusers", "peft", "pyarrow", "torch", "transformers")
 RUN = f"""
 import atexit, sys
@@ -42,3 +43,48 @@ def test_inspect_reads_a_cache_without_torch(cached_project: Project) -> None:
 def test_report_reads_a_run_without_torch(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0, "samples": 0}\n', encoding="utf-8")
     assert imported("report", tmp_path, "--out", tmp_path / "page.html") == []
+
+
+BEFORE_TORCH = """
+import gc, os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            policies = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+            print(*(f"{policy}={os.environ.get(policy)}" for policy in policies), gc.isenabled())
+            sys.stdout.flush()
+            os._exit(7)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+OURS = "OMP_WAIT_POLICY=None GOMP_SPINCOUNT=20000 KMP_BLOCKTIME=1 False"
+
+
+def before_torch(*arguments: object, **environment: str) -> str:
+    """Start a command and return the wait policies, and whether garbage is collected, when it imports torch."""
+    policies = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    inherited = {name: value for name, value in os.environ.items() if name not in policies}
+    process = subprocess.run(
+        [REAL_PYTHON, "-c", BEFORE_TORCH, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**inherited, **environment},
+    )
+    assert process.returncode == 7, process.stderr
+    return process.stdout.strip()
+
+
+def test_idle_threads_do_not_spin_for_long(raw_project: Project) -> None:
+    """OpenMP reads the variables when torch is imported."""
+    assert before_torch(ROOT / "sd3_light", "train", raw_project.train_toml) == OURS
+    assert before_torch(ROOT / "train.py", "--config", raw_project.train_toml) == OURS
+
+
+def test_the_wait_policy_of_the_environment_is_kept(raw_project: Project) -> None:
+    arguments = (ROOT / "sd3_light", "cache", raw_project.train_toml)
+    set_by_user = before_torch(*arguments, OMP_WAIT_POLICY="active")
+    assert set_by_user == "OMP_WAIT_POLICY=active GOMP_SPINCOUNT=None KMP_BLOCKTIME=None False"

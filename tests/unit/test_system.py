@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from sd3_light.system import available_memory, host_bytes, machine, process_exists, process_start
+import pytest
+
+from sd3_light import system
+from sd3_light.system import available_memory, host_bytes, machine, process_exists, process_start, usable_cores
 
 
 def test_available_memory_is_part_of_the_physical_memory() -> None:
@@ -44,3 +48,52 @@ def test_a_process_has_a_start_time_until_it_ends() -> None:
 def test_the_machine_has_one_name() -> None:
     assert machine() == machine()
     assert "~" not in machine()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 4 cores with 2 hardware threads each, CPUs n and n + 4, all of which this process may use."""
+    for cpu in range(8):
+        topology = tmp_path / f"cpus/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    (tmp_path / "cgroup").write_text("")
+    monkeypatch.setattr(system, "_CPUS", tmp_path / "cpus")
+    monkeypatch.setattr(system, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(system, "_CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    return tmp_path
+
+
+def test_hardware_threads_of_a_core_count_once(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_cores() == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
+    assert usable_cores() == 2
+    (host / "cpus/cpu6/topology/thread_siblings_list").unlink()
+    assert usable_cores() == 2, "a CPU of unknown topology is a core"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("0::/job\n", {"job/cpu.max": "250000 100000"}, 2),
+        ("0::/job/step\n", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/job\n", {"job/cpu.max": "max 100000"}, 4),
+        ("0::/job\n", {"job/cpu.max": "damaged"}, 4),
+        ("0::/job\n", {}, 4),
+        (
+            "5:cpuset:/\n1:cpuacct,cpu:/docker/x\n0::/\n",
+            {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_the_quota_of_a_cgroup_limits_the_cores(host: Path, cgroup: str, files: dict[str, str], cores: int) -> None:
+    (host / "cgroup").write_text(cgroup)
+    for name, content in files.items():
+        path = host / "cgroups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    assert usable_cores() == cores

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 
 from sd3_light.budget.device_peaks import peak_flops
+from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.faults import Stopped
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
+from sd3_light.engines.cpu_threads import use_training_threads
+from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
@@ -57,6 +60,8 @@ def run(
         torch.cuda.set_device(device)
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
         context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
+        if device.type == "cpu":
+            _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler = _make_sampler(context)
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
@@ -101,6 +106,18 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
         "settings": rate_settings(context.config),
         "noise": context.noise,
     }
+
+
+def _use_cpu(context: RunContext) -> None:
+    """Choose the CPU threads of the run for its largest micro-batch."""
+    config, text = context.config, CLIP_TOKENS + context.config.model.t5_max_length
+    batches = {
+        bucket.resolution: batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
+        for bucket in context.data.buckets
+    }
+    flops = [step_flops(context.start.size, image_tokens(*size), [text] * count) for size, count in batches.items()]
+    threads = use_training_threads(max(flops), context.launch.local_world)
+    info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
 
 
 def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:

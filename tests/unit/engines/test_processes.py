@@ -1,5 +1,6 @@
 """Error messages about processes that do not connect or are lost, and process group settings."""
 
+import multiprocessing
 import resource
 import socket
 import subprocess
@@ -151,6 +152,27 @@ def test_wait_for_all_polls_until_done() -> None:
 
     ProcessGroups().wait_for_all(is_done)
     assert polled == [1.0] * 3
+
+
+def _share_problem(folder: Path, rank: int, answers: Any) -> None:
+    store = dist.FileStore(str(folder / "store"), 3)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    groups = ProcessGroups(dist.new_group())
+    problems = (None, f"problem of rank {rank}" if rank else None)
+    answers.put([groups.first_problem(problem) for problem in problems])
+
+
+def test_all_ranks_know_the_first_problem(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_share_problem, args=(tmp_path, rank, answers)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    assert [answers.get() for _ in ranks] == [[None, "problem of rank 1"]] * 3
+    assert ProcessGroups().first_problem("own") == "own"
 
 
 _EXIT_SCRIPT = """
